@@ -1,0 +1,185 @@
+"""Clipping inside autograd: layers report squared norms to a probe, and a gate turns them into clipped sums.
+
+`probe = Gate.apply(pass, C_k, *parameters)` is made just before the group's first layer runs, so its backward runs
+once the backward pass has left that layer, when every member has added its squared norms to the probe's gradient. The
+gate then *returns the clipped sums as the parameters' gradients* and the number of unclipped examples as the "gradient"
+of the threshold: microbatch accumulation, hooks and reductions on gradients need no special case.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.clipping.factors import ClipRule, keep_finite
+from groupwise.clipping.joint import Entry, cross_terms
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted
+from groupwise.errors import UserError
+
+
+class Phase(Enum):
+    """What a backward pass does: everything at once, only norms (ghost, first), only sums (ghost, second)."""
+
+    CLIP = "clip"
+    NORMS = "norms"
+    SUMS = "sums"
+
+
+@dataclass
+class Round:
+    """What is common to all groups in one call of `ClippingEngine.backward`."""
+
+    phase: Phase
+    examples: int
+    factors: Tensor | None = None
+    """Ghost, second pass: None, or 0 for examples left out and 1 for the others."""
+    squared_norms: dict[int, Tensor] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer inside its group: its rule, which of its parameters train, and their places in the group."""
+
+    name: str
+    rule: LayerRule
+    wanted: Wanted
+    places: tuple[int | None, ...]
+    shared: bool
+    """Some other layer uses one of its parameters too."""
+
+
+@dataclass
+class GroupState:
+    """A group's fixed parts and the threshold that is in force."""
+
+    index: int
+    name: str
+    members: tuple[Member, ...]
+    parameters: tuple[torch.nn.Parameter, ...]
+    clip_rule: ClipRule
+    threshold: Tensor
+    """C_k, a leaf; its .grad adds up the counts b̄_k."""
+    count_threshold: Tensor
+    nonfinite: Tensor
+
+
+class GroupPass:
+    """One group in one forward and backward pass: the probe, what its layers handed in, and the sums so far."""
+
+    def __init__(self, group: GroupState, batch: int, device: torch.device, current_round: Any) -> None:
+        self.group, self.batch, self.current_round = group, batch, current_round
+        self.calls: Counter[str] = Counter()
+        self.entries: list[Entry] = []
+        self.sums: list[Tensor | None] = [None] * len(group.parameters)
+        self.squares: list[Tensor] = []
+        self.count = group.threshold.new_zeros(())
+        self.done = False
+        self.probe: Tensor | None = Gate.apply(self, device, group.threshold, *group.parameters)
+
+    def receive(self, member: Member, saved: Saved, g: Any) -> Tensor:
+        """Take a layer's backward: its activations and output gradients. Returns its squared norms, the probe's gradient."""
+        current: Round | None = self.current_round()
+        if current is None:
+            raise UserError(
+                "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
+            )
+        rows = (g[0] if isinstance(g, tuple) else g).shape[0]
+        if rows != current.examples:
+            raise UserError(
+                f"Layer {member.name!r} saw a batch of {rows}, but there are {current.examples} losses: the first axis of "
+                "every layer's input must be the batch (pass position ids explicitly, one row an example)."
+            )
+        if current.phase is Phase.SUMS:
+            self.add(member, member.rule.weighted_sum(saved, g, current.factors, member.wanted))
+            return self.group.threshold.new_zeros(rows)
+        joint = member.shared or self.calls[member.name] > 1
+        if current.phase is Phase.CLIP and len(self.group.members) == 1 and not joint:
+            self.add(member, member.rule.clipped_sum(saved, g, self.clip, member.wanted))
+            self.done = True
+            return torch.cat(self.squares)
+        if current.phase is Phase.CLIP or joint:
+            self.entries.append(Entry(member, saved, g))
+        return member.rule.squared_norms(saved, g, member.wanted)
+
+    def clip(self, squares: Tensor) -> Tensor:
+        """Squared norms (n,) of the next n examples -> factors (n,); counts, and leaves out what is not finite."""
+        norms = squares.clamp_min(0).sqrt()
+        self.squares.append(squares)
+        self.count = self.count + (norms <= self.group.count_threshold.to(norms.dtype)).sum()
+        self.group.nonfinite += (~torch.isfinite(squares)).sum()
+        return keep_finite(self.group.clip_rule(norms, self.group.threshold.detach().to(norms.dtype)), squares)
+
+    def close(self, squares: Tensor) -> None:
+        """All members have reported: form the factors, and the weighted sums that are still due."""
+        current: Round = self.current_round()
+        if self.group.index in current.closed:
+            raise UserError(
+                f"Group {self.group.name!r} was used with two batch sizes in one forward pass: the first axis of every "
+                "layer's input must be the batch (pass position ids explicitly, one row an example)."
+            )
+        current.closed.add(self.group.index)
+        if current.phase is Phase.SUMS or self.done:
+            return
+        factors = self.clip(squares + self.cross_terms(squares))
+        while self.entries:  # each entry's activations are freed as soon as its sum is made
+            entry = self.entries.pop()
+            self.add(entry.member, entry.member.rule.weighted_sum(entry.saved, entry.g, factors, entry.member.wanted))
+
+    def cross_terms(self, squares: Tensor) -> Tensor:
+        """2Σ⟨a_i, b_i⟩ over pairs of uses of one parameter: what the members' own norms miss of the joint norm."""
+        return cross_terms(self.entries, len(self.group.parameters), squares)
+
+    def add(self, member: Member, gradients: Gradients) -> None:
+        """Add a layer's clipped sums to those of its group."""
+        for place, gradient in zip(member.places, gradients, strict=True):
+            if place is not None and gradient is not None:
+                known = self.sums[place]
+                self.sums[place] = gradient if known is None else known + gradient
+
+
+class Gate(torch.autograd.Function):
+    """Opens as a probe of B zeros; its backward closes the group and returns the clipped sums and the count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group_pass: GroupPass, device: torch.device, threshold: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.group_pass = group_pass
+        return torch.zeros(group_pass.batch, device=device, dtype=threshold.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, squares: Tensor) -> Any:
+        group_pass: GroupPass = ctx.group_pass
+        group_pass.close(squares)
+        if group_pass.current_round().phase is Phase.CLIP:
+            group_pass.current_round().squared_norms[group_pass.group.index] = torch.cat(group_pass.squares)
+        sums, group_pass.sums, group_pass.probe = group_pass.sums, [], None
+        return None, None, group_pass.count.to(squares.dtype), *sums
+
+
+class LayerFunction(torch.autograd.Function):
+    """A layer's own forward and input gradient; its parameters' gradients go through the gate."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, x: Tensor, *parameters: Tensor | None
+    ) -> Tensor:
+        ctx.group_pass, ctx.member = group_pass, member
+        with torch.autocast(x.device.type, enabled=False):
+            y, saved = member.rule.forward(x, *parameters)
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            gx = ctx.member.rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
+            squares = ctx.group_pass.receive(ctx.member, saved, g)
+        return None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 4)

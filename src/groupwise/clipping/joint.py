@@ -1,0 +1,96 @@
+"""Joint norms: a parameter that several layers, or several calls of one layer, use has one gradient an example.
+
+With uses a and b the norm is ‖a + b‖² = ‖a‖² + ‖b‖² + 2⟨a, b⟩; members report the squares, this file the rest. Adding
+the uses as if they were separate parameters would under-state the norm by up to √2 for two uses: a privacy bug.
+"""
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.clipping.rules.base import upcast
+from groupwise.clipping.rules.embedding import EmbeddingRule
+from groupwise.clipping.rules.hf_conv1d import HFConv1DRule
+from groupwise.clipping.rules.linear import LinearRule
+
+CHUNK_FLOATS = 1 << 24
+"""Numbers that the per-example gradients of one chunk may hold where they have to be materialised."""
+
+
+@dataclass
+class Entry:
+    """A book-kept call: its layer, what its forward saved and its output gradients."""
+
+    member: Any
+    saved: Any
+    g: Any
+
+
+@dataclass(frozen=True)
+class Outer:
+    """One example's weight gradient as Σ_t left_t rightᵀ_t: rows (B, T, p), or indices (B, T) for one-hot rows."""
+
+    left: Tensor
+    right: Tensor
+
+    def inner(self, other: "Outer") -> Tensor:
+        """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,)."""
+        return (_products(self.left, other.left) * (self.right @ other.right.mT)).sum((1, 2))
+
+
+def cross_terms(entries: list[Entry], parameters: int, like: Tensor) -> Tensor:
+    """2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,); zeros where nothing is shared."""
+    total = torch.zeros_like(like)
+    for place in range(parameters):
+        uses = [(e, e.member.places.index(place)) for e in entries if place in e.member.places]
+        if len(uses) < 2:
+            continue
+        outers = [_outer(entry, local) for entry, local in uses]
+        if all(outer is not None for outer in outers):
+            for a, b in combinations(outers, 2):
+                total = total + 2 * a.inner(b)  # type: ignore[union-attr, arg-type]
+        else:
+            total = total + _materialized_cross_terms(uses, like)
+    return total
+
+
+def _outer(entry: Entry, local: int) -> Outer | None:
+    rule = entry.member.rule
+    if local != 0 or not isinstance(rule, LinearRule | EmbeddingRule):
+        return None
+    if isinstance(rule, EmbeddingRule):
+        return Outer(*rule.rows(entry.saved, entry.g))
+    x, g = rule.rows(entry.saved, entry.g)
+    return Outer(x, g) if isinstance(rule, HFConv1DRule) else Outer(g, x)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """(B, T, S) inner products of rows; an integer tensor stands for one-hot rows."""
+    if a.is_floating_point() and b.is_floating_point():
+        return a @ b.mT
+    if not a.is_floating_point() and not b.is_floating_point():
+        return a.unsqueeze(2) == b.unsqueeze(1)
+    if b.is_floating_point():
+        return _products(b, a).mT
+    return a.gather(2, b.unsqueeze(1).expand(-1, a.shape[1], -1))
+
+
+def _materialized_cross_terms(uses: list[tuple[Entry, int]], like: Tensor) -> Tensor:
+    """The same from materialised per-example gradients, a few examples at a time."""
+    only = [tuple(i == local for i in range(len(entry.member.wanted))) for entry, local in uses]
+    size = uses[0][0].member.rule.module.get_parameter(uses[0][0].member.rule.parameter_names[uses[0][1]]).numel()
+    step = max(1, CHUNK_FLOATS // size)
+    parts = []
+    for start in range(0, like.shape[0], step):
+        rows = slice(start, start + step)
+        gradients = []
+        for (entry, local), wanted in zip(uses, only, strict=True):
+            rule = entry.member.rule
+            gradient = rule.per_example_gradients(*rule.examples(entry.saved, entry.g, rows), wanted)[local]
+            gradients.append(upcast(gradient).flatten(1))
+        squares = torch.stack([gradient.square().sum(1) for gradient in gradients]).sum(0)
+        parts.append(torch.stack(gradients).sum(0).square().sum(1) - squares)
+    return torch.cat(parts)

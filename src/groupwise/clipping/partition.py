@@ -1,0 +1,136 @@
+"""Partitions of a model's layers into groups: the one idea of which every clipping mode is a case."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from groupwise.clipping.discovery import Layer, find_layers
+from groupwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Group:
+    """A clipping group k: the layers whose per-example gradients are clipped together.
+
+    Args:
+        name: what logs and errors call it.
+        layers: dotted names of modules, as in `model.named_modules()`.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+
+
+Partition = tuple[Group, ...]
+
+
+def flat(model: nn.Module) -> Partition:
+    """One group: the whole model (flat clipping)."""
+    return (Group("all", tuple(layer.name for layer in find_layers(model))),)
+
+
+def per_layer(model: nn.Module) -> Partition:
+    """One group a layer, weight and bias together; layers that share a parameter are one group (section 3)."""
+    return _group_by(find_layers(model), lambda name: name, merge_shared=True)
+
+
+def per_block(model: nn.Module) -> Partition:
+    """One group a residual or transformer block; every layer outside the blocks is a group of its own.
+
+    Blocks are the members of the outermost `nn.ModuleList` or `nn.Sequential` with at least two members that hold more
+    than one layer each.
+    """
+    layers = find_layers(model)
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(_inside(name, block) for block in blocks):
+            continue
+        members = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
+        rich = [member for member in members if sum(_inside(layer.name, member) for layer in layers) > 1]
+        if len(rich) >= 2:
+            blocks += rich
+    outermost = [b for b in blocks if not any(_inside(b, other) for other in blocks if other != b)]
+    return _group_by(
+        layers, lambda name: next((block for block in outermost if _inside(name, block)), name), merge_shared=True
+    )
+
+
+def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], str | None]) -> Partition:
+    """Any partition: a function from layer name to group name, or a mapping from glob patterns to group names.
+
+    Raises:
+        UserError: a layer matches no pattern, or layers that share a parameter fall into different groups.
+    """
+
+    def group_of(name: str) -> str:
+        if callable(mapping):
+            group = mapping(name)
+        else:
+            group = next((group for pattern, group in mapping.items() if fnmatchcase(name, pattern)), None)
+        if group is None:
+            raise UserError(
+                f"Layer {name!r} belongs to no clipping group: add it to the mapping, or freeze its parameters."
+            )
+        return group
+
+    return _group_by(find_layers(model), group_of, merge_shared=False)
+
+
+def check_partition(layers: tuple[Layer, ...], partition: Partition) -> None:
+    """Refuse a partition in which a trainable parameter is in no group, or in more than one.
+
+    Raises:
+        UserError: naming the layer or the parameter.
+    """
+    known = {layer.name for layer in layers}
+    place: dict[str, str] = {}
+    for group in partition:
+        for name in group.layers:
+            if name not in known:
+                raise UserError(
+                    f"Group {group.name!r} names layer {name!r}, which has no trainable parameter or is unknown."
+                )
+            if name in place:
+                raise UserError(f"Layer {name!r} is in two groups: {place[name]!r} and {group.name!r}.")
+            place[name] = group.name
+    owner: dict[int, tuple[str, str]] = {}
+    for layer in layers:
+        if layer.name not in place:
+            parameter = layer.full_name(next(iter(layer.trainable)))
+            raise UserError(
+                f"Parameter {parameter!r} belongs to no clipping group: add layer {layer.name!r} to one, or freeze it."
+            )
+        for local, parameter in layer.trainable.items():
+            first, group = owner.setdefault(id(parameter), (layer.full_name(local), place[layer.name]))
+            if group != place[layer.name]:
+                raise UserError(
+                    f"Parameters {first!r} and {layer.full_name(local)!r} are one tensor but in two groups, "
+                    f"{group!r} and {place[layer.name]!r}: put both layers into the same group, or untie them."
+                )
+
+
+def _inside(name: str, ancestor: str) -> bool:
+    return ancestor == "" or name == ancestor or name.startswith(ancestor + ".")
+
+
+def _group_by(layers: tuple[Layer, ...], group_of: Callable[[str], str], merge_shared: bool) -> Partition:
+    names: dict[str, str] = {}
+    first_user: dict[int, str] = {}
+    for layer in layers:
+        group = group_of(layer.name)
+        if merge_shared:
+            shared = [first_user[id(p)] for p in layer.trainable.values() if id(p) in first_user]
+            targets = [names[user] for user in shared]
+            if targets:  # join the group of the first user; and groups that this layer ties together become one
+                old = {*targets[1:], group}
+                group = targets[0]
+                names = {name: group if value in old else value for name, value in names.items()}
+        names[layer.name] = group
+        for parameter in layer.trainable.values():
+            first_user.setdefault(id(parameter), layer.name)
+    groups: dict[str, list[str]] = {}
+    for name, group in names.items():
+        groups.setdefault(group, []).append(name)
+    return tuple(Group(name, tuple(members)) for name, members in groups.items())

@@ -1,0 +1,57 @@
+"""The truth: per-example gradients by a loop over single examples, clipped one by one. Slow, plain, in any precision."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping.discovery import find_layers
+from groupwise.clipping.factors import ClipRule, clip_factors
+from groupwise.clipping.partition import Partition
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,)."""
+
+    sums: dict[str, Tensor]
+    norms: Tensor
+    counts: Tensor
+
+
+def clipped_sums(
+    model: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    examples: Sequence[int],
+    partition: Partition,
+    thresholds: Sequence[float] | Tensor,
+    clip_rule: ClipRule = clip_factors,
+) -> Reference:
+    """Σ_i g_k^(i)·factor(‖g_k^(i)‖, C_k) with one backward pass an example.
+
+    Args:
+        model: the model, with no engine attached (or bypassed).
+        loss_of: index of an example -> its loss, a scalar tensor, computed alone.
+        examples: the indices to sum over.
+        partition: the groups.
+        thresholds: C_k, (K,).
+        clip_rule: the rule of the engine that is compared.
+    """
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layers = {layer.name: layer for layer in find_layers(model)}
+    members = [
+        sorted({names[id(p)] for name in group.layers for p in layers[name].trainable.values()}) for group in partition
+    ]
+    thresholds = torch.as_tensor(thresholds, dtype=next(iter(parameters.values())).dtype)
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype)
+    for column, example in enumerate(examples):
+        gradients = dict(zip(parameters, torch.autograd.grad(loss_of(example), list(parameters.values())), strict=True))
+        for k, group in enumerate(members):
+            norms[k, column] = torch.stack([gradients[name].square().sum() for name in group]).sum().sqrt()
+            factor = clip_rule(norms[k, column].view(1), thresholds[k])
+            for name in group:
+                sums[name] += factor * gradients[name]
+    return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64))

@@ -1,0 +1,109 @@
+"""The contract of a layer rule, and the registry that finds the rule of a layer.
+
+A rule is stateless mathematics on (saved tensors, output gradient) of one call of one layer. Batch is the first axis
+of everything. `wanted` tells which of the layer's parameters train, in the order of `parameter_names`: only these
+count in norms and sums.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+Saved = tuple[Tensor | None, ...]
+Wanted = tuple[bool, ...]
+Gradients = tuple[Tensor | None, ...]
+Clip = Callable[[Tensor], Tensor]
+"""squared norms (n,) of the next n examples -> their factors (n,)."""
+Formula = Literal["auto", "gram", "materialize"]
+
+
+class LayerRule(ABC):
+    """What the engine must know of one type of layer. One file a rule; adding a layer is adding a file."""
+
+    layer_type: ClassVar[type[nn.Module]]
+    parameter_names: ClassVar[tuple[str, ...]]
+    autocast: ClassVar[Literal["lower", "float32", "keep"]] = "lower"
+    """What torch.autocast does to this layer's inputs: lower precision, float32, or nothing."""
+
+    batched: ClassVar[tuple[int, ...]] = (0,)
+    """Which of the saved tensors have the batch as their first axis."""
+
+    def __init__(self, module: nn.Module, formula: Formula = "auto") -> None:
+        self.module = module
+        self.formula = formula
+
+    @classmethod
+    def handles(cls, module: nn.Module) -> bool:
+        """Whether this rule is right for the module: subclasses count only if they left `forward` alone."""
+        return isinstance(module, cls.layer_type) and type(module).forward is cls.layer_type.forward
+
+    def refuse(self) -> str | None:
+        """Why this very layer cannot be clipped (an option that mixes examples, say), or None."""
+        return None
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """What happens to the input outside the rule, by ordinary autograd (unusual paddings, say)."""
+        return x
+
+    @abstractmethod
+    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+        """The layer's output and what its backward needs."""
+
+    @abstractmethod
+    def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
+        """Gradient for the input; None where inputs have none (embedding)."""
+
+    def examples(self, saved: Saved, g: Tensor, rows: slice) -> tuple[Saved, Tensor]:
+        """The same call for some of its examples only."""
+        return tuple(t[rows] if i in self.batched and t is not None else t for i, t in enumerate(saved)), g[rows]
+
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        """‖g_k^(i)‖² over the wanted parameters, (B,), float32 or better."""
+        total = None
+        for gradient in self.per_example_gradients(saved, g, wanted):
+            if gradient is not None:
+                square = gradient.flatten(1).square().sum(1)
+                total = square if total is None else total + square
+        assert total is not None  # the engine calls no rule without a wanted parameter
+        return total
+
+    @abstractmethod
+    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
+        """Σ_i factor_i · g_k^(i) for each parameter (None: all ones); examples with factor 0 are left out."""
+
+    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
+        """Norms, factors and weighted sum in one go; rules that materialise gradients anyway fuse it."""
+        return self.weighted_sum(saved, g, clip(self.squared_norms(saved, g, wanted)), wanted)
+
+    @abstractmethod
+    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        """Each parameter's per-example gradients (B, *shape), for parameters that several layers share."""
+
+
+_RULES: list[type[LayerRule]] = []
+
+
+def register_rule(rule: type[LayerRule]) -> type[LayerRule]:
+    """Class decorator: make a rule known. Later registrations win, so a user's rule can replace a built-in one."""
+    _RULES.insert(0, rule)
+    return rule
+
+
+def find_rule(module: nn.Module) -> type[LayerRule] | None:
+    """The rule for a module, or None when only the generic fallback can take it."""
+    own = set(module._parameters)
+    for rule in _RULES:
+        if rule.handles(module) and own <= set(rule.parameter_names):
+            computed = [
+                name for name in rule.parameter_names if name not in own and getattr(module, name, None) is not None
+            ]
+            return None if computed else rule  # a weight that is computed (parametrisations) is not a parameter
+    return None
+
+
+def upcast(t: Tensor) -> Tensor:
+    """Half precision becomes float32; everything else stays: norms and sums are float32 or better."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -1,0 +1,67 @@
+"""Embedding: one example's gradient adds the output gradients of equal indices; nothing is ever one-hot."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping.factors import scale_rows
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule, upcast
+
+
+@register_rule
+class EmbeddingRule(LayerRule):
+    """`nn.Embedding`: weight (V, d); rows of `padding_idx` get no gradient."""
+
+    layer_type: ClassVar[type[nn.Module]] = nn.Embedding
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
+    autocast: ClassVar = "keep"
+    module: nn.Embedding
+
+    def refuse(self) -> str | None:
+        if self.module.max_norm is not None:
+            return "max_norm rewrites rows of the weight during forward, outside the private mechanism"
+        if self.module.scale_grad_by_freq:
+            return "scale_grad_by_freq divides by counts over the whole batch and so mixes examples"
+        if self.module.sparse:
+            return "sparse gradients cannot carry noise, which is dense: build it with sparse=False"
+        return None
+
+    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+        (weight,) = parameters
+        assert weight is not None
+        return F.embedding(x, weight, self.module.padding_idx), (x,)
+
+    def input_gradient(self, saved: Saved, g: Tensor) -> None:
+        return None
+
+    def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices (B, T) and their output gradients (B, T, d), zero at padding."""
+        indices = saved[0]
+        assert indices is not None
+        indices = indices.reshape(indices.shape[0], -1)
+        g = upcast(g).reshape(*indices.shape, g.shape[-1])
+        if self.module.padding_idx is not None:
+            g = g.masked_fill((indices == self.module.padding_idx).unsqueeze(-1), 0)
+        return indices, g
+
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        indices, g = self.rows(saved, g)
+        order = indices.argsort(dim=1)
+        ordered = indices.gather(1, order)
+        slot = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
+        rows = g.gather(1, order.unsqueeze(-1).expand_as(g))
+        sums = torch.zeros_like(g).scatter_add_(1, slot.unsqueeze(-1).expand_as(g), rows)
+        return sums.square().sum((1, 2))
+
+    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
+        indices, g = self.rows(saved, g)
+        padding = -1 if self.module.padding_idx is None else self.module.padding_idx
+        rows = scale_rows(g, factors)
+        return (torch.ops.aten.embedding_dense_backward(rows, indices, self.module.num_embeddings, padding, False),)
+
+    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        indices, g = self.rows(saved, g)
+        rows = g.new_zeros(g.shape[0], self.module.num_embeddings, g.shape[2])
+        return (rows.scatter_add_(1, indices.unsqueeze(-1).expand_as(g), g),)

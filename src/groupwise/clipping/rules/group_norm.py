@@ -1,0 +1,53 @@
+"""GroupNorm: per-channel sums of g and g∘x give the per-example gradients, without the normalised input."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, upcast
+from groupwise.clipping.rules.layer_norm import PerExampleRule
+
+
+@register_rule
+class GroupNormRule(PerExampleRule):
+    """`nn.GroupNorm` on (B, C, ...): weight (C,), bias (C,)."""
+
+    layer_type: ClassVar[type[nn.Module]] = nn.GroupNorm
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    autocast: ClassVar = "float32"
+    batched: ClassVar[tuple[int, ...]] = (0, 2, 3)
+    module: nn.GroupNorm
+
+    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+        weight, bias = parameters
+        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self.module.num_groups)
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, self.module.eps)
+        return y, (x, weight, mean, rstd)
+
+    def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
+        x, weight, mean, rstd = saved
+        assert x is not None
+        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self.module.num_groups)
+        backward = torch.ops.aten.native_group_norm_backward
+        return backward(_like(g, x), x, mean, rstd, weight, *sizes, [True, False, False])[0]
+
+    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        x, _, mean, rstd = saved
+        assert x is not None and mean is not None and rstd is not None
+        x, g = upcast(x), upcast(g)
+        space = tuple(range(2, x.dim()))
+        bias = g.sum(space) if space else g
+        if not wanted[0]:
+            return None, bias
+        product = (g * x).sum(space) if space else g * x
+        grouped = (x.shape[0], self.module.num_groups, -1)
+        centred = product.view(grouped) - bias.view(grouped) * mean.unsqueeze(-1)
+        weight = (centred * rstd.unsqueeze(-1)).view(x.shape[:2])
+        return weight, bias if wanted[1] else None
+
+
+def _like(g: Tensor, x: Tensor) -> Tensor:
+    """g in the memory format of x, which the backward kernel reads side by side."""
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return g.contiguous(memory_format=torch.channels_last) if last else g.contiguous()

@@ -1,0 +1,230 @@
+"""Small models, one for each layer type and awkward use, each with a batch of six examples in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping import WSConv2d
+
+BATCH = 6
+
+
+@dataclass
+class Case:
+    """A model, its batch, and per-example losses of any subset of it."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+    def losses(self, examples=slice(None)) -> Tensor:
+        out = self.model(self.inputs[examples])
+        return F.mse_loss(out.flatten(1), self.targets[examples], reduction="none").sum(1)
+
+    def loss_of(self, example: int) -> Tensor:
+        return self.losses([example])[0]
+
+
+class HFConv1D(nn.Module):
+    """Stands in for `transformers.pytorch_utils.Conv1D`, which the engine knows by its name."""
+
+    def __init__(self, p: int, d: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(d, p) / 3), nn.Parameter(torch.randn(p))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+HFConv1D.__name__, HFConv1D.__module__ = "Conv1D", "transformers.pytorch_utils"
+
+
+class Scale(nn.Module):
+    """A module with parameters of its own that no rule knows."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(size) + 0.5)
+        self.inner = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, *, power: int = 2) -> Tensor:
+        return torch.tanh(self.inner(x) * self.scale**power)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[0], 4)
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+        return h
+
+
+class Twice(nn.Module):
+    """One layer used twice in one forward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class TiedLanguageModel(nn.Module):
+    """Embedding and output layer share their weight; positions have an embedding of their own."""
+
+    def __init__(self, head_bias: bool = False) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(11, 6), nn.Embedding(7, 6)
+        self.body, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=head_bias)
+        self.head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        x = self.wte(ids) + self.wpe(positions)
+        return self.head(self.norm(x + torch.tanh(self.body(x))))
+
+
+class TiedConv1D(nn.Module):
+    """Two HF layers of one weight, and a conv weight shared by two convolutions: materialised joint norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = HFConv1D(6, 6), HFConv1D(6, 6)
+        self.b.weight = self.a.weight
+        self.c, self.d = nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)
+        self.d.weight = self.c.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(torch.tanh(self.c(self.b(torch.tanh(self.a(x))))))
+
+
+def _freeze(model: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def _clamped() -> nn.Module:
+    """A weight-standardised convolution with one filter so flat that eps fixes its scale."""
+    conv = WSConv2d(3, 4, 3, gain=True)
+    with torch.no_grad():
+        conv.weight[1] = 0.3 + 1e-4 * torch.randn_like(conv.weight[1])
+        conv.gain.uniform_(0.5, 2)
+    return conv
+
+
+def _floats(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(BATCH, *shape)
+
+
+def _ids(vocabulary: int, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(0, vocabulary, (BATCH, *shape))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear_2d": (lambda: nn.Linear(5, 4), _floats(5)),
+    "linear_3d": (lambda: nn.Linear(5, 4), _floats(3, 5)),
+    "linear_4d": (lambda: nn.Linear(5, 4), _floats(2, 3, 5)),
+    "linear_no_bias": (lambda: nn.Linear(5, 4, bias=False), _floats(3, 5)),
+    "mlp_inplace": (lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)), _floats(5)),
+    "hf_conv1d_2d": (lambda: HFConv1D(4, 5), _floats(5)),
+    "hf_conv1d_3d": (lambda: nn.Sequential(HFConv1D(4, 5), nn.Tanh(), HFConv1D(3, 4)), _floats(3, 5)),
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1), _floats(3, 9)),
+    "conv1d_grouped_dilated": (lambda: nn.Conv1d(4, 6, 2, dilation=2, groups=2), _floats(4, 9)),
+    "conv2d": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, 2)),
+        _floats(3, 6, 7),
+    ),
+    "conv2d_no_bias": (lambda: nn.Conv2d(3, 4, (3, 2), bias=False, padding=(1, 0)), _floats(3, 5, 6)),
+    "conv2d_depthwise": (lambda: nn.Conv2d(4, 8, 3, stride=(2, 1), padding=2, dilation=2, groups=4), _floats(4, 7, 6)),
+    "conv2d_same": (lambda: nn.Conv2d(3, 4, 4, padding="same"), _floats(3, 5, 6)),
+    "conv2d_circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), _floats(3, 5, 6)),
+    "conv2d_valid": (lambda: nn.Conv2d(3, 4, 3, padding="valid"), _floats(3, 5, 6)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 2, stride=(1, 2, 1), padding=1, groups=2), _floats(2, 3, 4, 3)),
+    "ws_conv": (lambda: nn.Sequential(WSConv2d(3, 4, 3, padding=1), nn.ReLU(), WSConv2d(4, 4, 3)), _floats(3, 6, 6)),
+    "ws_conv_gain": (_clamped, _floats(3, 5, 5)),
+    "ws_conv_grouped": (lambda: WSConv2d(4, 6, 3, groups=2, stride=2, gain=True, bias=False), _floats(4, 6, 6)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)), _ids(5, 8)),
+    "embedding_padded": (lambda: nn.Sequential(nn.Embedding(5, 4, padding_idx=2), nn.Tanh()), _ids(5, 8)),
+    "embedding_1d": (lambda: nn.Embedding(5, 4), _ids(5)),
+    "embedding_3d": (lambda: nn.Embedding(5, 4), _ids(5, 2, 3)),
+    "layer_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6)), _floats(5)),
+    "layer_norm_3d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, bias=False)), _floats(3, 5)),
+    "layer_norm_two_axes": (lambda: nn.LayerNorm((3, 5)), _floats(2, 3, 5)),
+    "group_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)), _floats(5)),
+    "group_norm_4d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 2), nn.GroupNorm(3, 6)), _floats(3, 4, 4)),
+    "fallback_own_parameter": (lambda: nn.Sequential(nn.Linear(5, 4), Scale(4)), _floats(3, 5)),
+    "fallback_attention": (Attention, _floats(3, 8)),
+    "fallback_recurrent_reused": (Recurrent, _floats(3, 5)),
+    "fallback_transposed_conv": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), _floats(3, 4, 4)),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), _floats(3, 5)),
+    "reused_linear": (lambda: Twice(nn.Linear(5, 5)), _floats(3, 5)),
+    "reused_conv": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), _floats(3, 5, 5)),
+    "reused_ws_conv": (lambda: Twice(WSConv2d(3, 3, 3, padding=1, gain=True)), _floats(3, 5, 5)),
+    "reused_norm": (lambda: Twice(nn.LayerNorm(5)), _floats(3, 5)),
+    "reused_group_norm": (lambda: Twice(nn.GroupNorm(1, 3)), _floats(3, 5)),
+    "tied": (TiedLanguageModel, _ids(11, 7)),
+    "tied_head_bias": (lambda: TiedLanguageModel(head_bias=True), _ids(11, 7)),
+    "tied_conv1d": (TiedConv1D, _floats(4, 6)),
+    "frozen_weight": (
+        lambda: _freeze(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), "0.weight"),
+        _floats(3, 5),
+    ),
+    "frozen_bias": (lambda: _freeze(nn.Linear(5, 4), "bias"), _floats(3, 5)),
+    "frozen_layer": (
+        lambda: _freeze(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), "0.weight", "0.bias"),
+        _floats(5),
+    ),
+    "frozen_conv_weight": (lambda: _freeze(nn.Conv2d(3, 4, 3), "weight"), _floats(3, 5, 5)),
+    "frozen_ws_weight": (lambda: _freeze(WSConv2d(3, 4, 3, gain=True), "weight"), _floats(3, 5, 5)),
+    "frozen_norm_weight": (lambda: _freeze(nn.GroupNorm(2, 4), "weight"), _floats(4, 3)),
+}
+
+
+@pytest.fixture
+def double():
+    """float64 by default, and a fixed seed."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(params=CASES)
+def case(request, double) -> Case:
+    """Every layer type and awkward use in turn."""
+    return make_case(request.param)
+
+
+@pytest.fixture
+def build(double) -> Callable[[str], Case]:
+    """Make one named case."""
+    return make_case
+
+
+def make_case(name: str) -> Case:
+    make_model, make_inputs = CASES[name]
+    model, inputs = make_model(), make_inputs()
+    with torch.no_grad():
+        outputs = model(inputs).flatten(1)
+    return Case(model, inputs, outputs + torch.randn_like(outputs) * torch.logspace(-1, 1, BATCH)[:, None])

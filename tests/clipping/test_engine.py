@@ -1,0 +1,282 @@
+"""What the engine promises around the clipping: refusals that name the culprit, no trace after detaching, dropout,
+checkpointing, autocast, examples that are not finite."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.clipping import WSConv2d, attach, flat, per_block, per_layer
+from groupwise.errors import UserError
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(128, 4))
+
+
+@pytest.fixture
+def batch(double):
+    return torch.randn(6, 3, 6, 6), torch.randint(0, 4, (6,))
+
+
+def losses_of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_batch_norm_is_refused_by_name():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with pytest.raises(UserError, match=r"'1' \(BatchNorm2d\) mixes the examples"):
+        attach(model, flat(model), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Embedding(5, 4, max_norm=1.0), "max_norm"),
+        (nn.Embedding(5, 4, scale_grad_by_freq=True), "mixes examples"),
+        (nn.Embedding(5, 4, sparse=True), "sparse"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "mixes"),
+        (nn.Linear(4, 4).to(torch.bfloat16), "trains in torch.bfloat16"),
+    ],
+)
+def test_layers_that_cannot_be_bounded_are_refused(layer, reason):
+    model = nn.Sequential(layer)
+    with pytest.raises(UserError, match=reason):
+        attach(model, per_layer(model), 1.0)
+
+
+def test_a_loss_that_is_not_one_value_per_example_is_refused(batch):
+    model = small_net()
+    with attach(model, per_layer(model), 1.0) as engine:
+        with pytest.raises(UserError, match="one value per example"):
+            engine.backward(F.cross_entropy(model(batch[0]), batch[1]))
+        with pytest.raises(UserError, match="saw a batch of 6, but there are 3 losses"):
+            engine.backward(losses_of(model, batch).view(3, 2).mean(1))
+        with pytest.raises(UserError, match="carry no gradient"):
+            engine.backward(losses_of(model, batch).detach())
+
+
+def test_plain_backward_is_refused(batch):
+    model = small_net()
+    with attach(model, per_layer(model), 1.0), pytest.raises(UserError, match=r"engine\.backward"):
+        losses_of(model, batch).sum().backward()
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_freezing_or_thawing_after_attaching_is_refused(batch, change):
+    model = small_net()
+    model[0].bias.requires_grad_(change)
+    with attach(model, per_layer(model), 1.0) as engine:
+        model[0].bias.requires_grad_(not change)
+        with pytest.raises(UserError, match=r"'0.bias' was (frozen|thawed)"):
+            engine.backward(losses_of(model, batch))
+
+
+def test_a_parameter_used_behind_the_engines_back_is_refused(batch):
+    class Sneaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x):
+            return self.net(x) + self.net[4].weight.sum()
+
+    model = Sneaky()
+    with (
+        attach(model, per_layer(model), 1.0) as engine,
+        pytest.raises(UserError, match=r"'net.4.weight' is used outside"),
+    ):
+        engine.backward(losses_of(model, batch))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_layer_that_the_loss_never_reaches_is_named(batch):
+    model = small_net()
+    model.add_module("head", nn.Identity())
+    model.head.spare = nn.Linear(3, 3)
+    with attach(model, per_layer(model), 1.0) as engine, pytest.raises(UserError, match=r"'head.spare'"):
+        engine.backward(losses_of(model, batch))
+
+
+def test_positions_without_a_batch_axis_are_refused(double):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(5, 4)
+
+        def forward(self, ids):
+            return self.tokens(ids) + self.positions(torch.arange(5)[None])
+
+    model, ids = Positions(), torch.randint(0, 9, (3, 5))
+    for partition in (flat(model), per_layer(model)):
+        with attach(model, partition, 1.0) as engine, pytest.raises(UserError, match="position ids explicitly"):
+            engine.backward(model(ids).sum((1, 2)))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
+def test_bad_thresholds_are_refused(bad):
+    model = small_net()
+    with pytest.raises(UserError, match="threshold"):
+        attach(model, per_layer(model), bad)
+
+
+def test_ghost_needs_one_group():
+    model = small_net()
+    with pytest.raises(UserError, match="one group"):
+        attach(model, per_layer(model), 1.0, norms="ghost")
+
+
+def test_a_second_engine_is_refused_and_the_first_survives(batch):
+    model = small_net()
+    with attach(model, per_layer(model), 1.0) as engine:
+        with pytest.raises(UserError, match="replaced already"):
+            attach(model, flat(model), 1.0)
+        engine.backward(losses_of(model, batch))
+
+
+def test_detach_leaves_no_trace(batch):
+    model = small_net()
+    untouched, before = copy.deepcopy(model), set(model.state_dict())
+    attributes = [set(vars(module)) for module in model.modules()]
+    with attach(model, per_layer(model), 1.0) as engine:
+        assert set(model.state_dict()) == before
+        engine.backward(losses_of(model, batch))
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    model.zero_grad()
+    losses_of(model, batch).sum().backward()
+    losses_of(untouched, batch).sum().backward()
+    for name, gradient in gradients(untouched).items():
+        assert torch.equal(model.get_parameter(name).grad, gradient)
+
+
+def test_forward_without_backward_does_not_disturb_the_next_step(batch):
+    model = small_net()
+    with attach(model, flat(model), 0.5) as engine:
+        engine.backward(losses_of(model, batch))
+        expected, counts = gradients(model), engine.counts
+        model.zero_grad()
+        engine.reset()
+        losses_of(model, batch)  # discarded, gradients on
+        losses_of(model, (batch[0][:2], batch[1][:2]))  # another size, discarded too
+        with torch.no_grad():
+            losses_of(model, batch)
+        engine.backward(losses_of(model, batch))
+        for name, gradient in expected.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
+        assert torch.equal(engine.counts, counts)
+
+
+def test_counts_can_use_other_thresholds(batch):
+    model = small_net()
+    with attach(model, flat(model), 0.5) as engine:
+        engine.backward(losses_of(model, batch))
+        expected = gradients(model)
+        norms = engine.per_example_norms[0]
+        model.zero_grad()
+        engine.reset()
+        engine.set_thresholds(0.5, count=[float(norms.sort().values[3]) * 1.0001])
+        engine.backward(losses_of(model, batch))
+        assert engine.counts.tolist() == [4.0]
+        assert all(torch.equal(model.get_parameter(n).grad, g) for n, g in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("make_partition", "norms"),
+    [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping"), (per_block, "bookkeeping")],
+)
+def test_dropout_keeps_the_norm_bound(batch, make_partition, norms):
+    """Norms and sums must see the same masks: alone, a heavily clipped example has exactly the norm C of its group."""
+    model = nn.Sequential(small_net(), nn.Dropout(0.5), nn.Linear(4, 9), nn.Dropout(0.5), nn.Linear(9, 4))
+    with attach(model, make_partition(model), 1e-4, norms=norms) as engine:
+        for i in range(6):
+            model.zero_grad()
+            engine.backward(losses_of(model, (batch[0][i : i + 1], batch[1][i : i + 1])))
+            for group in engine.groups:
+                norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
+                assert float(norm) <= 1e-4 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
+)
+@pytest.mark.parametrize("poison", ["input", "loss"])
+def test_an_example_that_is_not_finite_contributes_zero(batch, make_partition, norms, poison):
+    model = small_net()
+    x, y = batch[0].clone(), batch[1]
+    with attach(model, make_partition(model), 0.5, norms=norms) as engine:
+        engine.backward(losses_of(model, (x[1:], y[1:])))
+        expected = gradients(model)
+        model.zero_grad()
+        engine.reset()
+        if poison == "input":
+            x[0, 0, 0, 0] = float("nan")
+        losses = losses_of(model, (x, y))
+        if poison == "loss":
+            losses = losses * torch.tensor([float("inf"), 1, 1, 1, 1, 1])
+        engine.backward(losses)
+        assert engine.nonfinite == 1
+        for name, gradient in expected.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
+)
+def test_non_reentrant_checkpointing(double, make_partition, norms):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3))
+            self.on = False
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + (checkpoint(block, x, use_reentrant=False) if self.on else block(x))
+            return x
+
+    model, x = Checkpointed(), torch.randn(4, 3, 5)
+    results = []
+    for model.on in (False, True):
+        model.zero_grad()
+        with attach(model, make_partition(model), 0.3, norms=norms) as engine:
+            engine.backward(model(x).square().sum((1, 2)))
+            results.append((gradients(model), engine.counts))
+    for name, gradient in results[0][0].items():
+        torch.testing.assert_close(results[1][0][name], gradient, rtol=1e-12, atol=1e-15)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_bf16_autocast_keeps_norms_and_sums_in_float32():
+    torch.manual_seed(0)
+    model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    x, y = torch.randn(1, 3, 6, 6), torch.tensor([1])
+    with attach(model, per_layer(model), 1e-3) as engine:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(x)
+        assert logits.dtype == torch.bfloat16
+        engine.backward(F.cross_entropy(logits.float(), y, reduction="none"))
+        assert engine.squared_norms[0].dtype == torch.float32
+        for group in engine.groups:
+            grads = [p.grad for p in group.parameters]
+            assert all(grad.dtype == torch.float32 for grad in grads)
+            norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+            assert float(norm) == pytest.approx(1e-3, rel=1e-5)  # bf16 rounding of the sum would miss by up to 4e-3
+
+
+@pytest.mark.slow
+def test_compiled_model_gives_the_same_sums(batch):
+    model = small_net()
+    with attach(model, per_layer(model), 0.5) as engine:
+        engine.backward(losses_of(model, batch))
+        expected = gradients(model)
+        model.zero_grad()
+        engine.backward(losses_of(torch.compile(model), batch))
+        for name, gradient in expected.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-12)
