@@ -1,0 +1,211 @@
+"""The typed schema of a run: what `conf/` may say, and what every function past `run.py` receives.
+
+Plain dataclasses: importing this module costs nothing, and a run can be described in Python without Hydra.
+Every field is a key of the command line (``clip.target_quantile=0.7``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelConfig:
+    """The network, trained from scratch."""
+
+    name: str = "wide_resnet"
+    depth: int = 16
+    """Layers, 6n + 4."""
+    width: int = 4
+    """Channels, as a multiple of 16, 32, 64."""
+    block_order: str = "deepmind"
+    """classic | deepmind | order3: the paper does not say which; they differ by points of accuracy."""
+    norm: str = "group"
+    """group | batch; batch is refused as soon as clipping is on, because it mixes examples."""
+    norm_groups: int = 16
+    weight_standardization: bool = True
+
+
+@dataclass
+class DataConfig:
+    """The examples."""
+
+    name: str = "cifar10"
+    """cifar10 | digits (embedded, no network)."""
+    image_size: int | None = None
+    """Side in pixels after average pooling; null keeps the images as they are."""
+    train_limit: int | None = None
+    """Keep only this many training examples, the first of each class; null keeps all."""
+
+
+@dataclass
+class ClipConfig:
+    """One clipping mode: grouping x how norms are got x threshold policy."""
+
+    name: str = "adaptive_layer"
+    grouping: str = "layer"
+    """none | flat | layer | block | custom: the partition of the layers into K groups."""
+    norms: str = "bookkeeping"
+    """bookkeeping (one backward) | ghost (two backwards, nothing kept; one flat group only)."""
+    policy: str = "adaptive"
+    """fixed | adaptive: do the thresholds follow a private quantile?"""
+    rule: str = "min"
+    """min: min(1, C/norm) | automatic: C/(norm + gamma)."""
+    gamma: float = 0.01
+    """Stability constant of the automatic rule."""
+    threshold: float = 1.0
+    """C, the norm of the whole clipped gradient; each of K groups gets C/sqrt(K)."""
+    initial_threshold: float | None = None
+    """Adaptive: where each C_k starts; null starts at C/sqrt(K)."""
+    target_quantile: float = 0.6
+    """q: the share of examples that a threshold should leave unclipped."""
+    quantile_learning_rate: float = 0.3
+    """The step of the geometric threshold update (eta in the paper)."""
+    quantile_budget: float = 0.01
+    """r: the share of the privacy budget that pays for the counts."""
+    rescale: bool = True
+    """Adaptive: rescale the thresholds so that sqrt(sum C_k^2) = threshold."""
+    count_at: str = "raw"
+    """raw | rescaled: which threshold the counts are taken at; the paper does not say."""
+    minimum: float = 1e-8
+    """No adaptive threshold falls below this."""
+    maximum: float = 1e8
+    """No adaptive threshold rises above this."""
+    mapping: dict[str, str] = field(default_factory=dict)
+    """grouping=custom: glob of layer names -> group name; the first match counts."""
+
+
+@dataclass
+class NoiseConfig:
+    """How the noise is shared out between the groups (gamma_k)."""
+
+    allocation: str = "global"
+    """global (gamma_k = 1) | equal_budget (gamma_k = C_k) | weighted (gamma_k = C_k / sqrt(d_k))."""
+
+
+@dataclass
+class PrivacyConfig:
+    """The budget: either epsilon decides the noise, or noise_multiplier is given and epsilon follows."""
+
+    epsilon: float | None = 8.0
+    """inf means no noise and no guarantee."""
+    delta: float = 1e-5
+    noise_multiplier: float | None = None
+    sampling: str = "poisson"
+    """poisson | shuffle (as published: its epsilon is not a guarantee)."""
+    accountant: str = "prv"
+    """prv | pld | rdp."""
+
+
+@dataclass
+class OptimConfig:
+    """An optimiser and its learning-rate schedule, both from torch."""
+
+    name: str = "sgd"
+    """sgd | adam | adamw."""
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    """sgd only."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    """adam and adamw only, as beta2 and eps."""
+    beta2: float = 0.999
+    eps: float = 1e-8
+    schedule: str = "constant"
+    """constant | linear | cosine (to zero at the last step)."""
+    warmup: float = 0.0
+    """Fraction of the steps that the learning rate takes to rise linearly."""
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    batch_size: int = 4096
+    """B: the expected logical batch size; one noisy update each."""
+    epochs: float = 300.0
+    steps: int | None = None
+    """T: null means round(epochs * N / B)."""
+    microbatch: int | None = None
+    """Examples in memory at once; null chooses. It never changes the update."""
+    precision: str = "float32"
+    """float32 | bfloat16 (autocast; norms, sums and noise stay float32)."""
+    compile: bool = False
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    checkpoint_every: float = 60.0
+    """Seconds between checkpoints (0: after every step); when one is written never changes the result."""
+    channels_last: bool = True
+    """Memory layout of convolutions."""
+    threads: int | None = None
+    """CPU threads of torch; null leaves its default. One is fastest for small networks."""
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on the training and the validation set."""
+
+    every: float | None = None
+    """Epochs between evaluations; null evaluates only at the end, which always happens."""
+    train_limit: int | None = None
+    """Evaluate on this many training examples only; null takes all."""
+    batch_size: int = 1000
+
+
+@dataclass
+class TrackerConfig:
+    """Where metrics go beside the run's own files, which are always written."""
+
+    name: str = "files"
+    """files | wandb | tensorboard."""
+    project: str = "groupwise"
+    mode: str = "offline"
+    """wandb only: offline | online | disabled."""
+
+
+@dataclass
+class PathsConfig:
+    """Folders, relative to where the command is given."""
+
+    data: str = "data"
+    results: str = "results"
+
+
+@dataclass
+class DebugConfig:
+    """For tests only."""
+
+    noise_seed: int | None = None
+    """Seeded noise can be repeated, so the run is stamped "not private"."""
+
+
+@dataclass
+class RunConfig:
+    """One run, complete: two equal RunConfigs on the same machine are the same experiment."""
+
+    task: str = "cifar"
+    scale: str = "paper"
+    """paper | mini | demo | smoke: written into every result row."""
+    seed: int = 0
+    """Initial weights and the order of the examples; never the noise."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    resume: str | None = None
+    """The folder of an unfinished run to take up again."""
+    overwrite: bool = False
+    """Throw away what this very configuration left behind, finished or not, and start afresh."""
+
+    def validate(self) -> None:
+        """Refuse what cannot be meant, with a `UserError`; see `groupwise.validation`."""
+        from groupwise.validation import validate
+
+        validate(self)

@@ -1,0 +1,70 @@
+"""Hydra's side of a run: the schema it composes against, and the typed result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from groupwise.config import RunConfig
+from groupwise.errors import UserError
+from groupwise.launch.epsilon_table import at_epsilon
+from groupwise.launch.keys import key_types
+from groupwise.launch.mistakes import in_one_sentence, unknown_key
+
+
+def register() -> None:
+    """Give Hydra the schema, first in `conf/config.yaml`, and the resolver ``at_epsilon``; repeatable."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    OmegaConf.register_new_resolver("at_epsilon", _at_epsilon, replace=True)
+
+
+def _at_epsilon(table: dict[float, Any], *, _root_: DictConfig) -> Any:
+    return at_epsilon(table, _root_.privacy.epsilon)
+
+
+def to_run_config(composed: DictConfig) -> RunConfig:
+    """The composed config as a validated `RunConfig`: every interpolation resolved, every type checked.
+
+    Raises `UserError`: a key that the schema lacks, a value that cannot be worked out, what `validate`
+    refuses.
+    """
+    known = key_types()
+    for key in _keys(composed):
+        if key not in known and not key.startswith("clip.mapping."):
+            raise UserError(unknown_key(key))
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise UserError(in_one_sentence(error)) from error
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"conf/config.yaml must begin with the schema; it composed a {type(config).__name__}")
+    if config.privacy.noise_multiplier is not None:
+        config.privacy.epsilon = (
+            None  # it follows from the noise, once the data are known
+        )
+    config.validate()
+    return config
+
+
+def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    # "+clip.foo=1" slips a key past Hydra's struct check, and the dataclass would carry it along unread.
+    for name in map(str, node):
+        yield prefix + name
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from _keys(child, f"{prefix}{name}.")
+
+
+def compose_run(overrides: list[str], conf: Path) -> RunConfig:
+    """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks."""
+    from hydra import compose, initialize_config_dir
+
+    register()
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        return to_run_config(compose("config", overrides))

@@ -1,0 +1,44 @@
+"""Every key of the command line and its type, read off the schema."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from groupwise.config import RunConfig
+
+IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+
+
+@cache
+def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> type, sections (``clip``) as well as their fields (``clip.threshold``)."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(schema).items():
+        found[prefix + name] = kind
+        if is_dataclass(kind):
+            found |= key_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return found
+
+
+def expected(key: str) -> str:
+    """What ``key`` takes, in words: "a number or null"."""
+    kind = key_types().get(key)
+    if is_dataclass(kind):
+        return f"{key}.<key>=<value>"
+    if kind == dict[str, str]:
+        return "{name:text,...}"
+    return " or ".join(IN_WORDS[part] for part in get_args(kind) or (kind,))
+
+
+def groups(conf: Path) -> dict[str, list[str]]:
+    """The groups of `conf/` that a person chooses from, with their options."""
+    inner = ("recipe", "size", "tuned")  # these follow from task, clip and scale
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(conf.iterdir())
+        if folder.is_dir() and folder.name not in inner
+    }

@@ -1,0 +1,74 @@
+"""ε of T Poisson-subsampled Gaussian releases: what every accountant is asked, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from groupwise.errors import UserError
+
+ACCOUNTANTS = ("prv", "pld", "rdp")
+
+
+@dataclass(frozen=True)
+class EpsilonBounds:
+    """``lower <= ε(δ) <= upper`` of the exact mechanism; ``upper`` alone may be claimed.
+
+    ``estimate`` lies between and is no bound. ``note`` is empty unless another accountant had to answer.
+    """
+
+    lower: float
+    estimate: float
+    upper: float
+    note: str = ""
+
+
+def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> None:
+    """Refuse arguments for which no ε is defined; raises :class:`UserError` naming the one at fault."""
+    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        raise UserError(f"noise_multiplier is {noise_multiplier}; give a finite number above 0 (0 has no finite epsilon).")
+    check_release(sample_rate, steps, delta)
+
+
+def check_release(sample_rate: float, steps: int, delta: float) -> None:
+    """Refuse a sample rate, a number of steps or a δ outside its range; raises :class:`UserError`."""
+    if not 0.0 < sample_rate <= 1.0:
+        raise UserError(
+            f"sample_rate is {sample_rate}; give B/N, above 0 and at most 1 (a batch larger than the data is no sample)."
+        )
+    if isinstance(steps, bool) or steps != int(steps) or steps < 1:
+        raise UserError(f"steps is {steps!r}; give the number of optimiser steps T, a whole number of at least 1.")
+    if not 0.0 < delta < 1.0:
+        raise UserError(f"delta is {delta}; give a probability strictly between 0 and 1, below 1/N.")
+
+
+def epsilon_bounds(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "prv"
+) -> EpsilonBounds:
+    """Bound ε at ``delta`` for ``steps`` compositions of the Poisson-subsampled Gaussian mechanism.
+
+    Formal guarantee: let each of T steps draw every example independently with probability ρ (``sample_rate``),
+    sum vectors that one example moves by at most 1 in ℓ2, and add N(0, σ²I) with σ = ``noise_multiplier``.
+    Then all T outputs together are (``upper``, ``delta``)-DP when one example is added or removed.
+    Covered: adaptive choices between steps that depend on earlier outputs. Not covered: shuffled or fixed-size batches,
+    replacing an example, and floating-point rounding. Only "prv" and "pld" know a lower bound; "rdp" gives 0.
+    """
+    check_accountant(accountant)
+    if accountant == "prv":
+        from groupwise.privacy.prv import epsilon_prv
+
+        return epsilon_prv(noise_multiplier, sample_rate, steps, delta)
+    if accountant == "pld":
+        from groupwise.privacy.pld import epsilon_pld_bounds
+
+        return epsilon_pld_bounds(noise_multiplier, sample_rate, steps, delta)
+    from groupwise.privacy.rdp import epsilon_rdp
+
+    upper = epsilon_rdp(noise_multiplier, sample_rate, steps, delta)
+    return EpsilonBounds(0.0, upper, upper)
+
+
+def check_accountant(accountant: str) -> None:
+    """Refuse an unknown accountant; raises :class:`UserError`."""
+    if accountant not in ACCOUNTANTS:
+        raise UserError(f"accountant is {accountant!r}; choose one of {', '.join(ACCOUNTANTS)}.")

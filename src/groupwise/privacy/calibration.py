@@ -1,0 +1,155 @@
+"""The smallest noise multiplier σ whose proven ε does not pass the target (line 2 of Algorithm 1)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from groupwise.errors import UserError
+from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds
+from groupwise.privacy.cache import read_cache, write_cache
+from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
+
+TOLERANCE = 1e-3
+_CODE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A noise multiplier σ with the ε it was shown to have; ``note`` says when another accountant stood in."""
+
+    noise_multiplier: float
+    epsilon_upper: float
+    note: str = ""
+
+
+def calibrate_noise_multiplier(
+    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv", *, cache: bool = True
+) -> float:
+    """Return σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
+
+    Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
+    above. Takes 2 to 4 evaluations; the answer is cached on disk under all arguments and the libraries' versions.
+    Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
+    """
+    return calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache).noise_multiplier
+
+
+def calibrate(
+    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv", *, cache: bool = True
+) -> Calibration:
+    """Do what :func:`calibrate_noise_multiplier` says, and return the proven ε and any note with σ."""
+    check_accountant(accountant)
+    check_release(sample_rate, steps, delta)
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise UserError(f"epsilon is {epsilon}; give a finite target above 0 (infinity needs no calibration).")
+    if delta >= -math.expm1(steps * math.log1p(-sample_rate)) if sample_rate < 1 else False:
+        raise UserError(
+            f"delta is {delta}, at least the chance that an example is ever drawn in {steps} steps at rate {sample_rate}; "
+            "publishing the drawn examples would satisfy it: give a delta far below 1/N."
+        )
+    key = {
+        "version": _CODE_VERSION,
+        "epsilon": epsilon,
+        "delta": delta,
+        "sample_rate": sample_rate,
+        "steps": int(steps),
+        "accountant": accountant,
+        "libraries": {name: _version(name) for name in ("prv-accountant", "dp-accounting", "numpy", "scipy")},
+    }
+    if cache and (found := _from_cache(key, epsilon)) is not None:
+        return found
+    result = _search(epsilon, delta, sample_rate, int(steps), accountant)
+    if cache:
+        write_cache(key, [result.noise_multiplier, result.epsilon_upper, result.note])
+    return result
+
+
+def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str) -> Calibration:
+    def central_limit(noise_multiplier: float) -> float:
+        return gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps))
+
+    guess = _central_limit_guess(central_limit, epsilon)
+    if accountant == "prv":
+        from groupwise.privacy.prv import MAX_ERROR, RELATIVE_ERROR, estimate_prv
+
+        # Estimates cost a tenth of a bound: walk with them, aiming below the target by the bound's own width.
+        aim = epsilon - min(MAX_ERROR, RELATIVE_ERROR * epsilon)
+        guess, _ = _solve(lambda sigma: estimate_prv(sigma, sample_rate, steps, delta), aim, guess, central_limit)
+
+    bounds: dict[float, EpsilonBounds] = {}
+
+    def upper(noise_multiplier: float) -> float:
+        bounds[noise_multiplier] = epsilon_bounds(noise_multiplier, sample_rate, steps, delta, accountant)
+        return bounds[noise_multiplier].upper
+
+    sigma, proven = _solve(upper, epsilon, guess, central_limit)
+    return Calibration(sigma, proven, bounds[sigma].note)
+
+
+def _solve(
+    curve: Callable[[float], float], target: float, guess: float, shape: Callable[[float], float]
+) -> tuple[float, float]:
+    """Find σ with ``curve(σ)`` in [(1 - TOLERANCE)·target, target]; ``curve`` falls as σ grows.
+
+    Each try moves along the line through the last two points on log-log axes (along ``shape`` after the first),
+    kept inside the bracket that the values seen so far allow.
+    """
+    aim = math.log(target) + math.log1p(-0.5 * TOLERANCE)
+    low, high = 0.0, math.inf
+    sigma, last = guess, None
+    for _ in range(60):
+        value = curve(sigma)
+        if (1.0 - TOLERANCE) * target <= value <= target:
+            return sigma, value
+        low, high = (max(low, sigma), high) if value > target else (low, min(high, sigma))
+        point = (math.log(sigma), math.log(max(value, 1e-12)))
+        slope = _slope(last or _nearby(shape, sigma), point) if last else _slope(*_nearby(shape, sigma))
+        last = point
+        step = (aim - point[1]) / slope if slope < -1e-3 else math.copysign(0.5, point[1] - aim)
+        sigma = math.exp(point[0] + min(max(step, -1.0), 1.0))
+        if not low < sigma < high:
+            sigma = math.sqrt(low * high) if low > 0.0 and high < math.inf else (high / 2.0 if low == 0.0 else low * 2.0)
+        if not 1e-4 < sigma < 1e9:
+            break
+    raise UserError(
+        f"no noise multiplier between 0.0001 and 1e9 was found for epsilon {target:.6g}; "
+        "give a larger epsilon, fewer steps or a smaller batch."
+    )
+
+
+def _slope(first: tuple[float, float], second: tuple[float, float]) -> float:
+    run = second[0] - first[0]
+    return (second[1] - first[1]) / run if run else 0.0
+
+
+def _nearby(curve: Callable[[float], float], sigma: float) -> tuple[tuple[float, float], tuple[float, float]]:
+    points = [(math.log(s), math.log(max(curve(s), 1e-12))) for s in (sigma, 1.02 * sigma)]
+    return points[0], points[1]
+
+
+def _central_limit_guess(curve: Callable[[float], float], epsilon: float) -> float:
+    low, high = math.log(0.05), math.log(1e8)
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if curve(math.exp(middle)) > epsilon else (low, middle)
+    return math.exp(high)
+
+
+def _from_cache(key: dict[str, object], epsilon: float) -> Calibration | None:
+    value = read_cache(key)
+    try:
+        found = Calibration(float(value[0]), float(value[1]), str(value[2]))
+    except (TypeError, ValueError, IndexError, KeyError):
+        return None
+    sound = math.isfinite(found.noise_multiplier) and found.noise_multiplier > 0 and found.epsilon_upper <= epsilon
+    return found if sound else None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

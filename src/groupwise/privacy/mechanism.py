@@ -1,0 +1,70 @@
+"""The release of one logical batch's gradients: noise, once, then division by the configured B (lines 13-14)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from groupwise.errors import UserError
+from groupwise.privacy.allocation import noise_stds
+from groupwise.privacy.noise import NoiseSource
+
+
+def release_gradients(
+    groups: Sequence[Sequence[nn.Parameter]],
+    thresholds: torch.Tensor | Sequence[float],
+    *,
+    allocation: str,
+    noise_multiplier: float,
+    expected_batch_size: float,
+    noise: NoiseSource,
+    step: int,
+) -> torch.Tensor:
+    """Turn clipped sums into private means, in place on ``p.grad``: (Σ_i g̃_k^(i) + N(0, std_k²))/B.
+
+    Formal guarantee: let ``p.grad`` of group k hold the sum, over the examples of one Poisson sample, of gradients clipped
+    to ``thresholds[k]`` jointly over the group. Then all groups together are one release of the Gaussian mechanism with
+    noise multiplier ``noise_multiplier`` (σ_new of the plan), when one example is added or removed, whatever the
+    ``allocation``. Not covered: calling it once per microbatch, or with thresholds other than those that clipped.
+
+    Args:
+        groups: K groups of parameters; every storage in one place only. A ``grad`` of None (an empty batch) is a sum of 0.
+        thresholds: C, (K,), the very ones that clipped this batch.
+        allocation: "global", "equal_budget" or "weighted" (γ_k).
+        noise_multiplier: σ_new; 0 adds nothing and guarantees nothing.
+        expected_batch_size: B = ρN as configured, never the drawn size.
+        noise: the run's source; parameter j (counted through the groups) uses stream j.
+        step: the logical step, which the noise belongs to.
+
+    Returns:
+        std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
+    """
+    if not 0.0 < expected_batch_size < math.inf:
+        raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B = ρN, above 0.")
+    _check_partition(groups)
+    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
+    stds = noise_stds(thresholds, sizes, noise_multiplier, allocation)
+    stream = 0
+    for group, std in zip(groups, stds.tolist(), strict=True):
+        for parameter in group:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            noise.add_gaussian_(parameter.grad, std, step, stream).div_(expected_batch_size)
+            stream += 1
+    return stds
+
+
+def _check_partition(groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Refuse a storage that appears twice: two thresholds would bound it, and it would be noised twice."""
+    seen: set[tuple[int, int]] = set()
+    for parameter in (parameter for group in groups for parameter in group):
+        place = (parameter.untyped_storage().data_ptr(), parameter.storage_offset())
+        if place in seen and parameter.numel():
+            raise UserError(
+                f"a parameter of shape {tuple(parameter.shape)} is in the groups twice (tied weights?); "
+                "put each storage into one group, once."
+            )
+        seen.add(place)

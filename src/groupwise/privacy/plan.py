@@ -1,0 +1,255 @@
+"""The privacy plan: made once, printed, saved, and the only thing that sets a noise scale."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from groupwise.errors import UserError
+from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds
+from groupwise.privacy.calibration import calibrate
+from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
+from groupwise.privacy.report import EpsilonReport, finite_json
+from groupwise.privacy.statement import plan_statement
+
+SAMPLINGS = ("poisson", "shuffle")
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """T releases of clipped gradients and clip counts, and the noise that makes them (ε, δ)-DP. Make it with
+    :func:`make_plan`.
+
+    Formal guarantee (``is_private``): the parameters and thresholds of all T steps together are (``epsilon``, ``delta``)-DP
+    when one training example is added to or removed from the data, N being public, if every step draws a Poisson sample
+    at rate ρ, noises the gradient sums with :func:`~groupwise.privacy.mechanism.release_gradients` at σ_new and the
+    centred counts at σ_b. One batch's gradients (sensitivity S, noise Sσ_new) and counts (sensitivity ½√K, noise σ_b) are
+    one Gaussian release: 1/σ_new² + K/(4σ_b²) = 1/σ² (Proposition on σ_new). Inconsistent scales are refused on creation.
+
+    Attributes:
+        dataset_size: N. expected_batch_size: B. steps: T. num_groups: K. quantile_budget: r, 0 for fixed thresholds.
+        noise_multiplier: σ, of the whole release. count_noise_multiplier: σ_b = σ√(K/(4r)), 0 when r = 0.
+        gradient_noise_multiplier: σ_new = σ/√(1-r).
+        epsilon: infinity means no noise and no guarantee. note: set when another accountant than asked had to answer.
+    """
+
+    dataset_size: int
+    expected_batch_size: float
+    steps: int
+    epsilon: float
+    delta: float
+    num_groups: int
+    quantile_budget: float
+    noise_multiplier: float
+    count_noise_multiplier: float
+    gradient_noise_multiplier: float
+    adjacency: str = "add_remove"
+    sampling: str = "poisson"
+    accountant: str = "prv"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _check_setting(self)
+        sigma = self.noise_multiplier
+        if not 0.0 <= sigma < math.inf or math.isnan(self.epsilon) or self.epsilon <= 0.0:
+            raise UserError(
+                f"the plan has epsilon {self.epsilon} and noise multiplier {sigma}; make it with make_plan, which "
+                "calibrates the one from the other."
+            )
+        if (sigma == 0.0) != math.isinf(self.epsilon):
+            raise UserError("a plan has no noise exactly when its epsilon is infinite; make it with make_plan.")
+        expected = split_noise(sigma, self.num_groups, self.quantile_budget)
+        given = (self.count_noise_multiplier, self.gradient_noise_multiplier)
+        if not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(given, expected, strict=True)):
+            raise UserError(
+                f"the plan's noise scales (sigma_b, sigma_new) = {given} do not follow from sigma {sigma}, which gives "
+                f"{expected}; make the plan with make_plan and change nothing in it."
+            )
+
+    @property
+    def sample_rate(self) -> float:
+        """ρ = B/N."""
+        return self.expected_batch_size / self.dataset_size
+
+    @property
+    def is_private(self) -> bool:
+        """Whether (``epsilon``, ``delta``) is a guarantee: Poisson samples, finite ε, noise."""
+        return self.sampling == "poisson" and math.isfinite(self.epsilon) and self.noise_multiplier > 0.0
+
+    def statement(self) -> str:
+        """Return the plan in words: mechanism, adjacency, what is public, the figures, and what is not covered."""
+        return plan_statement(self)
+
+    def progress(self, step: int) -> float:
+        """Return about the ε spent after ``step`` steps, for a progress bar: smooth, ``progress(steps) == epsilon``.
+
+        The central-limit curve scaled to end at ``epsilon``; no bound. :meth:`spent` is.
+        """
+        if step <= 0:
+            return 0.0
+        if self.noise_multiplier == 0.0:
+            return math.inf
+
+        def curve(steps: int) -> float:
+            return gaussian_epsilon(self.delta, central_limit_mu(self.noise_multiplier, self.sample_rate, steps))
+
+        end = curve(self.steps)
+        share = curve(step) / end if end > 0.0 else math.sqrt(step / self.steps)
+        return self.epsilon * share
+
+    def spent(self, executed_steps: int) -> EpsilonReport:
+        """Account anew, without the cache, for the steps that were executed, replays with fresh noise included.
+
+        Takes a few seconds. Raises :class:`UserError` for a negative number of steps.
+        """
+        if executed_steps < 0 or executed_steps != int(executed_steps):
+            raise UserError(f"executed_steps is {executed_steps}; give how many steps were released, 0 or more.")
+        steps = int(executed_steps)
+        if steps == 0 or self.noise_multiplier == 0.0:
+            cost = 0.0 if steps == 0 else math.inf
+            prv, rdp, pld = EpsilonBounds(cost, cost, cost), cost, cost if self.accountant == "pld" else None
+        else:
+            prv, rdp = self._bounds(steps, "prv"), self._bounds(steps, "rdp").upper
+            pld = self._bounds(steps, "pld").upper if self.accountant == "pld" else None
+        return EpsilonReport(steps, self.delta, self.accountant, prv, rdp, pld, guaranteed=self.is_private)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict; an infinite ε is the string "inf"."""
+        return finite_json(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PrivacyPlan:
+        """Rebuild a plan from :meth:`to_dict`; raises :class:`UserError` for missing, unknown or inconsistent values."""
+        names = {field.name for field in fields(cls)}
+        if set(values) != names:
+            odd = ", ".join(sorted(set(values) ^ names))
+            raise UserError(f"the saved plan and this version's differ in: {odd}; make a new plan with make_plan.")
+        return cls(**{**values, "epsilon": float(values["epsilon"])})
+
+    def _bounds(self, steps: int, accountant: str) -> EpsilonBounds:
+        return epsilon_bounds(self.noise_multiplier, self.sample_rate, steps, self.delta, accountant)
+
+
+def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float) -> tuple[float, float]:
+    """Return (σ_b, σ_new) = (σ√(K/(4r)), σ/√(1-r)), and (0, σ) when r = 0.
+
+    Formal guarantee: counts of sensitivity ½√K noised at σ_b, and gradients of sensitivity S at Sσ_new, released from one
+    batch, cost as much as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ²; the counts take the share r of it.
+    """
+    if not 0.0 <= quantile_budget < 1.0:
+        raise UserError(
+            f"quantile_budget is {quantile_budget}; give 0 <= r < 1 (at r = 1 sigma_b is too small: "
+            "sigma_b = sigma*sqrt(K)/2 spends the whole budget on the counts and leaves none for the gradients)."
+        )
+    if quantile_budget == 0.0:
+        return 0.0, noise_multiplier
+    count = noise_multiplier * math.sqrt(num_groups / (4.0 * quantile_budget))
+    return count, noise_multiplier / math.sqrt(1.0 - quantile_budget)
+
+
+def make_plan(
+    *,
+    dataset_size: int,
+    expected_batch_size: float,
+    steps: int,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    num_groups: int = 1,
+    quantile_budget: float = 0.0,
+    sampling: str = "poisson",
+    accountant: str = "prv",
+    cache: bool = True,
+) -> PrivacyPlan:
+    """Make the plan from exactly one of ε (σ is calibrated) and σ = ``noise_multiplier`` (ε is accounted for).
+
+    ``epsilon=inf`` or ``noise_multiplier=0`` plan a run without noise and without a guarantee. With ``sampling="shuffle"``
+    σ is that of Poisson samples, and the plan says that its ε is no guarantee. ``cache`` allows the on-disk cache of σ.
+    Warns when δ ≥ 1/N. Raises :class:`UserError` for anything out of range.
+    """
+    if (epsilon is None) == (noise_multiplier is None):
+        raise UserError("give exactly one of epsilon and noise_multiplier; the plan works out the other.")
+    setting = {
+        "dataset_size": dataset_size,
+        "expected_batch_size": expected_batch_size,
+        "steps": steps,
+        "delta": delta,
+        "num_groups": num_groups,
+        "quantile_budget": quantile_budget,
+        "sampling": sampling,
+        "accountant": accountant,
+    }
+    split_noise(1.0, 1, quantile_budget)
+    sample_rate = expected_batch_size / dataset_size if dataset_size > 0 else math.nan
+    note = ""
+    if epsilon is not None:
+        if math.isnan(epsilon) or epsilon <= 0.0:
+            raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
+        sigma = 0.0
+        if math.isfinite(epsilon):
+            _check_values(**setting, adjacency="add_remove")
+            found = calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache)
+            sigma, note = found.noise_multiplier, found.note
+    else:
+        sigma = float(noise_multiplier)
+        epsilon = math.inf
+        if sigma != 0.0:
+            _check_values(**setting, adjacency="add_remove")
+            bounds = epsilon_bounds(sigma, sample_rate, steps, delta, accountant)
+            epsilon, note = bounds.upper, bounds.note
+    count_noise, gradient_noise = split_noise(sigma, num_groups, quantile_budget)
+    return PrivacyPlan(
+        **setting,
+        epsilon=epsilon,
+        noise_multiplier=sigma,
+        count_noise_multiplier=count_noise,
+        gradient_noise_multiplier=gradient_noise,
+        note=note,
+    )
+
+
+def _check_setting(plan: PrivacyPlan) -> None:
+    names = ("dataset_size", "expected_batch_size", "steps", "delta", "num_groups", "quantile_budget")
+    _check_values(
+        **{name: getattr(plan, name) for name in names},
+        sampling=plan.sampling,
+        accountant=plan.accountant,
+        adjacency=plan.adjacency,
+    )
+    if plan.noise_multiplier > 0 and plan.delta >= 1.0 / plan.dataset_size:
+        warnings.warn(
+            f"delta = {plan.delta:g} is not below 1/N = {1.0 / plan.dataset_size:.3g}: such a delta allows publishing an "
+            "example outright; give a smaller one.",
+            stacklevel=4,
+        )
+
+
+def _check_values(
+    *,
+    dataset_size: int,
+    expected_batch_size: float,
+    steps: int,
+    delta: float,
+    num_groups: int,
+    quantile_budget: float,
+    sampling: str,
+    accountant: str,
+    adjacency: str,
+) -> None:
+    if dataset_size != int(dataset_size) or dataset_size < 1:
+        raise UserError(f"dataset_size is {dataset_size}; give the number of training examples N, at least 1.")
+    if not 0.0 < expected_batch_size <= dataset_size:
+        raise UserError(
+            f"expected_batch_size is {expected_batch_size} for {dataset_size} examples; give B above 0 and at most N."
+        )
+    if num_groups != int(num_groups) or num_groups < 1:
+        raise UserError(f"num_groups is {num_groups}; give the number of clipping groups K, at least 1.")
+    if adjacency != "add_remove":
+        raise UserError(f"adjacency is {adjacency!r}; only 'add_remove' is accounted for.")
+    if sampling not in SAMPLINGS:
+        raise UserError(f"sampling is {sampling!r}; choose one of {', '.join(SAMPLINGS)}.")
+    check_accountant(accountant)
+    check_release(expected_batch_size / dataset_size, steps, delta)
+    split_noise(1.0, num_groups, quantile_budget)

@@ -1,0 +1,123 @@
+"""ε by numerical composition of privacy random variables (Gopi, Lee & Wutschitz 2021): tight, and a bracket."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+
+from groupwise.privacy.accounting import EpsilonBounds, check_mechanism
+from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
+
+# ε is bracketed to ±0.2 % (at most ±0.01, so that large ε are as tight as the published tables), unless the grid
+# would pass MAX_GRID points, where the time would be minutes and the memory gigabytes.
+RELATIVE_ERROR = 2e-3
+MAX_ERROR = 1e-2
+MAX_GRID = 2**22
+COARSE = 0.03
+
+
+def epsilon_prv(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, *, eps_error: float | None = None
+) -> EpsilonBounds:
+    """Bracket ε at ``delta`` with the PRV accountant; ``upper`` is the figure to claim.
+
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. ``eps_error`` is the half-width of the
+    bracket (the δ error is δ/1000); by default 0.2 % of ε, at most 0.01. Should the numerical accountant fail twice, the
+    answer is the PLD accountant's, and ``note`` says so.
+    """
+    check_mechanism(noise_multiplier, sample_rate, steps, delta)
+    steps = int(steps)
+    try:
+        if eps_error is None:
+            eps_error = _default_error(noise_multiplier, sample_rate, steps, delta)
+        return _twice(noise_multiplier, sample_rate, steps, delta, eps_error)[0]
+    except _FAILURES as failure:
+        return _stand_in(noise_multiplier, sample_rate, steps, delta, failure)
+
+
+def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    """Return ε without a bound, from a grid ten times coarser: right to about 0.01 %, in a tenth of a second."""
+    try:
+        return _coarse(noise_multiplier, sample_rate, int(steps), delta)[0].estimate
+    except _FAILURES as failure:
+        return _stand_in(noise_multiplier, sample_rate, int(steps), delta, failure).estimate
+
+
+# What prv_accountant 0.2.0 raises when its quadrature of the mean, its domain or its grid gives out.
+_FAILURES = (RuntimeError, ValueError, AssertionError, FloatingPointError, OverflowError, MemoryError)
+
+
+def _default_error(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    coarse, grid, coarse_error = _coarse(noise_multiplier, sample_rate, steps, delta)
+    wanted = min(MAX_ERROR, RELATIVE_ERROR * max(coarse.estimate, 1e-6))
+    return max(wanted, coarse_error * grid / MAX_GRID)
+
+
+@functools.lru_cache(maxsize=32)
+def _coarse(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float
+) -> tuple[EpsilonBounds, int, float]:
+    guess = gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps))
+    error = COARSE * min(max(guess, 1e-3), 10.0)
+    bounds, grid = _twice(noise_multiplier, sample_rate, steps, delta, error)
+    return bounds, grid, error
+
+
+def _twice(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, eps_error: float
+) -> tuple[EpsilonBounds, int]:
+    delta_error = delta / 1000.0
+    try:
+        return _compose(noise_multiplier, sample_rate, steps, delta, eps_error, delta_error)
+    except _FAILURES:
+        # "Discrete mean differs significantly": a domain cut too short; a smaller δ error widens it.
+        return _compose(noise_multiplier, sample_rate, steps, delta, eps_error, delta_error / 100.0)
+
+
+def _compose(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, eps_error: float, delta_error: float
+) -> tuple[EpsilonBounds, int]:
+    from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
+    from prv_accountant.accountant import compute_safe_domain_size
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # log(0) at ρ = 1, and a reminder that eps_max must be safe: it is
+        mechanism = PoissonSubsampledGaussianMechanism(
+            sampling_probability=sample_rate, noise_multiplier=noise_multiplier
+        )
+        half_width = compute_safe_domain_size([mechanism], [steps], eps_error, delta_error)
+        eps_error, grid = _smooth_grid(half_width, eps_error, math.sqrt(steps / 2 * math.log(12 / delta_error)))
+        accountant = PRVAccountant(
+            mechanism,
+            max_self_compositions=steps,
+            eps_error=eps_error,
+            delta_error=delta_error,
+            eps_max=half_width,
+        )
+        bounds = accountant.compute_epsilon(delta, [steps])
+    if not all(math.isfinite(bound) for bound in bounds):
+        raise RuntimeError("the PRV accountant gave no finite epsilon")
+    lower, estimate, upper = (max(0.0, bound) for bound in bounds)
+    return EpsilonBounds(lower, estimate, upper), grid
+
+
+def _smooth_grid(half_width: float, eps_error: float, error_over_mesh: float) -> tuple[float, int]:
+    """Shrink ``eps_error`` until the grid's length has small prime factors only: the FFT is 10 to 20 times faster."""
+    from scipy.fft import next_fast_len
+
+    # The accountant's grid has 2·ceil(half_width / mesh) + 2 points.
+    points = 2 * math.ceil(half_width * error_over_mesh / eps_error) + 2
+    while (points := next_fast_len(points, real=True)) % 2:
+        points += 1
+    return half_width * error_over_mesh / (points / 2 - 1.5), points
+
+
+def _stand_in(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, failure: BaseException
+) -> EpsilonBounds:
+    from groupwise.privacy.pld import epsilon_pld_bounds
+
+    bounds = epsilon_pld_bounds(noise_multiplier, sample_rate, steps, delta)
+    note = f"by the PLD accountant, since the PRV accountant failed ({type(failure).__name__}: {failure})"
+    return EpsilonBounds(bounds.lower, bounds.estimate, bounds.upper, note)

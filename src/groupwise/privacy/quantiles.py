@@ -1,0 +1,164 @@
+"""Clipping thresholds C_k: fixed, or following a quantile of the norms privately (lines 10 and 15-18 of Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from groupwise.errors import UserError
+from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
+
+
+def centred_counts(counts: torch.Tensor, examples: int) -> torch.Tensor:
+    """Return Σ_i (b_k^(i) - ½), float64 of shape (K,), from the counts b̄_k (K,) of ``examples`` examples.
+
+    Formal guarantee: adding or removing one example moves the vector by exactly ½√K in ℓ2. The raw counts of Algorithm
+    1 would move by up to √K; its proof (appendix "Proofs") takes the centred bits, and so do we.
+    Raises :class:`UserError` unless 0 ≤ b̄_k ≤ ``examples``.
+    """
+    raw = torch.as_tensor(counts).detach().to(device="cpu", dtype=torch.float64)
+    if raw.ndim != 1 or not bool(((raw >= 0) & (raw <= examples)).all()):
+        raise UserError(
+            f"the clip counts are {raw.tolist()} for {examples} examples; give for every group how many of the examples "
+            "have a norm of at most its threshold, each example once."
+        )
+    return raw - 0.5 * examples
+
+
+class FixedThresholds:
+    """Thresholds C_k that never move; no count is released and no budget spent (r = 0)."""
+
+    def __init__(self, values: torch.Tensor | Sequence[float]) -> None:
+        self._values = _thresholds(values, "values")
+
+    @property
+    def clip_thresholds(self) -> torch.Tensor:
+        """C, float64 of shape (K,): what this step clips and noises with."""
+        return self._values.clone()
+
+    @property
+    def count_thresholds(self) -> torch.Tensor:
+        """The same, for counting (which is then only a diagnostic)."""
+        return self._values.clone()
+
+    def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return ``{"thresholds": C}``."""
+        return {"thresholds": self._values.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take C back from :meth:`state_dict`; raises :class:`UserError` when K differs."""
+        self._values = _same_shape(state["thresholds"], self._values)
+
+
+class AdaptiveThresholds:
+    """Thresholds C_k that follow the q-quantile of group k's example norms (Andrew et al. 2021; §3.3).
+
+    Formal guarantee: each :meth:`update` releases the centred counts, of ℓ2 sensitivity ½√K, with N(0, σ_b²) noise: a
+    Gaussian release of noise multiplier 2σ_b/√K. Together with gradients noised at σ_new of the same
+    :class:`~groupwise.privacy.plan.PrivacyPlan` it costs one Gaussian release at σ. Covered: the thresholds of all steps.
+    Not covered: the raw counts and the number of examples passed in, which must not be published.
+
+    Args:
+        initial: C_k before the first step, (K,), above 0; chosen without the data.
+        target_quantile: q in [0, 1].
+        learning_rate: η of line 17 (the paper takes 0.3).
+        count_noise_multiplier: σ_b of the plan; 0 means noiseless counts and no guarantee.
+        expected_batch_size: the configured B, never the drawn size.
+        minimum, maximum: public bounds on the raw C_k.
+        rescale_to: C, if clipping uses C·C_k/√(ΣC_j²) (the paper's CIFAR-10 runs), else None.
+        count_at: whether the bit compares the norm with the "raw" or the "rescaled" C_k; the paper does not say.
+    """
+
+    def __init__(
+        self,
+        initial: torch.Tensor | Sequence[float],
+        target_quantile: float,
+        learning_rate: float,
+        count_noise_multiplier: float,
+        expected_batch_size: float,
+        minimum: float = 1e-8,
+        maximum: float = 1e8,
+        rescale_to: float | None = None,
+        count_at: str = "raw",
+    ) -> None:
+        if not 0.0 <= target_quantile <= 1.0:
+            raise UserError(f"target_quantile is {target_quantile}; give a share between 0 and 1.")
+        if not 0.0 < minimum <= maximum < math.inf:
+            raise UserError(f"minimum is {minimum} and maximum {maximum}; give finite bounds with 0 < minimum <= maximum.")
+        if count_at not in ("raw", "rescaled"):
+            raise UserError(f"count_at is {count_at!r}; choose 'raw' or 'rescaled'.")
+        if rescale_to is not None and not 0.0 < rescale_to < math.inf:
+            raise UserError(f"rescale_to is {rescale_to}; give a finite threshold above 0, or None.")
+        for name, value, low in (
+            ("learning_rate", learning_rate, 0.0),
+            ("count_noise_multiplier", count_noise_multiplier, 0.0),
+        ):
+            if not low <= value < math.inf:
+                raise UserError(f"{name} is {value}; give a finite number of at least 0.")
+        if not 0.0 < expected_batch_size < math.inf:
+            raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B, above 0.")
+        self.target_quantile = target_quantile
+        self.learning_rate = learning_rate
+        self.count_noise_multiplier = count_noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        self.minimum, self.maximum = minimum, maximum
+        self.rescale_to = rescale_to
+        self.count_at = count_at
+        self._raw = _thresholds(initial, "initial").clamp(minimum, maximum)
+
+    @property
+    def clip_thresholds(self) -> torch.Tensor:
+        """C, float64 of shape (K,): what this step clips *and* noises with; rescaled if so configured."""
+        if self.rescale_to is None:
+            return self._raw.clone()
+        return self.rescale_to * self._raw / torch.linalg.vector_norm(self._raw)
+
+    @property
+    def count_thresholds(self) -> torch.Tensor:
+        """The thresholds, float64 of shape (K,), at which norms are counted."""
+        return self._raw.clone() if self.count_at == "raw" else self.clip_thresholds
+
+    def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
+        """Move C_k ← C_k·exp(-η(b̃_k - q)) with b̃_k = (Σ_i(b_k^(i) - ½) + N(0, σ_b²))/B + ½, clamped (line 17).
+
+        Call after the gradients of ``step`` were noised: they need the thresholds that clipped them. ``counts`` (K,) are
+        those of the whole logical batch, over all microbatches and ranks; ``examples`` is its drawn size.
+        Raises :class:`UserError` when σ_b > 0 and ``noise`` is None, or for counts that cannot be.
+        """
+        released = centred_counts(counts, examples)
+        if released.shape != self._raw.shape:
+            raise UserError(f"counts has {len(released)} entries for {len(self._raw)} groups; give one for every group.")
+        if self.count_noise_multiplier > 0.0:
+            if noise is None:
+                raise UserError("noise is None but the plan noises the counts; pass the run's NoiseSource.")
+            noise.add_gaussian_(released, self.count_noise_multiplier, step, COUNT_STREAM)
+        below = released / self.expected_batch_size + 0.5
+        moved = self._raw * torch.exp(-self.learning_rate * (below - self.target_quantile))
+        self._raw = moved.clamp(self.minimum, self.maximum)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return ``{"thresholds": raw C}``."""
+        return {"thresholds": self._raw.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take the raw C back from :meth:`state_dict`; raises :class:`UserError` when K differs."""
+        self._raw = _same_shape(state["thresholds"], self._raw)
+
+
+def _thresholds(values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
+    tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().clone()
+    if tensor.ndim != 1 or not tensor.numel() or not bool(((tensor > 0) & tensor.isfinite()).all()):
+        raise UserError(f"{name} is {tensor.tolist()}; give one finite threshold above 0 for every group.")
+    return tensor
+
+
+def _same_shape(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    tensor = _thresholds(values, "the checkpoint's thresholds")
+    if tensor.shape != like.shape:
+        raise UserError(f"the checkpoint has {len(tensor)} thresholds for {len(like)} groups; resume with the same groups.")
+    return tensor

@@ -1,0 +1,28 @@
+"""ε by Rényi DP: the classical accountant, looser than PRV by 4 to 10 % of σ, kept for comparison with older work."""
+
+from __future__ import annotations
+
+from groupwise.privacy.accounting import check_mechanism
+
+# Tenths below 11 matter for ε above 1; the long tail for small ε, whose best order is far above 64.
+ORDERS = (
+    *(1.0 + tenth / 10.0 for tenth in range(1, 100)),
+    *range(11, 64),
+    *range(64, 256, 8),
+    *range(256, 1025, 64),
+)
+
+
+def epsilon_rdp(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    """Return an upper bound on ε at ``delta`` by Rényi DP (Mironov, Talwar & Zhang 2019), add/remove adjacency.
+
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; any finite set of orders is valid.
+    """
+    check_mechanism(noise_multiplier, sample_rate, steps, delta)
+    from dp_accounting import rdp
+
+    from groupwise.privacy.pld import training_event
+
+    accountant = rdp.RdpAccountant(orders=ORDERS)
+    accountant.compose(training_event(noise_multiplier, sample_rate), int(steps))
+    return float(accountant.get_epsilon(delta))

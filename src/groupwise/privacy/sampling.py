@@ -1,0 +1,77 @@
+"""Which examples make the batch of a step: Poisson sampling (accounted as such) and shuffling (not a guarantee)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import ClassVar
+
+import numpy as np
+
+from groupwise.errors import UserError
+
+
+class PoissonSampler:
+    """Draws every example independently with probability ρ (``sample_rate``), anew in each step.
+
+    Formal guarantee: the sampling that :func:`~groupwise.privacy.accounting.epsilon_bounds` accounts for. The size of a
+    batch is random, Binomial(N, ρ): it may be 0 (still a step), and is private (divide by the configured B). Amplification
+    by sampling holds only against who does not know the draw: give ``NoiseSource.derive("sampling")`` as ``seed``; an
+    int makes the draw reproducible, and then it must not be published with the model.
+    """
+
+    guarantee: ClassVar[bool] = True
+
+    def __init__(self, dataset_size: int, sample_rate: float, seed: int | bytes) -> None:
+        _check_size(dataset_size)
+        if not 0.0 < sample_rate <= 1.0:
+            raise UserError(f"sample_rate is {sample_rate}; give ρ = B/N, above 0 and at most 1.")
+        self.dataset_size = dataset_size
+        self.sample_rate = sample_rate
+        self._seed = seed
+
+    def indices(self, step: int) -> np.ndarray:
+        """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (seed, step)."""
+        uniform = _generator(self._seed, "poisson", step).random(self.dataset_size)
+        return np.flatnonzero(uniform < self.sample_rate).astype(np.int64, copy=False)
+
+
+class ShuffleSampler:
+    """Cuts a new permutation of the data into batches of ``batch_size`` each epoch; the last batch may be smaller.
+
+    No guarantee: accounting such batches as Poisson samples is common practice and can leak several times the claimed
+    ε (Chua et al. 2024; Annamalai et al. 2024). Offered to repeat published runs, whose ε is then "as published".
+    """
+
+    guarantee: ClassVar[bool] = False
+
+    def __init__(self, dataset_size: int, batch_size: int, seed: int | bytes) -> None:
+        _check_size(dataset_size)
+        if batch_size != int(batch_size) or not 1 <= batch_size <= dataset_size:
+            raise UserError(f"batch_size is {batch_size}; give a whole number between 1 and the {dataset_size} examples.")
+        self.dataset_size = dataset_size
+        self.batch_size = int(batch_size)
+        self.steps_per_epoch = -(-dataset_size // self.batch_size)
+        self._seed = seed
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def indices(self, step: int) -> np.ndarray:
+        """Return step ``step``'s examples, int64, sorted: a pure function of (seed, step)."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._order = _generator(self._seed, "shuffle", epoch).permutation(self.dataset_size)
+            self._epoch = epoch
+        return np.sort(self._order[place * self.batch_size : (place + 1) * self.batch_size])
+
+
+def _check_size(dataset_size: int) -> None:
+    if dataset_size != int(dataset_size) or dataset_size < 1:
+        raise UserError(f"dataset_size is {dataset_size}; give the number of training examples N, at least 1.")
+
+
+def _generator(seed: int | bytes, purpose: str, place: int) -> np.random.Generator:
+    if place < 0:
+        raise UserError(f"step is {place}; steps count from 0.")
+    secret = seed if isinstance(seed, bytes) else str(int(seed)).encode()
+    digest = hashlib.sha256(f"groupwise {purpose} {int(place)}\0".encode() + secret).digest()
+    return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))

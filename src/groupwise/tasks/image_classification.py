@@ -1,0 +1,128 @@
+"""Image classification from scratch: CIFAR-10 and a wide residual network (section 4.1, appendix A.1)."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.config import RunConfig
+from groupwise.data import ImageData, channel_statistics, load_images, normalize
+from groupwise.errors import UserError
+from groupwise.models import wide_resnet
+from groupwise.tasks.base import Split
+from groupwise.training.precision import autocast
+
+Images = tuple[Tensor, Tensor]
+
+
+class ImageClassification:
+    """Cross-entropy and accuracy on images that stay in memory as uint8, on the device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Images,
+        valid: Images,
+        prepare: Callable[[Tensor], Tensor],
+        description: dict[str, Any],
+        precision: Callable[[], AbstractContextManager[Any]],
+        compiled: bool = False,
+    ) -> None:
+        self.model = model
+        self.train_size = len(train[0])
+        self._splits: dict[Split, Images] = {"train": train, "valid": valid}
+        self._prepare, self._description, self._precision = prepare, description, precision
+        self._network = torch.compile(model) if compiled else model
+
+    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+        """Cross-entropy of each example, (n,)."""
+        images, labels = self._splits["train"]
+        rows = torch.as_tensor(np.asarray(examples, dtype=np.int64), device=images.device)
+        return self._losses(images[rows], labels[rows])[0]
+
+    @torch.no_grad()
+    def evaluate(self, split: Split, batch_size: int, limit: int | None = None) -> dict[str, float]:
+        """{"accuracy": percent, "loss": mean cross-entropy}."""
+        images, labels = self._splits[split]
+        training = self.model.training
+        self.model.eval()
+        correct, total, count = 0, 0.0, min(limit or len(images), len(images))
+        for start in range(0, count, batch_size):
+            rows = slice(start, min(start + batch_size, count))
+            losses, logits = self._losses(images[rows], labels[rows])
+            correct += int((logits.argmax(1) == labels[rows]).sum())
+            total += float(losses.double().sum())
+        self.model.train(training)
+        return {"accuracy": 100.0 * correct / count, "loss": total / count}
+
+    def describe_data(self) -> dict[str, Any]:
+        """Source, counts and SHA-256 of the files."""
+        return self._description
+
+    def _losses(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        with self._precision():
+            logits = self._network(self._prepare(images))
+        logits = logits.float()
+        return F.cross_entropy(logits, labels, reduction="none"), logits
+
+
+def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:
+    """The CIFAR-10 task, or the same network on scikit-learn's digits (`data.name=digits`)."""
+    data = load_images(config.data.name, Path(config.paths.data).expanduser(), image_size=config.data.image_size)
+    chosen = _first_of_each_class(data.y_train, config.data.train_limit)
+    settings = config.model
+    if settings.name != "wide_resnet":
+        raise UserError(f"model.name={settings.name} is not known for images: choose wide_resnet.")
+    model = wide_resnet(
+        depth=settings.depth,
+        width=settings.width,
+        num_classes=data.num_classes,
+        in_channels=data.channels,
+        block_order=settings.block_order,
+        norm=settings.norm,
+        norm_groups=settings.norm_groups,
+        weight_standardization=settings.weight_standardization,
+    ).to(device)
+    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
+    mean, std = channel_statistics(config.data.name)
+
+    def prepare(images: Tensor) -> Tensor:
+        return normalize(images, mean, std).contiguous(memory_format=layout)
+
+    return ImageClassification(
+        model,
+        (data.x_train[chosen].to(device), data.y_train[chosen].to(device)),
+        (data.x_test.to(device), data.y_test.to(device)),
+        prepare,
+        _describe(data, len(chosen)),
+        autocast(config.train.precision, device),
+        compiled=config.train.compile,
+    )
+
+
+def _describe(data: ImageData, train_size: int) -> dict[str, Any]:
+    return {
+        "source": data.source,
+        "sha256": data.sha256,
+        "train_examples": train_size,
+        "valid_examples": len(data.x_test),
+        "image_size": data.image_size,
+        "selected_on": "nothing: the last step's weights are reported",
+    }
+
+
+def _first_of_each_class(labels: Tensor, limit: int | None) -> Tensor:
+    """Indices of the first `limit` examples taken class by class in turn, in the order of the data; all without a limit."""
+    if limit is None or limit >= len(labels):
+        return torch.arange(len(labels))
+    if limit < 1:
+        raise UserError(f"data.train_limit={limit} leaves no example: give at least 1, or null for all.")
+    one_hot = F.one_hot(labels)
+    rank = (one_hot.cumsum(0) * one_hot).sum(1)  # 1 for the first of its class, 2 for the second, ...
+    return torch.argsort(rank, stable=True)[:limit].sort().values

@@ -1,0 +1,46 @@
+"""Files that are there whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, flush it to the disk, then put it in its place.
+
+    Killed at any moment, ``path`` holds its old content or its new. Only the owner may read it. Raises
+    ``OSError``.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name itself survives a power cut
+    finally:
+        os.close(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_atomically` for text, readable by everyone whom the umask allows."""
+    write_atomically(path, lambda file: file.write(text.encode()))
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_text` of indented JSON; NumPy's and torch's single numbers become floats, inf ``Infinity``."""
+    write_text(path, json.dumps(content, indent=2, default=float) + "\n")

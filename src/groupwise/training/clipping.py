@@ -1,0 +1,46 @@
+"""From a configuration to an engine and its threshold policy."""
+
+import math
+
+from torch import nn
+
+from groupwise.clipping import ClippingEngine, attach, automatic_factors, by_mapping, clip_factors, flat, per_block, per_layer
+from groupwise.config import ClipConfig
+from groupwise.errors import UserError
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
+
+_PARTITIONS = {"flat": flat, "layer": per_layer, "block": per_block}
+
+
+def make_engine(model: nn.Module, clip: ClipConfig) -> ClippingEngine | None:
+    """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop."""
+    if clip.grouping == "none":
+        return None
+    if clip.grouping == "custom":
+        partition = by_mapping(model, clip.mapping)
+    elif clip.grouping in _PARTITIONS:
+        partition = _PARTITIONS[clip.grouping](model)
+    else:
+        raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block or custom.")
+    rule = automatic_factors(clip.gamma) if clip.rule == "automatic" else clip_factors
+    start = clip.threshold / math.sqrt(len(partition))
+    return attach(model, partition, start, norms=clip.norms, clip_rule=rule)  # type: ignore[arg-type]
+
+
+def make_thresholds(clip: ClipConfig, plan: PrivacyPlan) -> FixedThresholds | AdaptiveThresholds:
+    """C_k = C/√K, fixed (appendix A.1), or the start of private quantile estimates (Algorithm 1, lines 15-18)."""
+    groups = plan.num_groups
+    if clip.policy == "fixed":
+        return FixedThresholds([clip.threshold / math.sqrt(groups)] * groups)
+    start = clip.threshold / math.sqrt(groups) if clip.initial_threshold is None else clip.initial_threshold
+    return AdaptiveThresholds(
+        [start] * groups,
+        target_quantile=clip.target_quantile,
+        learning_rate=clip.quantile_learning_rate,
+        count_noise_multiplier=plan.count_noise_multiplier,
+        expected_batch_size=plan.expected_batch_size,
+        minimum=clip.minimum,
+        maximum=clip.maximum,
+        rescale_to=clip.threshold if clip.rescale else None,
+        count_at=clip.count_at,
+    )

@@ -1,0 +1,67 @@
+"""When two configurations are the same experiment: the hash that names a run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from groupwise.config import RunConfig
+from groupwise.errors import UserError
+
+VOLATILE = ("paths.", "tracker.", "resume", "overwrite", "train.checkpoint_every")
+"""Keys that cannot change what is computed. All others count: `debug.noise_seed`, and `train.device` as it is
+written (``auto`` is the same experiment on every machine; what it found is in the row)."""
+
+
+def flat_config(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> plain value, types as the schema has them (1 and 1.0 are the same rate)."""
+    return flatten(OmegaConf.to_container(OmegaConf.structured(config)))  # type: ignore[arg-type]
+
+
+def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; a list, or a mapping whose order matters, becomes JSON text."""
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key != "clip.mapping":
+            flat |= flatten(value, f"{key}.")
+        else:
+            flat[key] = json.dumps(value) if isinstance(value, list | tuple | Mapping) else value
+    return flat
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of the canonical configuration without its `VOLATILE` keys, 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(_stable(config), sort_keys=True).encode()).hexdigest()
+
+
+def differences(there: RunConfig, here: RunConfig) -> list[str]:
+    """The stable keys that differ, each in words: ``clip.threshold is 1.0 there and 0.5 here``."""
+    old, new = _stable(there), _stable(here)
+    return [f"{key} is {old[key]} there and {new[key]} here" for key in new if old[key] != new[key]]
+
+
+def save_config(config: RunConfig) -> str:
+    """The configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read what `save_config` wrote; raises `UserError` when it is not there, or not of this schema."""
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
+    except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path} is no run's configuration ({str(error).splitlines()[0]}).") from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _stable(config: RunConfig) -> dict[str, Any]:
+    return {key: value for key, value in flat_config(config).items() if not key.startswith(VOLATILE)}

@@ -1,0 +1,46 @@
+"""How many examples to hold in memory at once, whatever the logical batch."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+PROBE = 2
+"""Examples of the forward pass that is measured."""
+OVERHEAD = 3.0
+"""Peak over saved activations: output gradients that book-keeping holds, and temporaries."""
+CPU_BUDGET = 2 << 30
+CPU_MOST = 256
+"""More examples at once leave the caches and make a CPU no faster."""
+
+
+def choose_microbatch(losses_of: Callable[[Sequence[int]], Tensor], device: torch.device, most: int) -> int:
+    """The largest power of two whose activations fit the budget, from the bytes that a small forward pass saves.
+
+    The budget is an eighth of the machine's memory and at most 2 GiB on a CPU (never what happens to be free, so that
+    the choice is the same each time), and three fifths of what is free on a GPU.
+
+    Args:
+        losses_of: indices of training examples -> losses, with gradients on.
+        device: where the model is.
+        most: an upper limit, such as the number of examples.
+    """
+    held: dict[int, int] = {}
+
+    def weigh(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), saved_tensors_hooks(weigh, lambda t: t):
+        losses = losses_of(range(PROBE))
+    per_example = max(sum(held.values()) / losses.shape[0], 1.0)
+    if device.type == "cuda":
+        budget, limit = 0.6 * torch.cuda.mem_get_info(device)[0], most
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget, limit = min(CPU_BUDGET, memory / 8), min(most, CPU_MOST)
+    fits = max(1, min(limit, int(budget / (OVERHEAD * per_example))))
+    return 1 << (fits.bit_length() - 1)

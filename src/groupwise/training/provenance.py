@@ -1,0 +1,88 @@
+"""Where a result came from: code, packages, machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import groupwise
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "scipy",
+    "prv-accountant",
+    "dp-accounting",
+    "hydra-core",
+    "omegaconf",
+)
+
+
+def git_state(root: Path | None = None) -> dict[str, Any]:
+    """``sha``, ``dirty``, ``untracked`` and ``diff`` of the checkout at ``root`` (default: this package's).
+
+    Without git, or outside of a checkout, sha and dirty are None.
+    """
+    root = root or Path(groupwise.__file__).resolve().parents[2]
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if (
+        top is None or Path(top.strip()).resolve() != root.resolve()
+    ):  # installed somewhere inside another project
+        return {"sha": None, "dirty": None, "untracked": [], "diff": ""}
+    sha = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    diff = (_git(root, "diff", "HEAD") if sha else None) or ""
+    untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+    return {
+        "sha": sha.strip() if sha else None,
+        "dirty": bool(diff or untracked),
+        "untracked": untracked,
+        "diff": diff,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions of Python and of the packages that compute (``versions.<name>``), platform, CPU cores."""
+    versions = {"python": platform.python_version(), "groupwise": groupwise.__version__}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "absent"
+    return {"versions": versions, "platform": platform.platform(), "cpu_count": usable_cores()}
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words: a GPU's model, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was held at once: by torch on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,284 @@
+"""One run, from a configuration to its row: check everything, then write, train, evaluate, account, close."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from groupwise.clipping import ClippingEngine
+from groupwise.clipping.verify import verify
+from groupwise.config import RunConfig
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, PoissonSampler, PrivacyPlan, ShuffleSampler, make_plan
+from groupwise.tasks import Task, make_task
+from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
+from groupwise.training.clipping import make_engine, make_thresholds
+from groupwise.training.loop import Trainer
+from groupwise.training.microbatch import choose_microbatch
+from groupwise.training.optim import make_optimizer, make_schedule
+from groupwise.training.progress import Progress
+from groupwise.training.provenance import device_name, peak_memory_bytes, usable_cores
+from groupwise.training.record import RunRecord
+from groupwise.training.trackers import Tracker, make_tracker
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """Train one cell, or take it up where it was left; returns its result row.
+
+    Nothing is written before data, model, clipping and plan have been checked.
+
+    Raises:
+        UserError: anything that the user can mend.
+    """
+    record = RunRecord.open(config)
+    if record.finished:
+        print(f"Done already: {record.folder} (overwrite=true runs it again)")
+        return record.result()
+    device = choose_device(config.train.device)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    task = make_task(config, device)
+    engine = make_engine(task.model, config.clip)
+    plan = plan_run(config, task.train_size, engine)
+    print(plan.statement())
+    state = load_checkpoint(record.checkpoint, device) if record.resumable else None
+    trainer = _make_trainer(config, task, engine, plan, device, state)
+    if engine is not None:
+        tolerance = 0.2 if config.train.precision == "bfloat16" else 1e-3
+        verify(engine, task.losses, range(min(3, task.train_size)), tolerance)
+    start = 0 if state is None else int(state["step"])
+    if state is not None:
+        trainer.load_state_dict(state, start)
+    record.begin()
+    try:
+        return _train(config, record, trainer, start, state or {})
+    finally:
+        record.close()
+        if engine is not None:
+            engine.detach()
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device; "auto" takes CUDA where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"train.device={name} was asked for, but torch sees no GPU: use train.device=cpu, or auto.")
+    return torch.device(name)
+
+
+def plan_run(config: RunConfig, train_size: int, engine: ClippingEngine | None) -> PrivacyPlan:
+    """The privacy plan: N, B, T from the configuration, K from the engine; without clipping no noise and no guarantee."""
+    batch_size = config.train.batch_size
+    if batch_size > train_size:
+        raise UserError(
+            f"train.batch_size={batch_size} is larger than the training data ({train_size} examples): make it smaller."
+        )
+    steps = config.train.steps
+    if steps is None:
+        steps = round(config.train.epochs * train_size / batch_size)
+    epsilon, multiplier = config.privacy.epsilon, config.privacy.noise_multiplier
+    if engine is None:
+        epsilon, multiplier = float("inf"), None
+    adaptive = engine is not None and config.clip.policy == "adaptive"
+    return make_plan(
+        dataset_size=train_size,
+        expected_batch_size=batch_size,
+        steps=max(1, steps),
+        delta=config.privacy.delta,
+        epsilon=epsilon if multiplier is None else None,
+        noise_multiplier=multiplier,
+        num_groups=1 if engine is None else len(engine.groups),
+        quantile_budget=config.clip.quantile_budget if adaptive else 0.0,
+        sampling=config.privacy.sampling,
+        accountant=config.privacy.accountant,
+    )
+
+
+def _make_trainer(
+    config: RunConfig,
+    task: Task,
+    engine: ClippingEngine | None,
+    plan: PrivacyPlan,
+    device: torch.device,
+    state: dict[str, Any] | None,
+) -> Trainer:
+    if state is not None and state["plan"] != plan.to_dict():
+        raise UserError(
+            "The checkpoint was made under another privacy plan (other data, software or settings): bring those back, or "
+            "start afresh with overwrite=true."
+        )
+    optimizer = make_optimizer(task.model.parameters(), config.optim)
+    noise = _noise_source(config, plan, state)
+    sampler: PoissonSampler | ShuffleSampler
+    if plan.sampling == "poisson":
+        sampler = PoissonSampler(plan.dataset_size, plan.sample_rate, noise.derive("sampling"))
+    else:
+        sampler = ShuffleSampler(plan.dataset_size, config.train.batch_size, noise.derive("sampling"))
+    microbatch = config.train.microbatch
+    if microbatch is None and state is None:
+        microbatch = choose_microbatch(task.losses, device, task.train_size)
+    return Trainer(
+        task=task,
+        engine=engine,
+        thresholds=None if engine is None else make_thresholds(config.clip, plan),
+        plan=plan,
+        sampler=sampler,
+        noise=noise,
+        allocation=config.noise.allocation,
+        optimizer=optimizer,
+        schedule=make_schedule(optimizer, config.optim, plan.steps),
+        microbatch=microbatch or 1,
+        device=device,
+    )
+
+
+def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:
+    """The checkpoint's key, so that replayed steps repeat their noise; else fresh entropy; seeds only without privacy."""
+    if state is not None:
+        return NoiseSource.from_key(state["noise_key"], state["noise_is_secret"])
+    if config.debug.noise_seed is not None:
+        return NoiseSource.from_seed(config.debug.noise_seed)
+    return NoiseSource.fresh() if plan.noise_multiplier > 0 else NoiseSource.from_seed(config.seed)
+
+
+def _train(
+    config: RunConfig, record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any]
+) -> dict[str, Any]:
+    plan, noise = trainer.plan, trainer.noise
+    private = plan.is_private and noise.is_secret
+    replayed = int(state.get("replayed_steps", 0)) + max([row["step"] - start for row in record.metrics()] + [0])
+    record.cut_metrics(start)
+    record.write_data(trainer.task.describe_data())
+    record.write("seeds", {"seed": config.seed, "noise_seed": config.debug.noise_seed, "noise_is_secret": noise.is_secret})
+    record.write("privacy", {"plan": plan.to_dict(), "executed_steps": start, "private": private})
+    tracker = make_tracker(config, record, start)
+    elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
+    began = saved = time.monotonic()
+
+    def save(step: int) -> None:
+        seconds = elapsed + time.monotonic() - began
+        extra = {"step": step, "replayed_steps": replayed, "seconds": seconds, "examples": examples}
+        save_checkpoint(record.checkpoint, {**trainer.state_dict(), **extra})
+
+    with Progress(plan.steps, start=start, epsilon=_spent(plan), target_epsilon=plan.epsilon) as bar, _stop_flag() as stop:
+        if start == 0:
+            save(0)  # the key of the noise is safe before the first release
+        for step in range(start, plan.steps):
+            metrics = trainer.step(step)
+            drawn = int(metrics["nonprivate/batch_size"])
+            examples += drawn
+            note = ""
+            if _evaluates(config, plan, step + 1):
+                metrics |= evaluate(config, trainer)
+                note = f"valid accuracy {metrics['valid/accuracy']:.1f} %"
+            tracker.log(step + 1, {**metrics, "epsilon_estimate": plan.progress(step + 1)})
+            bar.update(step + 1, drawn, note)
+            if time.monotonic() - saved >= config.train.checkpoint_every or stop:
+                save(step + 1)
+                saved = time.monotonic()
+            if stop:
+                raise KeyboardInterrupt
+        throughput = bar.examples_per_second
+    seconds = elapsed + time.monotonic() - began
+    final = evaluate(config, trainer)
+    tracker.log(plan.steps, final)
+    tracker.finish()
+    return _close(record, trainer, final, private, replayed, seconds, throughput)
+
+
+def _spent(plan: PrivacyPlan) -> Any:
+    return plan.progress if plan.noise_multiplier > 0 else None
+
+
+def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
+    """Every `eval.every` epochs, but not at the end, which is evaluated anyway."""
+    if config.eval.every is None or step >= plan.steps:
+        return False
+    between = max(1, round(config.eval.every * plan.dataset_size / plan.expected_batch_size))
+    return step % between == 0
+
+
+def evaluate(config: RunConfig, trainer: Trainer) -> dict[str, float]:
+    """Metrics on both splits; those of the training set are not private releases."""
+    valid = trainer.task.evaluate("valid", config.eval.batch_size)
+    train = trainer.task.evaluate("train", config.eval.batch_size, config.eval.train_limit)
+    return {f"valid/{k}": v for k, v in valid.items()} | {f"nonprivate/train_{k}": v for k, v in train.items()}
+
+
+def _close(
+    record: RunRecord,
+    trainer: Trainer,
+    final: dict[str, float],
+    private: bool,
+    replayed: int,
+    seconds: float,
+    throughput: float,
+) -> dict[str, Any]:
+    """Account for what was executed, write the result, and leave weights without the noise key behind."""
+    plan = trainer.plan
+    report = plan.spent(plan.steps)
+    if report.epsilon > plan.epsilon * (1 + 1e-6):
+        raise UserError(f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it.")
+    thresholds = {} if trainer.thresholds is None else _named_thresholds(trainer)
+    privacy = {"spent": report.to_dict(), "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
+    record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
+    save_checkpoint(record.folder / "model.pt", trainer.task.model.state_dict())
+    row = record.finish(
+        final,
+        plan={**plan.to_dict(), "spent_epsilon": report.to_dict()["epsilon"], "private": private, "replayed_steps": replayed},
+        system=_system(trainer, seconds, throughput),
+    )
+    record.checkpoint.unlink(missing_ok=True)  # it holds the key of the noise
+    stamp = "" if private or plan.noise_multiplier == 0 else " (not private: see the statement above, and debug.noise_seed)"
+    if plan.noise_multiplier > 0:
+        print(f"Spent: epsilon {report.epsilon:.3f} at delta {plan.delta:g} in {plan.steps} steps{stamp}")
+    else:
+        print("Spent: no noise was added; this model has no privacy guarantee")
+    accuracy = "  ".join(f"{key} {value:.2f}" for key, value in final.items() if key.endswith("accuracy"))
+    print(f"{accuracy}  in {seconds:.0f} s\nRecord: {record.folder}")
+    return row
+
+
+def _named_thresholds(trainer: Trainer) -> dict[str, float]:
+    assert trainer.engine is not None and trainer.thresholds is not None
+    names = [group.name for group in trainer.engine.groups]
+    return dict(zip(names, trainer.thresholds.clip_thresholds.tolist(), strict=True))
+
+
+def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, Any]:
+    return {
+        "device": device_name(trainer.device),
+        "device_type": trainer.device.type,
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "microbatch": trainer.microbatch,
+        "wall_seconds": seconds,
+        "examples_per_second": throughput,
+        "peak_memory_bytes": peak_memory_bytes(trainer.device),
+    }
+
+
+@contextmanager
+def _stop_flag() -> Iterator[list[int]]:
+    """A list that fills up when the process is asked to stop: the loop then saves at the end of its step."""
+    stop: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

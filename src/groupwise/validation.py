@@ -1,0 +1,178 @@
+"""What a run may not ask for: one sentence each, before anything is loaded or written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from groupwise.config import RunConfig
+from groupwise.errors import UserError
+from groupwise.suggestions import did_you_mean
+
+CHOICES = {
+    "scale": ("paper", "mini", "demo", "smoke"),
+    "model.block_order": ("classic", "deepmind", "order3"),
+    "model.norm": ("group", "batch"),
+    "clip.grouping": ("none", "flat", "layer", "block", "custom"),
+    "clip.norms": ("bookkeeping", "ghost"),
+    "clip.policy": ("fixed", "adaptive"),
+    "clip.rule": ("min", "automatic"),
+    "clip.count_at": ("raw", "rescaled"),
+    "noise.allocation": ("global", "equal_budget", "weighted"),
+    "privacy.sampling": ("poisson", "shuffle"),
+    "privacy.accountant": ("prv", "pld", "rdp"),
+    "optim.name": ("sgd", "adam", "adamw"),
+    "optim.schedule": ("constant", "linear", "cosine"),
+    "train.precision": ("float32", "bfloat16"),
+    "train.device": ("auto", "cpu", "cuda"),
+    "tracker.name": ("files", "wandb", "tensorboard"),
+    "tracker.mode": ("offline", "online", "disabled"),
+}
+
+POSITIVE = (
+    "model.depth", "model.width", "model.norm_groups", "data.image_size", "data.train_limit",
+    "clip.threshold", "clip.initial_threshold", "clip.quantile_learning_rate", "clip.minimum", "clip.maximum",
+    "privacy.epsilon", "optim.learning_rate", "optim.eps",
+    "train.batch_size", "train.epochs", "train.steps", "train.microbatch",
+    "eval.every", "eval.train_limit", "eval.batch_size",
+)  # fmt: skip
+MAY_BE_INFINITE = ("privacy.epsilon", "clip.threshold", "clip.maximum")
+NOT_NEGATIVE = (
+    "privacy.noise_multiplier", "optim.weight_decay", "clip.gamma", "train.checkpoint_every", "seed",
+)  # fmt: skip
+BELOW_ONE = ("optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup")
+
+
+def validate(config: RunConfig) -> None:
+    """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
+    for check in (_choices, _ranges, _resume, _privacy, _clipping):
+        for problem in check(config):
+            raise UserError(problem)
+
+
+def value_at(config: RunConfig, key: str) -> object:
+    """The value of a dotted key such as ``clip.threshold``."""
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _choices(config: RunConfig) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        value = value_at(config, key)
+        if value not in allowed:
+            yield f"{key}={value} is not one of {', '.join(allowed)}{did_you_mean(str(value), allowed)}."
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
+    for key in POSITIVE:
+        value = value_at(config, key)
+        if value is None:
+            continue
+        if not value > 0:  # type: ignore[operator]
+            yield f"{key}={value} must be greater than zero."
+        if math.isinf(value) and key not in MAY_BE_INFINITE:  # type: ignore[arg-type]
+            yield f"{key}={value} must be finite."
+    for key in NOT_NEGATIVE:
+        value = value_at(config, key)
+        if value is not None and not 0 <= value < math.inf:  # type: ignore[operator]
+            yield f"{key}={value} must be zero or more, and finite."
+    for key in BELOW_ONE:
+        value = value_at(config, key)
+        if not 0 <= value < 1:  # type: ignore[operator]
+            yield f"{key}={value} must lie in [0, 1)."
+
+
+def _resume(config: RunConfig) -> Iterator[str]:
+    if config.resume is not None and config.overwrite:
+        yield (
+            f"resume={config.resume} with overwrite=true would throw away what is to be resumed: "
+            "drop one of them."
+        )
+
+
+def _privacy(config: RunConfig) -> Iterator[str]:
+    privacy = config.privacy
+    if not 0 < privacy.delta < 1:
+        yield (
+            f"privacy.delta={privacy.delta} must lie strictly between 0 and 1, "
+            "and well below one over the number of training examples."
+        )
+    if (privacy.epsilon is None) == (privacy.noise_multiplier is None):
+        both = "null" if privacy.epsilon is None else "given"
+        yield f"privacy.epsilon and privacy.noise_multiplier are both {both}: give one, the other null."
+    if config.clip.grouping == "none":
+        if privacy.noise_multiplier:
+            yield (
+                f"privacy.noise_multiplier={privacy.noise_multiplier} with clip.grouping=none would add "
+                "noise to gradients of unbounded sensitivity: choose a clipping mode, or leave the noise out."
+            )
+        elif privacy.epsilon is not None and math.isfinite(privacy.epsilon):
+            yield (
+                f"privacy.epsilon={privacy.epsilon:g} cannot be kept without clipping "
+                f"(clip={config.clip.name}): choose a clipping mode, or leave epsilon out."
+            )
+
+
+def _has_noise(config: RunConfig) -> bool:
+    privacy = config.privacy
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier > 0
+    return privacy.epsilon is not None and math.isfinite(privacy.epsilon)
+
+
+def _clipping(config: RunConfig) -> Iterator[str]:
+    clip = config.clip
+    if clip.norms == "ghost" and clip.grouping != "flat":
+        yield (
+            f"clip.norms=ghost needs the whole gradient's norm before its second backward, so "
+            f"clip.grouping must be flat, not {clip.grouping}: use clip=ghost, or clip.norms=bookkeeping."
+        )
+    if clip.grouping == "custom" and not clip.mapping:
+        yield (
+            "clip.grouping=custom needs clip.mapping, a glob of layer names for each group, "
+            "such as '+clip.mapping={stem*:early,*:late}'."
+        )
+    if clip.mapping and clip.grouping != "custom":
+        yield f"clip.mapping is read only with clip.grouping=custom, not {clip.grouping}: drop one of them."
+    if clip.rule == "automatic" and clip.gamma == 0:
+        yield (
+            "clip.gamma=0 with clip.rule=automatic divides by a zero norm: give a small number such as 0.01."
+        )
+    fixed = clip.policy == "fixed" and clip.grouping != "none"
+    if fixed and math.isinf(clip.threshold) and _has_noise(config):
+        yield "clip.threshold=inf would need infinite noise: give a finite threshold, or privacy.epsilon=inf."
+    if clip.policy == "adaptive":
+        yield from _adaptive(config)
+    if clip.grouping != "none" and config.model.norm == "batch":
+        yield (
+            "model.norm=batch mixes the examples of a batch, so no example's gradient can be clipped alone: "
+            "use model.norm=group."
+        )
+
+
+def _adaptive(config: RunConfig) -> Iterator[str]:
+    clip = config.clip
+    if clip.grouping == "none":
+        yield "clip.policy=adaptive has no threshold to adapt with clip.grouping=none: use clip.policy=fixed."
+    if not 0 < clip.quantile_budget < 1:
+        yield (
+            f"clip.quantile_budget={clip.quantile_budget} must lie strictly between 0 and 1: it is the "
+            "share of the privacy budget that pays for the counts, and the gradients need the rest."
+        )
+    if not 0 < clip.target_quantile < 1:
+        yield f"clip.target_quantile={clip.target_quantile} must lie strictly between 0 and 1."
+    if clip.minimum > clip.maximum:
+        yield f"clip.minimum={clip.minimum} is above clip.maximum={clip.maximum}: swap them."
+    if clip.rescale and clip.grouping == "flat":
+        yield (
+            "clip.rescale=true with clip.grouping=flat pins the one threshold to clip.threshold, so "
+            "nothing adapts: use clip.rescale=false, or clip=flat."
+        )
+    if clip.rescale and math.isinf(clip.threshold):
+        yield "clip.threshold=inf cannot be rescaled to: give a finite threshold, or clip.rescale=false."
+    if math.isinf(clip.threshold) and clip.initial_threshold is None:
+        yield "clip.threshold=inf is no start for an adaptive threshold: give clip.initial_threshold as well."
+    if clip.initial_threshold is not None and not math.isfinite(clip.initial_threshold):
+        yield f"clip.initial_threshold={clip.initial_threshold} must be finite."

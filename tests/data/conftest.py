@@ -1,0 +1,60 @@
+"""Small stand-ins for CIFAR-10 in the layouts it may lie in."""
+
+import hashlib
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groupwise.data.torchvision_compat import import_torchvision
+
+TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """A test that would go out is refused at once: nothing listens on this port of the machine itself."""
+    monkeypatch.setenv("no_proxy", "*")
+    cifar10 = import_torchvision().datasets.CIFAR10
+    monkeypatch.setattr(cifar10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
+
+
+@pytest.fixture
+def npz_arrays() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return {
+        "x_train": generator.integers(0, 256, (20, 16, 16, 3), dtype=np.uint8),
+        "y_train": np.arange(20) % 10,
+        "x_test": generator.integers(0, 256, (10, 16, 16, 3), dtype=np.uint8),
+        "y_test": np.arange(10),
+    }
+
+
+@pytest.fixture
+def make_batches(monkeypatch):
+    """Write a small standard folder into a root, and have torchvision expect its MD5 sums."""
+
+    def make(root: Path, **changes: object) -> Path:
+        folder = root / "cifar-10-batches-py"
+        folder.mkdir(parents=True)
+        generator = np.random.default_rng(1)
+        sums = {}
+        for name in [*TRAIN_BATCHES, "test_batch", "batches.meta"]:
+            content: dict[str, object] = {
+                "data": generator.integers(0, 256, (10, 3072), dtype=np.uint8),
+                "labels": list(range(10)),
+            }
+            if name == "batches.meta":
+                content = {"label_names": [f"class {label}" for label in range(10)]}
+            elif name == "data_batch_3":
+                content.update(changes)
+            (folder / name).write_bytes(pickle.dumps(content))
+            sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+        cifar10 = import_torchvision().datasets.CIFAR10
+        monkeypatch.setattr(cifar10, "train_list", [[name, sums[name]] for name in TRAIN_BATCHES])
+        monkeypatch.setattr(cifar10, "test_list", [["test_batch", sums["test_batch"]]])
+        monkeypatch.setattr(cifar10, "meta", {**cifar10.meta, "md5": sums["batches.meta"]})
+        return folder
+
+    return make

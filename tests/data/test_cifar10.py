@@ -1,0 +1,137 @@
+"""Where CIFAR-10 is looked for, and what happens when it is nowhere."""
+
+import functools
+import hashlib
+import shutil
+import socket
+import tarfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groupwise.data.cifar10 import load_cifar10
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.errors import UserError
+
+LAYOUTS = ("cifar-10-batches-py/", "cifar10.npz", "cifar10/train_shard0.webp")
+
+
+def refused(root: Path, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        load_cifar10(root, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_standard_folder_comes_first(tmp_path, make_batches, npz_arrays):
+    np.savez(tmp_path / "cifar10.npz", **npz_arrays)
+    assert load_cifar10(tmp_path).source == "CIFAR-10, an .npz file"
+    make_batches(tmp_path)
+    assert load_cifar10(tmp_path).source == "CIFAR-10, the standard folder"
+
+
+def test_an_npz_comes_before_the_mosaics(tmp_path, npz_arrays):
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "test.webp").touch()
+    np.savez(tmp_path / "cifar10.npz", **npz_arrays)
+    assert load_cifar10(tmp_path).source == "CIFAR-10, an .npz file"
+
+
+def test_the_root_may_be_an_npz_file(tmp_path, npz_arrays):
+    np.savez(tmp_path / "any name.npz", **npz_arrays)
+    data = load_cifar10(tmp_path / "any name.npz")
+    assert data.x_train.shape == (20, 3, 16, 16)
+    assert list(data.sha256) == ["any name.npz"]
+
+
+def test_a_root_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file.txt").touch()
+    assert "file.txt was given as the data" in refused(tmp_path / "file.txt")
+    assert "gone.npz was given as the data" in refused(tmp_path / "gone.npz")
+
+
+def test_a_broken_layout_is_not_passed_over(tmp_path, npz_arrays):
+    """Falling through to another copy would train on other data than the user thinks."""
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    np.savez(tmp_path / "cifar10.npz", **npz_arrays)
+    assert "data_batch_1 is missing" in refused(tmp_path)
+    (tmp_path / "other" / "cifar10").mkdir(parents=True)
+    (tmp_path / "other" / "cifar10" / "train_shard2.webp").touch()
+    assert "train_shard0.webp is missing" in refused(tmp_path / "other")
+
+
+def test_offline_the_message_names_the_three_layouts(tmp_path):
+    message = refused(tmp_path)
+    assert "could not be downloaded" in message
+    assert str(tmp_path) in message
+    assert all(layout in message for layout in LAYOUTS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_leave_nothing_is_downloaded_or_written(tmp_path):
+    message = refused(tmp_path / "new", download=False)
+    assert "downloading is switched off" in message
+    assert all(layout in message for layout in LAYOUTS)
+    assert not (tmp_path / "new").exists()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        """Say nothing of a request."""
+
+
+@pytest.fixture
+def served(tmp_path, make_batches, monkeypatch):
+    """A small archive on a server of this machine, which torchvision takes for the published one."""
+    make_batches(tmp_path / "server")
+    archive = tmp_path / "server" / "cifar-10-python.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "server" / "cifar-10-batches-py", "cifar-10-batches-py")
+    cifar10 = import_torchvision().datasets.CIFAR10
+    monkeypatch.setattr(cifar10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    handler = functools.partial(QuietHandler, directory=archive.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(cifar10, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
+        yield archive
+        server.shutdown()
+
+
+def test_a_download_becomes_the_standard_folder(tmp_path, served):
+    root = tmp_path / "deep" / "root"
+    assert load_cifar10(root).x_train.shape == (50, 3, 32, 32)
+    assert [path.name for path in root.iterdir()] == ["cifar-10-batches-py"]
+    shutil.rmtree(served.parent)
+    assert load_cifar10(root).x_test.shape == (10, 3, 32, 32)
+
+
+def test_a_broken_download_leaves_nothing(tmp_path, served):
+    served.write_bytes(served.read_bytes()[:2000])
+    root = tmp_path / "root"
+    assert "could not be downloaded" in refused(root)
+    assert not list(root.iterdir())
+
+
+def test_an_interrupted_unpacking_leaves_nothing(tmp_path, served, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", stop)
+    with pytest.raises(KeyboardInterrupt):
+        load_cifar10(tmp_path / "root")
+    assert not list((tmp_path / "root").iterdir())
+
+
+def test_the_networks_patience_is_put_back(tmp_path):
+    before = socket.getdefaulttimeout()
+    refused(tmp_path)
+    assert socket.getdefaulttimeout() == before
+
+
+def test_a_root_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    assert "could not be downloaded" in refused(tmp_path / "file" / "root")

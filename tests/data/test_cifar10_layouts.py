@@ -1,0 +1,194 @@
+"""Every layout is read to the pixel, and what is wrong with a file is told in one sentence with its name."""
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.data.cifar10_layouts import MOSAIC_TRAIN, read_batches, read_mosaics, read_npz
+from groupwise.errors import UserError
+
+REAL_DATA = os.environ.get("GROUPWISE_DATA", "")
+REAL_MOSAICS = Path(REAL_DATA) / "cifar10" / "test.webp"
+
+
+def refused(read, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        read(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+class TestBatches:
+    def test_images_labels_and_fingerprints(self, tmp_path, make_batches):
+        folder = make_batches(tmp_path)
+        data = read_batches(tmp_path)
+        assert data.x_train.shape == (50, 3, 32, 32)
+        assert data.x_test.shape == (10, 3, 32, 32)
+        assert data.y_train.tolist() == list(range(10)) * 5
+        second = pickle.loads((folder / "data_batch_2").read_bytes())["data"]
+        assert torch.equal(data.x_train[10:20].flatten(1), torch.from_numpy(second))
+        assert set(data.sha256) == {f"cifar-10-batches-py/{path.name}" for path in folder.iterdir()}
+
+    def test_a_truncated_file(self, tmp_path, make_batches):
+        path = make_batches(tmp_path) / "data_batch_4"
+        path.write_bytes(path.read_bytes()[:-1])
+        assert "data_batch_4 is truncated or altered" in refused(read_batches, tmp_path)
+
+    def test_an_altered_byte(self, tmp_path, make_batches):
+        path = make_batches(tmp_path) / "test_batch"
+        content = bytearray(path.read_bytes())
+        content[500] ^= 1
+        path.write_bytes(bytes(content))
+        assert "test_batch is truncated or altered" in refused(read_batches, tmp_path)
+
+    @pytest.mark.parametrize("name", ["data_batch_1", "test_batch", "batches.meta"])
+    def test_a_missing_file(self, tmp_path, make_batches, name):
+        (make_batches(tmp_path) / name).unlink()
+        assert f"{name} is missing" in refused(read_batches, tmp_path)
+
+    def test_labels_out_of_range(self, tmp_path, make_batches):
+        make_batches(tmp_path, labels=[10] * 10)
+        assert "labels from 0 to 10" in refused(read_batches, tmp_path)
+
+    def test_images_of_another_size(self, tmp_path, make_batches):
+        make_batches(tmp_path, data=np.zeros((10, 3000), np.uint8))
+        assert "cifar-10-batches-py cannot be read" in refused(read_batches, tmp_path)
+
+
+class TestNpz:
+    def test_any_number_and_size_of_images(self, tmp_path, npz_arrays):
+        path = tmp_path / "mine.npz"
+        np.savez(path, **npz_arrays)
+        data = read_npz(path)
+        assert data.x_train.shape == (20, 3, 16, 16)
+        assert torch.equal(data.x_test, torch.from_numpy(npz_arrays["x_test"]).permute(0, 3, 1, 2))
+        assert data.y_train.tolist() == npz_arrays["y_train"].tolist()
+        assert list(data.sha256) == ["mine.npz"]
+
+    def test_a_compressed_file(self, tmp_path, npz_arrays):
+        np.savez_compressed(tmp_path / "mine.npz", **npz_arrays)
+        assert read_npz(tmp_path / "mine.npz").y_test.tolist() == list(range(10))
+
+    @pytest.mark.parametrize("key", ["x_train", "y_train", "x_test", "y_test"])
+    def test_a_missing_array(self, tmp_path, npz_arrays, key):
+        del npz_arrays[key]
+        np.savez(tmp_path / "mine.npz", **npz_arrays)
+        assert f"mine.npz has no array {key}" in refused(read_npz, tmp_path / "mine.npz")
+
+    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+    @pytest.mark.parametrize("keep", [0, 10, 0.3, 0.7, 0.99])
+    def test_a_truncated_file(self, tmp_path, npz_arrays, save, keep):
+        path = tmp_path / "mine.npz"
+        save(path, **npz_arrays)
+        content = path.read_bytes()
+        path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+        assert "mine.npz is not a readable .npz file" in refused(read_npz, path)
+
+    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+    def test_a_corrupted_middle(self, tmp_path, npz_arrays, save):
+        path = tmp_path / "mine.npz"
+        save(path, **npz_arrays)
+        content = bytearray(path.read_bytes())
+        content[3000:3100] = bytes(100)
+        path.write_bytes(bytes(content))
+        assert "mine.npz is not a readable .npz file" in refused(read_npz, path)
+
+    def test_no_archive_at_all(self, tmp_path):
+        (tmp_path / "mine.npz").write_text("not an archive")
+        assert "mine.npz is not a readable .npz file" in refused(read_npz, tmp_path / "mine.npz")
+
+    def test_one_array_instead_of_an_archive(self, tmp_path):
+        with (tmp_path / "mine.npz").open("wb") as stream:
+            np.save(stream, np.zeros(4))
+        assert "mine.npz is not a readable .npz file" in refused(read_npz, tmp_path / "mine.npz")
+
+    def test_pickled_objects_are_not_opened(self, tmp_path, npz_arrays):
+        np.savez(tmp_path / "mine.npz", **{**npz_arrays, "y_train": np.array([object()] * 20)})
+        assert "mine.npz is not a readable .npz file" in refused(read_npz, tmp_path / "mine.npz")
+
+    @pytest.mark.parametrize(
+        ("key", "value", "words"),
+        [
+            ("x_train", np.zeros((20, 16, 16, 3)), "x_train has dtype float64"),
+            (
+                "x_test",
+                np.zeros((10, 3, 16, 16), np.uint8),
+                r"x_test has dtype uint8 and shape (10, 3, 16, 16)",
+            ),
+            ("x_test", np.zeros((10, 8, 8, 3), np.uint8), "16 pixels a side and x_test of 8"),
+            ("y_train", np.arange(19) % 10, "19 labels for 20 images"),
+            ("y_test", np.arange(10) + 1, "from 1 to 10"),
+            ("y_test", np.arange(10) / 10, "y_test has dtype float64"),
+        ],
+    )
+    def test_wrong_arrays(self, tmp_path, npz_arrays, key, value, words):
+        np.savez(tmp_path / "mine.npz", **{**npz_arrays, key: value})
+        message = refused(read_npz, tmp_path / "mine.npz")
+        assert "mine.npz" in message
+        assert words in message
+
+
+def write_picture(path: Path, side: int = 3200) -> None:
+    from PIL import Image
+
+    path.parent.mkdir(exist_ok=True)
+    row = np.arange(side, dtype=np.uint8)
+    Image.fromarray(np.broadcast_to(row[:, None, None], (side, side, 3)).copy()).save(
+        path, lossless=True, quality=0
+    )
+
+
+class TestMosaics:
+    @pytest.fixture
+    def root(self, tmp_path):
+        """Six times the same small file: its grey is the number of the pixel row, modulo 256."""
+        write_picture(tmp_path / "cifar10" / "test.webp")
+        for name in MOSAIC_TRAIN:
+            os.link(tmp_path / "cifar10" / "test.webp", tmp_path / "cifar10" / name)
+        return tmp_path
+
+    def test_tiles_row_by_row_and_labels_by_the_thousand(self, root):
+        data = read_mosaics(root)
+        assert data.x_train.shape == (50_000, 3, 32, 32)
+        assert data.y_train.bincount().tolist() == [5000] * 10
+        assert data.y_test.tolist() == [index // 1000 for index in range(10_000)]
+        # Tile 1,234 lies in row 12 of the grid: its pixel rows begin at 12·32 = 384.
+        assert data.x_test[1234, 0, :, 5].tolist() == [(384 + row) % 256 for row in range(32)]
+        assert list(data.sha256) == [f"cifar10/{name}" for name in (*MOSAIC_TRAIN, "test.webp")]
+
+    @pytest.mark.parametrize("name", ["train_shard3.webp", "test.webp"])
+    def test_a_missing_file(self, root, name):
+        (root / "cifar10" / name).unlink()
+        assert f"{name} is missing" in refused(read_mosaics, root)
+
+    @pytest.mark.parametrize("keep", [0, 0.5, 0.95])
+    def test_a_truncated_file(self, root, keep):
+        path = root / "cifar10" / "train_shard0.webp"
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content[: int(keep * len(content))])
+        assert "train_shard0.webp is not a readable picture" in refused(read_mosaics, root)
+
+    def test_a_picture_of_another_size(self, root):
+        (root / "cifar10" / "train_shard0.webp").unlink()
+        write_picture(root / "cifar10" / "train_shard0.webp", side=320)
+        assert "320×320 pixels" in refused(read_mosaics, root)
+
+    @pytest.mark.skipif(
+        not REAL_MOSAICS.is_file(), reason="GROUPWISE_DATA names no folder with cifar10/test.webp"
+    )
+    def test_the_real_images(self):
+        data = read_mosaics(Path(REAL_DATA))
+        assert data.x_train.shape == (50_000, 3, 32, 32)
+        assert data.x_test.shape == (10_000, 3, 32, 32)
+        assert data.y_train.bincount().tolist() == [5000] * 10
+        assert data.y_test.bincount().tolist() == [1000] * 10
+        pixels = data.x_train.numpy() / np.float32(255)
+        np.testing.assert_allclose(pixels.mean(axis=(0, 2, 3)), (0.4914, 0.4822, 0.4465), atol=1e-4)
+        np.testing.assert_allclose(pixels.std(axis=(0, 2, 3)), (0.2470, 0.2435, 0.2616), atol=1e-4)

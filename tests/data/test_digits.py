@@ -1,0 +1,46 @@
+"""The embedded data: same split everywhere, no network, no file of ours."""
+
+import torch
+
+from groupwise.data import load_images
+from groupwise.data.digits import load_digits
+
+
+def test_shapes_types_and_range():
+    data = load_digits()
+    assert data.x_train.shape == (1433, 1, 8, 8)
+    assert data.x_test.shape == (364, 1, 8, 8)
+    assert data.x_train.dtype == data.x_test.dtype == torch.uint8
+    assert data.y_train.dtype == data.y_test.dtype == torch.int64
+    assert (data.x_train.min(), data.x_train.max()) == (0, 255)
+    assert (data.channels, data.image_size, data.num_classes) == (1, 8, 10)
+
+
+def test_the_split_is_stratified():
+    data = load_digits()
+    share = data.y_test.bincount() / (data.y_train.bincount() + data.y_test.bincount())
+    assert ((share >= 0.2) & (share < 0.205)).all()
+
+
+def test_the_split_covers_every_digit_once():
+    from sklearn.datasets import load_digits as read
+
+    data = load_digits()
+    ours = torch.cat([data.x_train, data.x_test]).flatten(1)
+    theirs = torch.from_numpy(read().data * 255 / 16).round().to(torch.uint8)
+    assert sorted(map(tuple, ours.tolist())) == sorted(map(tuple, theirs.tolist()))
+
+
+def test_the_split_is_the_same_every_time():
+    first, second = load_digits(), load_digits()
+    assert torch.equal(first.x_test, second.x_test)
+    assert first.sha256 == second.sha256
+    # The data and the split of every record: a change here makes old results incomparable.
+    assert first.sha256["sklearn.datasets.load_digits"].startswith("0b7e9c3202d7bcd2")
+    assert first.y_test[:5].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_no_folder_is_needed(tmp_path):
+    data = load_images("digits", tmp_path / "nowhere", download=False)
+    assert len(data.x_train) == 1433
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,149 @@
+"""The command line as a person meets it: quick help, and one sentence for a mistake, with nothing written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def command(
+    folder: Path, *arguments: str, script: Path = ROOT / "run.py"
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def test_help_shows_groups_and_everyday_keys_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = command(tmp_path, "--help")
+    assert time.monotonic() - began < 6  # 0.1 s on an idle machine, and 3 s is the promise
+    assert done.returncode == 0
+    for word in ("clip ", "adaptive_layer", "equal_budget", "privacy.epsilon", "paths.data"):
+        assert word in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "probe.py"
+    script.write_text(
+        f"import runpy, sys\nsys.argv[0] = {str(ROOT / 'run.py')!r}\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
+    )
+    assert command(tmp_path, "privacy.epsilon=-1", script=script).stdout.split() == ["2", "False"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("tsak=cifar", "did you mean task?"),
+        ("clip=adaptve_layer", "did you mean adaptive_layer?"),
+        ("privacy.epsilonn=3", "did you mean privacy.epsilon?"),
+        ("epsilon=3", "did you mean privacy.epsilon?"),
+        ("+clip.treshold=3", "did you mean clip.threshold?"),
+        ("train.epochs=many", "a number was expected"),
+        ("model.depth=1.5", "a whole number was expected"),
+        ("clip=flat clip.mapping={a:b}", "take a plus"),
+        ("train=3", "train.<key>=<value> was expected"),
+        ("privacy=3", "Config group override must be a string"),
+        ("clip=[", "cannot be read as key=value"),
+        ("nonsense", "cannot be read as key=value"),
+        ("clip=flat,ghost", "add -m"),
+        ("paths.data=${oc.env:NOT_SET_ANYWHERE}", "paths.data cannot be worked out"),
+        ("privacy.epsilon=0", "greater than zero"),
+        ("--verbose", "unrecognized arguments"),
+        ("--cfg job -m", "Only one of"),
+        ("hydra/launcher=slrm", "not one of basic"),
+        ("-m clip=flat,gohst", "did you mean ghost?"),
+        ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),
+    ],
+)
+def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
+    tmp_path: Path, arguments: str, words: str
+) -> None:
+    done = command(tmp_path, *arguments.split())
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """run.py with training replaced: clip=ghost is a user's mistake, seed=2 a bug, seed=9 a Ctrl-C."""
+    path = tmp_path / "fake_run.py"
+    path.write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            from pathlib import Path
+            from groupwise.errors import UserError
+            from groupwise.launch.command import launch
+
+            def train(config):
+                print("ran", config.clip.name, config.seed, flush=True)
+                if config.clip.name == "ghost":
+                    raise UserError("no data: bring some.")
+                if config.seed == 2:
+                    raise RuntimeError("a bug")
+                if config.seed == 9:
+                    raise KeyboardInterrupt
+
+            sys.exit(launch(Path({str(ROOT / "conf")!r}), train))
+            """
+        )
+    )
+    return path
+
+
+def test_a_run_leaves_nothing_of_hydras_own(tmp_path: Path, script: Path) -> None:
+    done = command(tmp_path, "clip=flat", script=script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran flat 0\n", "")
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_mistake_found_while_running_is_one_sentence(tmp_path: Path, script: Path) -> None:
+    done = command(tmp_path, "clip=ghost", script=script)
+    assert (done.returncode, done.stderr) == (2, "error: no data: bring some.\n")
+
+
+def test_a_bug_keeps_its_traceback(tmp_path: Path, script: Path) -> None:
+    done = command(tmp_path, "seed=2", script=script)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "in train" in done.stderr and "RuntimeError: a bug" in done.stderr
+
+
+def test_an_interrupt_is_one_line(tmp_path: Path, script: Path) -> None:
+    done = command(tmp_path, "seed=9", script=script)
+    assert done.returncode == 130
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_failing_cell_does_not_lose_the_others(tmp_path: Path, script: Path) -> None:
+    done = command(tmp_path, "-m", "clip=ghost,flat", "seed=1,2,3", script=script)
+    assert done.stdout.splitlines() == [
+        f"ran {clip} {seed}" for clip in ("ghost", "flat") for seed in (1, 2, 3)
+    ]
+    assert done.returncode == 1
+    assert "4 of 6 cells failed" in done.stderr
+    assert "clip=flat seed=2: RuntimeError" in done.stderr
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["sweeps"]
+
+
+def test_a_sweep_of_mistakes_alone_ends_with_their_exit_code(tmp_path: Path, script: Path) -> None:
+    done = command(tmp_path, "-m", "clip=ghost,flat", script=script)
+    assert done.returncode == 2
+    assert "1 of 2 cells failed" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,102 @@
+"""The set-up files agree with one another: one file of pins, used by pip, conda and make."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+# conda's match specification: [channel::]name[operator version[,operator version ...]][=build]
+MATCH = re.compile(
+    r"^(?:[\w.-]+::)?(?P<name>[a-z0-9_.-]+)\s*(?:(?:==?|>=|<=|!=|~=|<|>)[\w.*,<>=!~|-]+(?:=[\w*.]+)?)?$"
+)
+
+
+def pins() -> list[Requirement]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    return [Requirement(line) for line in lines if line]
+
+
+def test_every_requirement_is_pinned_exactly_and_once() -> None:
+    names = [canonicalize_name(pin.name) for pin in pins()]
+    assert len(names) == len(set(names))
+    for pin in pins():
+        [specifier] = pin.specifier
+        assert specifier.operator == "==" and "*" not in specifier.version, f"{pin} is no exact pin"
+    assert "opacus" not in names  # a peer to measure against, not something that runs here
+
+
+def test_the_package_needs_nothing_that_is_not_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    assert needed <= {canonicalize_name(pin.name) for pin in pins()}
+
+
+def test_the_conda_environment_is_well_formed_and_takes_the_one_file_of_pins() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert set(environment) <= {"name", "channels", "dependencies", "variables"}
+    specs = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
+    [pip] = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    matches = {spec: MATCH.match(spec) for spec in specs}
+    assert all(matches.values()), (
+        f"no match specification: {[s for s, match in matches.items() if not match]}"
+    )
+    assert {match["name"] for match in matches.values() if match} == {"python", "pip"}
+    assert pip == ["-r requirements.txt", "-e ."]
+
+
+def test_conda_and_pip_ask_for_the_same_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    [python] = [
+        spec for spec in environment["dependencies"] if isinstance(spec, str) and spec.startswith("python")
+    ]
+    assert python.removeprefix("python") == project["requires-python"] == ">=3.11,<3.14"
+
+
+def test_make_alone_prints_the_targets() -> None:
+    printed = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
+    for target in ("env", "demo", "test", "test-slow", "lint", "clean"):
+        assert re.search(rf"make {target} .*\w", printed)
+
+
+def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(["make", "env", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "error: Python 3.11, 3.12 or 3.13 is needed" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_the_environment_is_made_again_when_the_pins_change(tmp_path: Path) -> None:
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    stamp = tmp_path / ".venv" / ".complete"
+    stamp.parent.mkdir()
+    stamp.touch()
+
+    def planned() -> str:
+        return subprocess.run(["make", "-n", "demo"], cwd=tmp_path, capture_output=True, text=True).stdout
+
+    assert "-m venv" not in planned()
+    newer = stamp.stat().st_mtime + 10
+    os.utime(tmp_path / "requirements.txt", (newer, newer))
+    assert "-m venv --clear" in planned()
+    assert "run.py task=cifar clip=adaptive_layer scale=demo" in planned()
+
+
+def test_the_ci_script_runs_the_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    assert re.search(r"^make test$", script.read_text(), re.MULTILINE)

@@ -1,0 +1,129 @@
+"""A checkpoint is there whole or not at all, and what is not sound is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.errors import UserError
+from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint.pt"
+
+
+def test_what_is_written_is_read_back_bit_by_bit(path: Path) -> None:
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "thresholds": torch.tensor([0.1, 1e-30], dtype=torch.float64),
+        "generator": torch.get_rng_state(),
+        "noise_key": b"\x00\xffkey",
+        "step": 12,
+        "epsilon": float("inf"),
+        "plan": {"adjacency": "add_remove", "notes": [1, 2.5, None, True]},
+    }
+    save_checkpoint(path, state)
+    read = load_checkpoint(path)
+    plain = ("noise_key", "step", "epsilon", "plan", "schedule")
+    assert [read.pop(name) for name in plain] == [state.pop(name) for name in plain]
+    torch.testing.assert_close(read, state, rtol=0, atol=0)
+
+
+def test_only_the_owner_may_read_it_because_it_holds_the_key_of_the_noise(path: Path) -> None:
+    save_checkpoint(path, {"step": 1})
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_write_that_fails_leaves_the_previous_checkpoint_and_no_litter(path: Path) -> None:
+    save_checkpoint(path, {"step": 1})
+
+    class Unwritable:
+        def __reduce__(self) -> str:
+            raise RuntimeError("disk full")
+
+    with pytest.raises(UserError, match="cannot be written"):
+        save_checkpoint(path, {"step": 2, "bad": Unwritable()})
+    assert load_checkpoint(path) == {"step": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_is_not_there_is_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        save_checkpoint(tmp_path / "absent" / "checkpoint.pt", {})
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_checkpoint_is_refused(path: Path, share: float) -> None:
+    save_checkpoint(path, {"weights": torch.randn(5000)})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(UserError, match="truncated or altered"):
+        load_checkpoint(path)
+
+
+def test_one_flipped_bit_is_noticed(path: Path) -> None:
+    save_checkpoint(path, {"weights": torch.randn(5000)})
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="truncated or altered"):
+        load_checkpoint(path)
+
+
+def test_a_missing_or_foreign_file_is_a_users_mistake(path: Path) -> None:
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        load_checkpoint(path)
+    torch.save([1, 2], path)
+    with pytest.raises(UserError, match="holds a list"):
+        load_checkpoint(path)
+    path.write_text("not a checkpoint")
+    with pytest.raises(UserError, match="truncated or altered"):
+        load_checkpoint(path)
+
+
+def test_code_in_a_checkpoint_is_not_run(path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(path.parent / "pwned"),)
+
+    torch.save({"evil": Evil()}, path)
+    with pytest.raises(UserError, match="truncated or altered"):
+        load_checkpoint(path)
+    assert not (path.parent / "pwned").exists()
+
+
+def test_killed_at_any_moment_a_whole_checkpoint_remains(path: Path) -> None:
+    writer = (
+        "import sys, torch\nfrom groupwise.training.checkpoint import save_checkpoint\n"
+        "for step in range(10**6):\n"
+        "    save_checkpoint(sys.argv[1], {'step': step, 'weights': torch.full((200_000,), float(step))})\n"
+    ).replace("sys.argv[1]", "__import__('pathlib').Path(sys.argv[1])")
+    process = subprocess.Popen(
+        [sys.executable, "-c", writer, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    )
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.137)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    state = load_checkpoint(path)
+    assert torch.all(state["weights"] == state["step"])

@@ -1,0 +1,93 @@
+"""Which configurations are the same experiment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import (
+    ClipConfig,
+    DebugConfig,
+    OptimConfig,
+    PathsConfig,
+    RunConfig,
+    TrackerConfig,
+    TrainConfig,
+)
+from groupwise.errors import UserError
+from groupwise.training.identity import (
+    config_hash,
+    differences,
+    flat_config,
+    flatten,
+    load_config,
+    save_config,
+)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        RunConfig(paths=PathsConfig(data="elsewhere", results="there")),
+        RunConfig(tracker=TrackerConfig(name="wandb")),
+        RunConfig(resume="somewhere"),
+        RunConfig(overwrite=True),
+        RunConfig(train=TrainConfig(checkpoint_every=1)),
+        RunConfig(optim=OptimConfig(learning_rate=1)),  # the default is 1.0
+    ],
+)
+def test_what_cannot_change_the_result_does_not_change_the_hash(same: RunConfig) -> None:
+    assert config_hash(same) == config_hash(RunConfig())
+    assert differences(same, RunConfig()) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        RunConfig(seed=1),
+        RunConfig(scale="mini"),
+        RunConfig(debug=DebugConfig(noise_seed=0)),
+        RunConfig(train=TrainConfig(device="cpu")),
+        RunConfig(clip=ClipConfig(threshold=2)),
+    ],
+)
+def test_everything_else_does(other: RunConfig) -> None:
+    assert config_hash(other) != config_hash(RunConfig())
+
+
+def test_the_order_of_a_custom_mapping_counts_since_its_first_match_does() -> None:
+    one = RunConfig(clip=ClipConfig(mapping={"stem*": "early", "*": "late"}))
+    other = RunConfig(clip=ClipConfig(mapping={"*": "late", "stem*": "early"}))
+    assert config_hash(one) != config_hash(other)
+
+
+def test_differences_are_named() -> None:
+    there, here = RunConfig(seed=1), RunConfig(clip=ClipConfig(threshold=0.5))
+    assert differences(there, here) == [
+        "seed is 1 there and 0 here",
+        "clip.threshold is 1.0 there and 0.5 here",
+    ]
+
+
+def test_a_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
+    config = RunConfig(seed=3, clip=ClipConfig(mapping={"stem*": "early", "*": "late"}))
+    config.privacy.epsilon = float("inf")
+    (tmp_path / "config.yaml").write_text(save_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("content", [None, "seed: many", "unknown: 1", "- a list", "seed: [1"])
+def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match="is no run's configuration"):
+        load_config(path)
+
+
+def test_a_flat_row_holds_plain_values_only() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": [1, 2]}) == {"a.b": 1, "a.c.d": None, "e": "[1, 2]"}
+    assert all(isinstance(value, str | int | float | None) for value in flat_config(RunConfig()).values())
+    json.dumps(flat_config(RunConfig()))

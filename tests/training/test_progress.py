@@ -1,0 +1,78 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+import io
+
+from groupwise.training.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_log_file_there_is_a_line_now_and_then_and_one_at_the_end() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(100, stream=stream, clock=clock, seconds_between_lines=15) as progress:
+        for step in range(1, 101):
+            clock.now += 1
+            progress.update(step, examples=32)
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == [
+        "15/100",
+        "30/100",
+        "45/100",
+        "60/100",
+        "75/100",
+        "90/100",
+        "100/100",
+    ]
+    assert lines[0].endswith("1:25 left")
+
+
+def test_a_line_tells_epsilon_throughput_and_the_last_note() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(
+        2,
+        epsilon=lambda step: step * 1.5,
+        target_epsilon=3,
+        stream=stream,
+        clock=clock,
+        seconds_between_lines=0,
+    )
+    clock.now += 2
+    progress.update(1, examples=64, note="valid 61.0 %")
+    clock.now += 2
+    progress.update(2, examples=64)
+    first, last = stream.getvalue().splitlines()
+    assert "ε 1.50 of 3" in first and "ε 3.00 of 3" in last
+    assert "32 examples/s" in last
+    assert last.count("valid 61.0 %") == 1
+    assert progress.examples_per_second == 32
+
+
+def test_a_resumed_run_reckons_with_the_steps_of_this_process_only() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(1000, start=990, stream=stream, clock=clock, seconds_between_lines=0)
+    clock.now += 10
+    progress.update(991, examples=0)
+    assert stream.getvalue().endswith("1:30 left\n")
+
+
+def test_on_a_terminal_there_is_a_bar_that_written_lines_do_not_tear() -> None:
+    stream = Terminal()
+    with Progress(3, stream=stream, epsilon=lambda step: 0.5, target_epsilon=8) as progress:
+        progress.update(1, examples=1)
+        progress.write("a line")
+        progress.update(3, examples=1)
+    assert "3/3" in stream.getvalue() and "ε 0.50 of 8" in stream.getvalue()
+    assert "a line\n" in stream.getvalue()

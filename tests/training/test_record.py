@@ -1,0 +1,230 @@
+"""The contract of a run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groupwise.config import ClipConfig, PathsConfig, RunConfig
+from groupwise.errors import UserError
+from groupwise.training.checkpoint import save_checkpoint
+from groupwise.training.identity import config_hash, load_config
+from groupwise.training.provenance import environment, git_state
+from groupwise.training.record import RunRecord
+
+PLAN = {"noise_multiplier": 3.1, "epsilon": 8.0, "num_groups": 16}
+SYSTEM = {"wall_seconds": 12.5, "peak_memory_bytes": 10**9, "device": "cpu"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig(paths=PathsConfig(results=str(tmp_path / "results")))
+
+
+def begun(config: RunConfig, resume: str | None = None) -> RunRecord:
+    record = RunRecord.open(config, resume=resume)
+    record.begin()
+    return record
+
+
+def finished(config: RunConfig) -> RunRecord:
+    record = begun(config)
+    record.log(1, {"nonprivate/train_loss": 2.0})
+    save_checkpoint(record.checkpoint, {"step": 1})
+    record.finish({"test_accuracy": 0.5}, plan=PLAN, system=SYSTEM)
+    return record
+
+
+def test_looking_writes_nothing(config: RunConfig, tmp_path: Path) -> None:
+    record = RunRecord.open(config)
+    assert (record.finished, record.resumable) == (False, False)
+    assert record.folder == tmp_path / "results" / "runs" / config_hash(config)[:12]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_begins_with_what_it_is_and_where_it_came_from(config: RunConfig) -> None:
+    record = begun(config)
+    assert load_config(record.folder / "config.yaml") == config
+    assert (record.folder / "config.hash").read_text().strip() == config_hash(config)
+    assert "sha" in json.loads((record.folder / "git.json").read_text())
+    assert "torch" in json.loads((record.folder / "environment.json").read_text())["versions"]
+    assert not record.finished
+
+
+def test_the_row_is_flat_and_carries_its_provenance(config: RunConfig) -> None:
+    record = begun(config)
+    record.write_data({"source": "digits", "sha256": {"images": "ab"}, "train_examples": 1437})
+    record.write("seeds", {"seed": 0, "noise_is_secret": True})
+    row = record.finish(
+        {"test_accuracy": np.float32(0.5), "nonprivate/train_loss": 1.0}, plan=PLAN, system=SYSTEM
+    )
+    assert row["hash"] == config_hash(config)
+    assert (row["clip.name"], row["scale"], row["privacy.delta"]) == ("adaptive_layer", "paper", 1e-5)
+    assert (row["plan.noise_multiplier"], row["system.wall_seconds"]) == (3.1, 12.5)
+    assert (row["data.sha256.images"], row["data.train_examples"]) == ("ab", 1437)
+    assert row["seeds.noise_is_secret"] is True
+    assert {"git.sha", "git.dirty", "versions.torch", "cpu_count", "platform"} <= set(row)
+    assert row["data.name"] == "cifar10"  # the configuration's, which no description of the data hides
+    assert json.loads((record.folder / "result.json").read_text()) == {**row, "test_accuracy": 0.5}
+    assert not any(isinstance(value, dict | list) for value in row.values())
+
+
+def test_done_is_written_last(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (written.append(Path(b).name), replace(a, b)))
+    finished(config)
+    assert written[-2:] == ["result.json", "DONE"]
+
+
+def test_a_finished_run_says_so_and_keeps_its_row(config: RunConfig) -> None:
+    row = json.loads((finished(config).folder / "result.json").read_text())
+    again = RunRecord.open(config)
+    assert again.finished
+    assert again.result() == row
+
+
+def test_overwrite_starts_afresh(config: RunConfig) -> None:
+    folder = finished(config).folder
+    config.overwrite = True
+    record = RunRecord.open(config)
+    assert (record.folder, record.finished, record.resumable) == (folder, False, False)
+    record.begin()
+    assert not (folder / "DONE").exists() and not (folder / "metrics.jsonl").exists()
+    save_checkpoint(record.checkpoint, {"step": 1})
+    assert record.resumable  # its own checkpoint is no longer what was to be thrown away
+
+
+def test_a_checkpoint_is_taken_up_again_without_being_asked(config: RunConfig) -> None:
+    first = begun(config)
+    for step in range(1, 6):
+        first.log(step, {"loss": step / 10})
+    save_checkpoint(first.checkpoint, {"step": 3})
+    first.close()
+    record = begun(config)
+    assert record.resumable
+    record.cut_metrics(3)
+    assert [row["step"] for row in record.metrics()] == [1, 2, 3]
+    record.log(4, {"loss": 0.4})
+    assert [row["step"] for row in record.metrics()] == [1, 2, 3, 4]
+
+
+def test_a_line_cut_off_by_a_kill_is_forgotten(config: RunConfig) -> None:
+    record = begun(config)
+    record.log(1, {"loss": 1.0})
+    with open(record.folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    assert [row["step"] for row in record.metrics()] == [1]
+    record.cut_metrics(2)
+    record.log(2, {"loss": 0.5})
+    assert [row["step"] for row in record.metrics()] == [1, 2]
+
+
+def test_what_a_run_killed_before_its_first_checkpoint_left_is_cleared(config: RunConfig) -> None:
+    first = begun(config)
+    first.log(1, {"loss": 1.0})
+    first.close()
+    assert begun(config).metrics() == []
+
+
+def test_another_process_with_the_same_configuration_is_refused(config: RunConfig) -> None:
+    first = begun(config)
+    with pytest.raises(UserError, match="another process"):
+        begun(config)
+    first.close()
+    begun(config)
+
+
+def test_resume_with_another_configuration_names_what_differs(config: RunConfig) -> None:
+    folder = begun(config).folder
+    other = RunConfig(seed=1, clip=ClipConfig(threshold=0.5), paths=config.paths)
+    with pytest.raises(UserError) as refused:
+        RunRecord.open(other, resume=str(folder))
+    assert "seed is 0 there and 1 here" in str(refused.value)
+    assert "clip.threshold is 1.0 there and 0.5 here" in str(refused.value)
+
+
+def test_resume_takes_the_folder_it_is_given(config: RunConfig, tmp_path: Path) -> None:
+    first = begun(config)
+    save_checkpoint(first.checkpoint, {"step": 1})
+    first.close()
+    moved = tmp_path / "moved"
+    first.folder.rename(moved)
+    config.resume = str(moved)
+    record = begun(config)
+    assert record.folder == moved
+    assert record.resumable
+
+
+@pytest.mark.parametrize("what", ["absent", "empty"])
+def test_resume_from_what_is_no_run_is_refused(config: RunConfig, tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"is no folder|no run's configuration"):
+        RunRecord.open(config, resume=str(tmp_path / what))
+
+
+def test_other_data_on_resume_are_refused(config: RunConfig) -> None:
+    first = begun(config)
+    first.write_data({"sha256": {"images": "ab"}})
+    save_checkpoint(first.checkpoint, {"step": 1})
+    first.close()
+    record = begun(config)
+    record.write_data({"sha256": {"images": "ab"}})
+    with pytest.raises(UserError, match="not those"):
+        record.write_data({"sha256": {"images": "cd"}})
+
+
+def test_an_unwritable_results_folder_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"paths\.results"):
+        RunRecord.open(RunConfig(paths=PathsConfig(results=str(tmp_path / "file" / "results"))))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write everywhere
+    with pytest.raises(UserError, match="no permission"):
+        RunRecord.open(RunConfig(paths=PathsConfig(results=str(tmp_path / "results"))))
+
+
+def test_a_disk_that_refuses_later_is_a_users_mistake_too(config: RunConfig) -> None:
+    record = RunRecord.open(config)
+    Path(config.paths.results).write_text("a file has come in the way")
+    with pytest.raises(UserError, match="cannot be written"):
+        record.begin()
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_git_state_tells_a_clean_checkout_from_a_changed_one(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == {"sha": None, "dirty": None, "untracked": [], "diff": ""}
+    git(tmp_path, "init")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    clean = git_state(tmp_path)
+    assert len(clean["sha"]) == 40
+    assert (clean["dirty"], clean["diff"]) == (False, "")
+    (tmp_path / "code.py").write_text("x = 2\n")
+    (tmp_path / "new.py").write_text("")
+    changed = git_state(tmp_path)
+    assert (changed["sha"], changed["dirty"], changed["untracked"]) == (clean["sha"], True, ["new.py"])
+    assert "+x = 2" in changed["diff"]
+
+
+def test_a_folder_inside_somebody_elses_checkout_is_not_that_checkout(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    (tmp_path / "inner").mkdir()
+    assert git_state(tmp_path / "inner")["sha"] is None
+
+
+def test_the_environment_names_the_packages_that_compute() -> None:
+    here = environment()
+    assert {"python", "torch", "prv-accountant", "groupwise"} <= set(here["versions"])
+    assert here["cpu_count"] >= 1

@@ -1,0 +1,97 @@
+"""Metrics go to the files always, and beside them where they are asked to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import PathsConfig, RunConfig, TrackerConfig
+from groupwise.errors import UserError
+from groupwise.training.record import RunRecord
+from groupwise.training.trackers import Beside, FilesTracker, make_tracker
+
+
+def begun(tmp_path: Path, tracker: str, mode: str = "offline") -> tuple[RunConfig, RunRecord]:
+    config = RunConfig(
+        paths=PathsConfig(results=str(tmp_path)), tracker=TrackerConfig(name=tracker, mode=mode)
+    )
+    record = RunRecord.open(config)
+    record.begin()
+    return config, record
+
+
+def test_files_keep_every_metric(tmp_path: Path) -> None:
+    config, record = begun(tmp_path, "files")
+    tracker = make_tracker(config, record)
+    tracker.log(1, {"nonprivate/train_loss": 2.0})
+    tracker.log(2, {"valid_accuracy": 0.5})
+    tracker.finish()
+    assert record.metrics() == [{"step": 1, "nonprivate/train_loss": 2.0}, {"step": 2, "valid_accuracy": 0.5}]
+
+
+def test_files_import_no_tracker(tmp_path: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys, groupwise.training.trackers\n"
+        "print([name for name in ('wandb', 'tensorboard') if name in sys.modules])"
+    )
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(tmp_path: Path) -> None:
+    class Failing:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise ConnectionError("server gone")
+
+        def finish(self) -> None:
+            raise ConnectionError("server gone")
+
+    _, record = begun(tmp_path, "files")
+    tracker = Beside(FilesTracker(record), Failing())
+    with pytest.warns(UserWarning, match="Failing failed .server gone."):
+        tracker.log(1, {"loss": 1.0})
+    tracker.log(2, {"loss": 0.5})
+    tracker.finish()
+    assert len(record.metrics()) == 2
+
+
+def test_a_tracker_that_is_not_installed_is_a_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config, record = begun(tmp_path, "wandb")
+    with pytest.raises(UserError, match="tracker=files"):
+        make_tracker(config, record)
+
+
+@pytest.mark.slow
+def test_tensorboard_writes_events_into_the_runs_folder(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, record = begun(tmp_path, "tensorboard")
+    tracker = make_tracker(config, record)
+    for step in (1, 2, 3):
+        tracker.log(step, {"valid_accuracy": step / 10})
+    tracker.finish()
+    resumed = make_tracker(config, record, step=1)
+    resumed.log(2, {"valid_accuracy": 0.9})
+    resumed.finish()
+    events = EventAccumulator(str(record.folder / "tensorboard")).Reload().Scalars("valid_accuracy")
+    assert [(event.step, round(event.value, 3)) for event in events] == [(1, 0.1), (2, 0.9)]
+    assert len(record.metrics()) == 4
+
+
+@pytest.mark.slow
+def test_wandb_works_offline_in_the_runs_folder(tmp_path: Path) -> None:
+    config, record = begun(tmp_path, "wandb")
+    tracker = make_tracker(config, record)
+    tracker.log(1, {"valid_accuracy": 0.1})
+    tracker.finish()
+    assert list((record.folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert record.metrics() == [{"step": 1, "valid_accuracy": 0.1}]
