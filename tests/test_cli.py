@@ -14,9 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def command(
-    folder: Path, *arguments: str, script: Path = ROOT / "run.py"
-) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, *arguments: str, script: Path = ROOT / "run.py") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, str(script), *arguments], cwd=folder, env=environment, capture_output=True, text=True
@@ -68,9 +66,7 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),
     ],
 )
-def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
-    tmp_path: Path, arguments: str, words: str
-) -> None:
+def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(tmp_path: Path, arguments: str, words: str) -> None:
     done = command(tmp_path, *arguments.split())
     assert done.returncode == 2
     assert done.stdout == ""
@@ -133,9 +129,7 @@ def test_an_interrupt_is_one_line(tmp_path: Path, script: Path) -> None:
 
 def test_a_failing_cell_does_not_lose_the_others(tmp_path: Path, script: Path) -> None:
     done = command(tmp_path, "-m", "clip=ghost,flat", "seed=1,2,3", script=script)
-    assert done.stdout.splitlines() == [
-        f"ran {clip} {seed}" for clip in ("ghost", "flat") for seed in (1, 2, 3)
-    ]
+    assert done.stdout.splitlines() == [f"ran {clip} {seed}" for clip in ("ghost", "flat") for seed in (1, 2, 3)]
     assert done.returncode == 1
     assert "4 of 6 cells failed" in done.stderr
     assert "clip=flat seed=2: RuntimeError" in done.stderr

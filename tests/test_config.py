@@ -112,9 +112,7 @@ def test_the_default_is_the_papers_adaptive_per_layer_cell() -> None:
 
 def test_everyday_keys_are_keys() -> None:
     assert {example.partition("=")[0] for example in EVERYDAY} <= set(key_types())
-    config = run(
-        "privacy.epsilon=3", "noise=equal_budget", "clip.target_quantile=.7", "seed=1", "paths.data=elsewhere"
-    )
+    config = run("privacy.epsilon=3", "noise=equal_budget", "clip.target_quantile=.7", "seed=1", "paths.data=elsewhere")
     assert (config.privacy.epsilon, config.noise.allocation, config.clip.target_quantile) == (
         3,
         "equal_budget",
@@ -156,9 +154,7 @@ def test_a_given_noise_multiplier_takes_the_place_of_epsilon() -> None:
     ("epsilon", "entry"),
     [(3, "a"), (8, "b"), (1, "a"), (4.8, "a"), (5, "b"), (100, "b"), (None, "b"), (math.inf, "b")],
 )
-def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(
-    epsilon: float, entry: str
-) -> None:
+def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsilon: float, entry: str) -> None:
     assert at_epsilon({8: "b", 3: "a"}, epsilon) == entry
 
 
@@ -168,9 +164,7 @@ def test_the_keys_of_all_files_are_keys_of_the_schema() -> None:
     for task in tasks:
         assert sorted(f.stem for f in (CONF / "recipe" / task).glob("*.yaml")) == OPTIONS["clip"]
         assert sorted(f.stem for f in (CONF / "size" / task).glob("*.yaml")) == OPTIONS["scale"]
-    tuned = {
-        tuple(f.relative_to(CONF / "tuned").with_suffix("").parts) for f in (CONF / "tuned").rglob("*.yaml")
-    }
+    tuned = {tuple(f.relative_to(CONF / "tuned").with_suffix("").parts) for f in (CONF / "tuned").rglob("*.yaml")}
     assert tuned <= set(itertools.product(tasks, OPTIONS["scale"], OPTIONS["clip"]))
     assert yaml.safe_load((CONF / "config.yaml").read_text())["seed"] == 0
 

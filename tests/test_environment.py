@@ -14,9 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 # conda's match specification: [channel::]name[operator version[,operator version ...]][=build]
-MATCH = re.compile(
-    r"^(?:[\w.-]+::)?(?P<name>[a-z0-9_.-]+)\s*(?:(?:==?|>=|<=|!=|~=|<|>)[\w.*,<>=!~|-]+(?:=[\w*.]+)?)?$"
-)
+MATCH = re.compile(r"^(?:[\w.-]+::)?(?P<name>[a-z0-9_.-]+)\s*(?:(?:==?|>=|<=|!=|~=|<|>)[\w.*,<>=!~|-]+(?:=[\w*.]+)?)?$")
 
 
 def pins() -> list[Requirement]:
@@ -45,9 +43,7 @@ def test_the_conda_environment_is_well_formed_and_takes_the_one_file_of_pins() -
     specs = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
     [pip] = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     matches = {spec: MATCH.match(spec) for spec in specs}
-    assert all(matches.values()), (
-        f"no match specification: {[s for s, match in matches.items() if not match]}"
-    )
+    assert all(matches.values()), f"no match specification: {[s for s, match in matches.items() if not match]}"
     assert {match["name"] for match in matches.values() if match} == {"python", "pip"}
     assert pip == ["-r requirements.txt", "-e ."]
 
@@ -55,9 +51,7 @@ def test_the_conda_environment_is_well_formed_and_takes_the_one_file_of_pins() -
 def test_conda_and_pip_ask_for_the_same_python() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    [python] = [
-        spec for spec in environment["dependencies"] if isinstance(spec, str) and spec.startswith("python")
-    ]
+    [python] = [spec for spec in environment["dependencies"] if isinstance(spec, str) and spec.startswith("python")]
     assert python.removeprefix("python") == project["requires-python"] == ">=3.11,<3.14"
 
 

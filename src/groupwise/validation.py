@@ -86,10 +86,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 
 def _resume(config: RunConfig) -> Iterator[str]:
     if config.resume is not None and config.overwrite:
-        yield (
-            f"resume={config.resume} with overwrite=true would throw away what is to be resumed: "
-            "drop one of them."
-        )
+        yield (f"resume={config.resume} with overwrite=true would throw away what is to be resumed: drop one of them.")
 
 
 def _privacy(config: RunConfig) -> Iterator[str]:
@@ -137,9 +134,7 @@ def _clipping(config: RunConfig) -> Iterator[str]:
     if clip.mapping and clip.grouping != "custom":
         yield f"clip.mapping is read only with clip.grouping=custom, not {clip.grouping}: drop one of them."
     if clip.rule == "automatic" and clip.gamma == 0:
-        yield (
-            "clip.gamma=0 with clip.rule=automatic divides by a zero norm: give a small number such as 0.01."
-        )
+        yield ("clip.gamma=0 with clip.rule=automatic divides by a zero norm: give a small number such as 0.01.")
     fixed = clip.policy == "fixed" and clip.grouping != "none"
     if fixed and math.isinf(clip.threshold) and _has_noise(config):
         yield "clip.threshold=inf would need infinite noise: give a finite threshold, or privacy.epsilon=inf."

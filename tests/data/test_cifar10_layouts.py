@@ -139,9 +139,7 @@ def write_picture(path: Path, side: int = 3200) -> None:
 
     path.parent.mkdir(exist_ok=True)
     row = np.arange(side, dtype=np.uint8)
-    Image.fromarray(np.broadcast_to(row[:, None, None], (side, side, 3)).copy()).save(
-        path, lossless=True, quality=0
-    )
+    Image.fromarray(np.broadcast_to(row[:, None, None], (side, side, 3)).copy()).save(path, lossless=True, quality=0)
 
 
 class TestMosaics:
@@ -180,9 +178,7 @@ class TestMosaics:
         write_picture(root / "cifar10" / "train_shard0.webp", side=320)
         assert "320×320 pixels" in refused(read_mosaics, root)
 
-    @pytest.mark.skipif(
-        not REAL_MOSAICS.is_file(), reason="GROUPWISE_DATA names no folder with cifar10/test.webp"
-    )
+    @pytest.mark.skipif(not REAL_MOSAICS.is_file(), reason="GROUPWISE_DATA names no folder with cifar10/test.webp")
     def test_the_real_images(self):
         data = read_mosaics(Path(REAL_DATA))
         assert data.x_train.shape == (50_000, 3, 32, 32)

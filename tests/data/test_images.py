@@ -10,9 +10,7 @@ from groupwise.errors import UserError
 
 
 def test_pooling_averages_blocks_and_rounds():
-    images = torch.tensor(
-        [[0, 1, 10, 20], [2, 4, 30, 40], [0, 0, 255, 255], [0, 0, 255, 255]], dtype=torch.uint8
-    )
+    images = torch.tensor([[0, 1, 10, 20], [2, 4, 30, 40], [0, 0, 255, 255], [0, 0, 255, 255]], dtype=torch.uint8)
     pooled = average_pool(images.view(1, 1, 4, 4), 2)
     assert pooled.dtype == torch.uint8
     assert pooled.flatten().tolist() == [2, 25, 0, 255]  # 7/4 rounds up
@@ -32,9 +30,7 @@ def test_image_size_scales_both_splits(tmp_path):
 
 
 def test_the_own_size_changes_nothing(tmp_path):
-    assert torch.equal(
-        load_images("digits", tmp_path, image_size=8).x_train, load_images("digits", tmp_path).x_train
-    )
+    assert torch.equal(load_images("digits", tmp_path, image_size=8).x_train, load_images("digits", tmp_path).x_train)
 
 
 @pytest.mark.parametrize("image_size", [0, -4, 3, 16])

@@ -59,11 +59,7 @@ def test_weight_standardisation_is_in_every_convolution_or_in_none(block_order):
 
 def test_gain_and_bias_are_where_the_source_has_them():
     def has(model, attribute):
-        return {
-            getattr(module, attribute) is not None
-            for module in model.modules()
-            if isinstance(module, WSConv2d)
-        }
+        return {getattr(module, attribute) is not None for module in model.modules() if isinstance(module, WSConv2d)}
 
     for block_order, gain in (("classic", False), ("deepmind", True), ("order3", True)):
         model = wide_resnet(depth=10, width=1, block_order=block_order)
@@ -75,18 +71,14 @@ def test_order3_is_deepmind_but_for_the_shortcuts():
     deepmind, order3 = (wide_resnet(depth=16, width=1, block_order=order) for order in ("deepmind", "order3"))
     order3.load_state_dict(deepmind.state_dict())
     x = torch.randn(2, 16, 8, 8)
-    assert not torch.allclose(
-        deepmind.blocks[0](x), order3.blocks[0](x)
-    )  # the first block of a stage projects
+    assert not torch.allclose(deepmind.blocks[0](x), order3.blocks[0](x))  # the first block of a stage projects
     torch.testing.assert_close(deepmind.blocks[1](x), order3.blocks[1](x))
 
 
 def test_wrn16_4_normalises_in_16_groups_everywhere():
     for block_order in BLOCK_ORDERS:
         norms = [
-            module
-            for module in wide_resnet(block_order=block_order).modules()
-            if isinstance(module, nn.GroupNorm)
+            module for module in wide_resnet(block_order=block_order).modules() if isinstance(module, nn.GroupNorm)
         ]
         assert {module.num_groups for module in norms} == {16}
         assert len(norms) == {"classic": 15, "deepmind": 16, "order3": 16}[block_order]
@@ -103,9 +95,7 @@ def test_too_many_groups_do_not_erase_the_image(block_order):
 def test_a_seed_fixes_the_weights(block_order):
     def weights(seed):
         torch.manual_seed(seed)
-        return torch.cat(
-            [p.flatten() for p in wide_resnet(depth=10, width=1, block_order=block_order).parameters()]
-        )
+        return torch.cat([p.flatten() for p in wide_resnet(depth=10, width=1, block_order=block_order).parameters()])
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))

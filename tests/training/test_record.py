@@ -60,9 +60,7 @@ def test_the_row_is_flat_and_carries_its_provenance(config: RunConfig) -> None:
     record = begun(config)
     record.write_data({"source": "digits", "sha256": {"images": "ab"}, "train_examples": 1437})
     record.write("seeds", {"seed": 0, "noise_is_secret": True})
-    row = record.finish(
-        {"test_accuracy": np.float32(0.5), "nonprivate/train_loss": 1.0}, plan=PLAN, system=SYSTEM
-    )
+    row = record.finish({"test_accuracy": np.float32(0.5), "nonprivate/train_loss": 1.0}, plan=PLAN, system=SYSTEM)
     assert row["hash"] == config_hash(config)
     assert (row["clip.name"], row["scale"], row["privacy.delta"]) == ("adaptive_layer", "paper", 1e-5)
     assert (row["plan.noise_multiplier"], row["system.wall_seconds"]) == (3.1, 12.5)

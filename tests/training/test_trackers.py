@@ -15,9 +15,7 @@ from groupwise.training.trackers import Beside, FilesTracker, make_tracker
 
 
 def begun(tmp_path: Path, tracker: str, mode: str = "offline") -> tuple[RunConfig, RunRecord]:
-    config = RunConfig(
-        paths=PathsConfig(results=str(tmp_path)), tracker=TrackerConfig(name=tracker, mode=mode)
-    )
+    config = RunConfig(paths=PathsConfig(results=str(tmp_path)), tracker=TrackerConfig(name=tracker, mode=mode))
     record = RunRecord.open(config)
     record.begin()
     return config, record
@@ -61,9 +59,7 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(tm
     assert len(record.metrics()) == 2
 
 
-def test_a_tracker_that_is_not_installed_is_a_users_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed_is_a_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config, record = begun(tmp_path, "wandb")
     with pytest.raises(UserError, match="tracker=files"):

@@ -83,8 +83,8 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         for local, parameter in layer.trainable.items():
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise UserError(
-                    f"Parameter {layer.full_name(local)!r} trains in {parameter.dtype}; clipped sums and noise need float32: "
-                    "keep trainable parameters in float32 and use autocast for speed."
+                    f"Parameter {layer.full_name(local)!r} trains in {parameter.dtype}; clipped sums and noise need "
+                    "float32: keep trainable parameters in float32 and use autocast for speed."
                 )
     return layers
 
@@ -96,11 +96,8 @@ def refuse_mixing(model: nn.Module) -> None:
         UserError: naming the layer.
     """
     for name, module in model.named_modules():
-        if isinstance(module, _InstanceNorm):
-            mixes = module.track_running_stats
-        else:
-            mixes = isinstance(module, _BatchNorm)
-        if mixes:
+        running = isinstance(module, _InstanceNorm) and module.track_running_stats
+        if running or isinstance(module, _BatchNorm):
             raise UserError(
                 f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
                 "bounded: replace it by GroupNorm or LayerNorm."
@@ -112,7 +109,7 @@ def _trainable(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Param
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Never called with a batch: ParameterList, ModuleDict, parametrisations. The module above it owns its parameters."""
+    """Never called with a batch (ParameterList, parametrisations ...): the module above it owns its parameters."""
     return type(module).forward is nn.Module.forward or isinstance(module, ParametrizationList)
 
 

@@ -194,8 +194,8 @@ class ClippingEngine:
     def _check_losses(self, losses: Tensor) -> None:
         if losses.dim() != 1 or not losses.is_floating_point():
             raise UserError(
-                f"The loss must be one value per example, a float tensor of shape (batch,); {tuple(losses.shape)} was given: "
-                "use reduction='none' and reduce over everything but the batch."
+                f"The loss must be one value per example, a float tensor of shape (batch,); {tuple(losses.shape)} was "
+                "given: use reduction='none' and reduce over everything but the batch."
             )
         if not losses.requires_grad:
             raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")

@@ -81,7 +81,7 @@ class GroupPass:
         self.probe: Tensor | None = Gate.apply(self, device, group.threshold, *group.parameters)
 
     def receive(self, member: Member, saved: Saved, g: Any) -> Tensor:
-        """Take a layer's backward: its activations and output gradients. Returns its squared norms, the probe's gradient."""
+        """Take a layer's activations and output gradients; returns its squared norms, the probe's gradient."""
         current: Round | None = self.current_round()
         if current is None:
             raise UserError(
@@ -90,8 +90,8 @@ class GroupPass:
         rows = (g[0] if isinstance(g, tuple) else g).shape[0]
         if rows != current.examples:
             raise UserError(
-                f"Layer {member.name!r} saw a batch of {rows}, but there are {current.examples} losses: the first axis of "
-                "every layer's input must be the batch (pass position ids explicitly, one row an example)."
+                f"Layer {member.name!r} saw a batch of {rows}, but there are {current.examples} losses: the first axis "
+                "of every layer's input must be the batch (pass position ids explicitly, one row an example)."
             )
         if current.phase is Phase.SUMS:
             self.add(member, member.rule.weighted_sum(saved, g, current.factors, member.wanted))

@@ -95,19 +95,20 @@ def check_partition(layers: tuple[Layer, ...], partition: Partition) -> None:
             if name in place:
                 raise UserError(f"Layer {name!r} is in two groups: {place[name]!r} and {group.name!r}.")
             place[name] = group.name
-    owner: dict[int, tuple[str, str]] = {}
+    first: dict[int, tuple[str, str]] = {}
     for layer in layers:
         if layer.name not in place:
-            parameter = layer.full_name(next(iter(layer.trainable)))
+            missing = layer.full_name(next(iter(layer.trainable)))
             raise UserError(
-                f"Parameter {parameter!r} belongs to no clipping group: add layer {layer.name!r} to one, or freeze it."
+                f"Parameter {missing!r} belongs to no clipping group: add layer {layer.name!r} to one, or freeze it."
             )
         for local, parameter in layer.trainable.items():
-            first, group = owner.setdefault(id(parameter), (layer.full_name(local), place[layer.name]))
-            if group != place[layer.name]:
+            here = (layer.full_name(local), place[layer.name])
+            there = first.setdefault(id(parameter), here)
+            if there[1] != here[1]:
                 raise UserError(
-                    f"Parameters {first!r} and {layer.full_name(local)!r} are one tensor but in two groups, "
-                    f"{group!r} and {place[layer.name]!r}: put both layers into the same group, or untie them."
+                    f"Parameters {there[0]!r} and {here[0]!r} are one tensor but in two groups, {there[1]!r} and "
+                    f"{here[1]!r}: put both layers into the same group, or untie them."
                 )
 
 

@@ -31,7 +31,7 @@ def check_paths(losses: Tensor, names: dict[int, str]) -> None:
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in names:
             raise UserError(
-                f"Parameter {names[id(variable)]!r} is used outside its own layer's forward, where its gradient cannot be "
-                "clipped: call the layer instead, or wrap the computation in a module that owns the parameter."
+                f"Parameter {names[id(variable)]!r} is used outside its own layer's forward, where its gradient cannot "
+                "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter."
             )
         stack.extend(next_node for next_node, _ in node.next_functions)

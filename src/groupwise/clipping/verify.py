@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.engine import ClippingEngine
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
 
 
@@ -14,7 +14,8 @@ def verify(
     engine: ClippingEngine,
     losses_of: Callable[[Sequence[int]], Tensor],
     examples: Sequence[int],
-    tolerance: float = 1e-3,
+    tolerance: float = 0.05,
+    loss_tolerance: float = 1e-3,
 ) -> float:
     """Compare one backward pass of the engine with the reference, and the losses alone with the losses together.
 
@@ -24,7 +25,10 @@ def verify(
         engine: the attached engine.
         losses_of: indices of examples -> their losses, (n,), through the attached model.
         examples: two or more indices.
-        tolerance: largest relative error allowed, for losses and for the clipped sum of each parameter.
+        tolerance: largest error allowed in a parameter's clipped sum, relative to its group's clipped norms. It is wide
+            because float32 itself is: a bias in front of a normalisation has a gradient that is all cancellation. What
+            this check is for (a use left out of a norm, a wrong axis) is off by far more.
+        loss_tolerance: largest relative change allowed in a loss when other examples join it.
 
     Returns:
         The largest relative error of a clipped sum.
@@ -41,13 +45,13 @@ def verify(
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        _check_independence(engine, losses_of, examples, tolerance)
+        _check_independence(engine, losses_of, examples, loss_tolerance)
         with engine.bypassed():
             thresholds = engine.thresholds.cpu()
             rule = engine.groups[0].clip_rule
             truth = clipped_sums(model, lambda i: losses_of([i])[0], examples, engine.partition, thresholds, rule)
         engine.backward(losses_of(examples))
-        return _check_sums(engine, truth.sums, tolerance)
+        return _check_sums(engine, truth, tolerance)
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -72,21 +76,23 @@ def _check_independence(
     for i, a, b in zip(examples, together.tolist(), alone.tolist(), strict=True):
         if abs(a - b) > tolerance * max(1.0, abs(b)):
             raise UserError(
-                f"Example {i} has loss {b:.6g} alone but {a:.6g} among others: a layer or the loss mixes the examples of a "
-                "batch, so no example's influence is bounded."
+                f"Example {i} has loss {b:.6g} alone but {a:.6g} among others: a layer or the loss mixes the examples "
+                "of a batch, so no example's influence is bounded."
             )
 
 
-def _check_sums(engine: ClippingEngine, truth: dict[str, Tensor], tolerance: float) -> float:
+def _check_sums(engine: ClippingEngine, truth: Reference, tolerance: float) -> float:
+    """Errors are relative to Σ_i min(‖g_k^(i)‖, C_k): a sum that cancels is no scale."""
+    scales = truth.norms.clamp_max(engine.thresholds.cpu().view(-1, 1)).sum(1).clamp_min(1e-12)
+    names = {id(p): name for name, p in engine.model.named_parameters()}
     worst = 0.0
-    for name, parameter in engine.model.named_parameters():
-        if name not in truth:
-            continue
-        expected = truth[name]
-        error = float((parameter.grad - expected).norm() / expected.norm().clamp_min(1e-6))  # type: ignore[operator]
-        worst = max(worst, error)
-        if error > tolerance:
-            raise UserError(
-                f"The clipped sum of parameter {name!r} is off by {error:.1e} (relative); please report this."
-            )
+    for group, scale in zip(engine.groups, scales.tolist(), strict=True):
+        for parameter in group.parameters:
+            name = names[id(parameter)]
+            error = float((parameter.grad - truth.sums[name]).norm()) / scale  # type: ignore[operator]
+            worst = max(worst, error)
+            if error > tolerance:
+                raise UserError(
+                    f"The clipped sum of parameter {name!r} is off by {error:.1e} (relative); please report this."
+                )
     return worst

@@ -41,9 +41,7 @@ def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
     """
     if root.is_file() or root.suffix == ".npz":
         if root.suffix != ".npz" or not root.is_file():
-            raise UserError(
-                f"{root} was given as the data, but is no folder and no .npz file; give one of the two."
-            )
+            raise UserError(f"{root} was given as the data, but is no folder and no .npz file; give one of the two.")
         return read_npz(root)
     if (root / BATCHES_FOLDER).is_dir():
         return read_batches(root)

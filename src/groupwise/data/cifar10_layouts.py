@@ -40,9 +40,7 @@ def read_batches(root: Path) -> ImageData:
     for name, md5 in listed:
         path = folder / name
         if not path.is_file():
-            raise UserError(
-                f"{path} is missing; complete the folder, or remove it to have CIFAR-10 downloaded again."
-            )
+            raise UserError(f"{path} is missing; complete the folder, or remove it to have CIFAR-10 downloaded again.")
         if not datasets.utils.check_integrity(str(path), md5):
             raise UserError(
                 f"{path} is truncated or altered (its MD5 is not the published {md5}); replace it, or "
@@ -53,9 +51,7 @@ def read_batches(root: Path) -> ImageData:
         try:
             dataset = datasets.CIFAR10(str(root), train=train, download=False)
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            raise UserError(
-                f"{folder} cannot be read ({error}); replace it by the published folder."
-            ) from error
+            raise UserError(f"{folder} cannot be read ({error}); replace it by the published folder.") from error
         arrays[f"x_{split}"], arrays[f"y_{split}"] = dataset.data, np.asarray(dataset.targets)
     return _image_data(arrays, folder, [folder / name for name, _ in listed], root, "the standard folder")
 
@@ -74,8 +70,7 @@ def read_npz(path: Path) -> ImageData:
             for key in NPZ_KEYS:
                 if key not in archive:
                     raise UserError(
-                        f"{path} has no array {key}; it must hold {', '.join(NPZ_KEYS)}; "
-                        "write it again with all four."
+                        f"{path} has no array {key}; it must hold {', '.join(NPZ_KEYS)}; write it again with all four."
                     )
                 arrays[key] = archive[key]
     except UserError:
@@ -136,23 +131,17 @@ def _read_mosaic(path: Path) -> np.ndarray:
     except UserError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise UserError(
-            f"{path} is not a readable picture ({error}); it may be truncated, so replace it."
-        ) from error
+        raise UserError(f"{path} is not a readable picture ({error}); it may be truncated, so replace it.") from error
     tiles = pixels.reshape(MOSAIC_GRID, MOSAIC_TILE, MOSAIC_GRID, MOSAIC_TILE, 3).transpose(0, 2, 1, 3, 4)
     return tiles.reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
 
 
-def _image_data(
-    arrays: dict[str, np.ndarray], path: Path, files: list[Path], root: Path, layout: str
-) -> ImageData:
+def _image_data(arrays: dict[str, np.ndarray], path: Path, files: list[Path], root: Path, layout: str) -> ImageData:
     """Check the four arrays and put them together with the fingerprints of the files."""
     tensors: dict[str, Tensor] = {}
     for split in ("train", "test"):
         tensors[f"x_{split}"] = checked_images(arrays[f"x_{split}"], path, f"x_{split}")
-        tensors[f"y_{split}"] = checked_labels(
-            arrays[f"y_{split}"], tensors[f"x_{split}"], path, f"y_{split}"
-        )
+        tensors[f"y_{split}"] = checked_labels(arrays[f"y_{split}"], tensors[f"x_{split}"], path, f"y_{split}")
     if tensors["x_train"].shape[1:] != tensors["x_test"].shape[1:]:
         raise UserError(
             f"{path}: x_train has images of {tensors['x_train'].shape[-1]} pixels a side and x_test of "

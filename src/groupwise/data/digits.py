@@ -32,7 +32,5 @@ def load_digits() -> ImageData:
         y_test=torch.from_numpy(labels[is_test]),
         num_classes=10,
         source="the digits of scikit-learn",
-        sha256={
-            "sklearn.datasets.load_digits": sha256_of_bytes(images.tobytes(), labels.astype("<i8").tobytes())
-        },
+        sha256={"sklearn.datasets.load_digits": sha256_of_bytes(images.tobytes(), labels.astype("<i8").tobytes())},
     )

@@ -74,9 +74,7 @@ def load_images(name: str, root: Path, download: bool = True, image_size: int | 
             f"image_size={image_size} was given, but the images of {data.source} have {data.image_size} "
             f"pixels a side; use a divisor of {data.image_size}."
         )
-    return replace(
-        data, x_train=average_pool(data.x_train, image_size), x_test=average_pool(data.x_test, image_size)
-    )
+    return replace(data, x_train=average_pool(data.x_train, image_size), x_test=average_pool(data.x_test, image_size))
 
 
 def average_pool(images: Tensor, image_size: int) -> Tensor:

@@ -27,9 +27,7 @@ def channel_statistics(name: str) -> ChannelStatistics:
         UserError: the name is not a data set's.
     """
     if name not in _STATISTICS:
-        raise UserError(
-            f"data set {name!r} has no channel statistics; choose one of {', '.join(_STATISTICS)}."
-        )
+        raise UserError(f"data set {name!r} has no channel statistics; choose one of {', '.join(_STATISTICS)}.")
     return _STATISTICS[name]
 
 

@@ -45,9 +45,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     if not isinstance(config, RunConfig):
         raise TypeError(f"conf/config.yaml must begin with the schema; it composed a {type(config).__name__}")
     if config.privacy.noise_multiplier is not None:
-        config.privacy.epsilon = (
-            None  # it follows from the noise, once the data are known
-        )
+        config.privacy.epsilon = None  # it follows from the noise, once the data are known
     config.validate()
     return config
 

@@ -22,9 +22,7 @@ COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException)
 def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
     """The sentence for a key that the schema lacks, with the key that was probably meant."""
     if key.startswith("clip.mapping."):
-        return (
-            "clip.mapping has no entries yet, and new ones take a plus: '+clip.mapping={stem*:early,*:late}'."
-        )
+        return "clip.mapping has no entries yet, and new ones take a plus: '+clip.mapping={stem*:early,*:late}'."
     known = key_types()
     section, _, last = key.rpartition(".")
     same_end = [name for name in known if name.rpartition(".")[2] == last]

@@ -46,9 +46,7 @@ class PreactivationBlock(nn.Module):
         self.shortcut_norm = self.shortcut_conv = None
         if project:
             self.shortcut_norm = make_norm(norm, in_channels, norm_groups, stem=stem)
-            self.shortcut_conv = preactivation_conv(
-                in_channels, out_channels, 1, stride, weight_standardization
-            )
+            self.shortcut_conv = preactivation_conv(in_channels, out_channels, 1, stride, weight_standardization)
         self.norm1 = make_norm(norm, in_channels, norm_groups, stem=stem)
         self.conv1 = preactivation_conv(in_channels, out_channels, 3, stride, weight_standardization)
         self.norm2 = make_norm(norm, out_channels, norm_groups)
@@ -59,9 +57,7 @@ class PreactivationBlock(nn.Module):
         activated = F.relu(x)
         shortcut = x
         if self.shortcut_conv is not None:
-            inner = (
-                F.relu(self.shortcut_norm(x)) if self.norm_first_shortcut else self.shortcut_norm(activated)
-            )
+            inner = F.relu(self.shortcut_norm(x)) if self.norm_first_shortcut else self.shortcut_norm(activated)
             shortcut = self.shortcut_conv(inner)
         hidden = self.conv1(self.norm1(activated))
         return shortcut + self.conv2(self.norm2(F.relu(hidden)))
@@ -75,9 +71,7 @@ class UnitVarianceConv(nn.Module):
     in the norm which is clipped.
     """
 
-    def __init__(
-        self, in_channels: int, out_channels: int, stride: int, *, weight_standardization: bool
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int, *, weight_standardization: bool) -> None:
         super().__init__()
         kind = WSConv2d if weight_standardization else nn.Conv2d
         self.conv = kind(in_channels, out_channels, 3, stride, 1)
@@ -107,13 +101,9 @@ class ClassicBlock(nn.Module):
         weight_standardization: bool,
     ) -> None:
         super().__init__()
-        self.conv1 = UnitVarianceConv(
-            in_channels, out_channels, stride, weight_standardization=weight_standardization
-        )
+        self.conv1 = UnitVarianceConv(in_channels, out_channels, stride, weight_standardization=weight_standardization)
         self.norm1 = make_norm(norm, out_channels, norm_groups)
-        self.conv2 = UnitVarianceConv(
-            out_channels, out_channels, 1, weight_standardization=weight_standardization
-        )
+        self.conv2 = UnitVarianceConv(out_channels, out_channels, 1, weight_standardization=weight_standardization)
         self.norm2 = make_norm(norm, out_channels, norm_groups)
         # The source's average pooling has kernel 1: it samples and does not average.
         self.shortcut_pool = nn.AvgPool2d(1, stride=stride) if stride != 1 else None

@@ -26,6 +26,8 @@ by up to 8 points of accuracy (arXiv 2508.15141). So the order is a named choice
     turns). Differs: the source has no gain.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,10 +61,14 @@ class WideResNet(nn.Module):
         super().__init__()
         self.classic = block_order == "classic"
         blocks_per_stage = (depth - 4) // 6
-        common = {"norm": norm, "norm_groups": norm_groups, "weight_standardization": weight_standardization}
+        common: dict[str, Any] = {
+            "norm": norm,
+            "norm_groups": norm_groups,
+            "weight_standardization": weight_standardization,
+        }
         if self.classic:
             channels = 16 * width
-            self.stem = UnitVarianceConv(
+            self.stem: nn.Module = UnitVarianceConv(
                 in_channels, channels, 1, weight_standardization=weight_standardization
             )
             self.stem_norm = make_norm(norm, channels, norm_groups)
@@ -139,9 +145,7 @@ def wide_resnet(
     _check_choice("block_order", block_order, BLOCK_ORDERS)
     _check_choice("norm", norm, NORMS)
     if depth < 10 or (depth - 4) % 6:
-        raise UserError(
-            f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40."
-        )
+        raise UserError(f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40.")
     counts = {
         "width": width,
         "num_classes": num_classes,
@@ -150,9 +154,7 @@ def wide_resnet(
     }
     for name, value in counts.items():
         if value < 1:
-            raise UserError(
-                f"{name}={value} was given, but it counts something; use a whole number of at least 1."
-            )
+            raise UserError(f"{name}={value} was given, but it counts something; use a whole number of at least 1.")
     return WideResNet(
         depth=depth,
         width=width,

@@ -21,7 +21,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, split: Split, batch_size: int, limit: int | None = None) -> dict[str, float]:
-        """Metrics of the model as it stands, in eval mode without gradients, on the first `limit` examples of a split."""
+        """Metrics of the model as it stands, in eval mode, on the first `limit` examples of a split."""
         ...
 
     def describe_data(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _describe(data: ImageData, train_size: int) -> dict[str, Any]:
 
 
 def _first_of_each_class(labels: Tensor, limit: int | None) -> Tensor:
-    """Indices of the first `limit` examples taken class by class in turn, in the order of the data; all without a limit."""
+    """Indices of `limit` examples, the first of each class in turn, in the order of the data; None takes all."""
     if limit is None or limit >= len(labels):
         return torch.arange(len(labels))
     if limit < 1:

@@ -4,7 +4,16 @@ import math
 
 from torch import nn
 
-from groupwise.clipping import ClippingEngine, attach, automatic_factors, by_mapping, clip_factors, flat, per_block, per_layer
+from groupwise.clipping import (
+    ClippingEngine,
+    attach,
+    automatic_factors,
+    by_mapping,
+    clip_factors,
+    flat,
+    per_block,
+    per_layer,
+)
 from groupwise.config import ClipConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan

@@ -47,7 +47,7 @@ class Trainer:
             self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
         self._accumulate(examples)
         noise_norm = self._release(step)
-        rate = self.schedule.get_last_lr()[0]
+        rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
         return {"learning_rate": rate, **noise_norm, **self._report(examples, step)}
@@ -62,7 +62,9 @@ class Trainer:
                 return
             except torch.cuda.OutOfMemoryError:
                 if self.microbatch == 1:
-                    raise UserError("One example does not fit into the GPU's memory: use a smaller model or batch.") from None
+                    raise UserError(
+                        "One example does not fit into the GPU's memory: use a smaller model or batch."
+                    ) from None
             self._clear()
             torch.cuda.empty_cache()
             self.microbatch //= 2

@@ -34,7 +34,10 @@ def choose_microbatch(losses_of: Callable[[Sequence[int]], Tensor], device: torc
         held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), saved_tensors_hooks(weigh, lambda t: t):
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        saved_tensors_hooks(weigh, lambda t: t),
+    ):
         losses = losses_of(range(PROBE))
     per_example = max(sum(held.values()) / losses.shape[0], 1.0)
     if device.type == "cuda":

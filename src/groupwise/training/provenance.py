@@ -34,9 +34,7 @@ def git_state(root: Path | None = None) -> dict[str, Any]:
     """
     root = root or Path(groupwise.__file__).resolve().parents[2]
     top = _git(root, "rev-parse", "--show-toplevel")
-    if (
-        top is None or Path(top.strip()).resolve() != root.resolve()
-    ):  # installed somewhere inside another project
+    if top is None or Path(top.strip()).resolve() != root.resolve():  # installed somewhere inside another project
         return {"sha": None, "dirty": None, "untracked": [], "diff": ""}
     sha = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
     diff = (_git(root, "diff", "HEAD") if sha else None) or ""
@@ -80,9 +78,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20
-        )
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -145,11 +145,7 @@ class RunRecord:
             "hash": self.hash,
             "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        row |= {
-            key: value
-            for key, value in flat_config(self.config).items()
-            if key not in ("resume", "overwrite")
-        }
+        row |= {key: value for key, value in flat_config(self.config).items() if key not in ("resume", "overwrite")}
         git = {key: value for key, value in self._read("git.json").items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self._read("environment.json")}
         for name in ("data", "seeds"):
@@ -217,6 +213,4 @@ def _refuse_unwritable(folder: Path) -> None:
 
 
 def _unwritable(folder: Path, reason: str) -> str:
-    return (
-        f"the results folder {folder} cannot be written ({reason}): give another with paths.results=<folder>."
-    )
+    return f"the results folder {folder} cannot be written ({reason}): give another with paths.results=<folder>."

@@ -89,9 +89,7 @@ class TensorBoardTracker:
                 f"tracker=tensorboard is not installed ({_one_line(error)}): pip install tensorboard, or "
                 "use tracker=files."
             ) from error
-        self._writer = SummaryWriter(
-            str(record.folder / "tensorboard"), purge_step=step + 1 if step else None
-        )
+        self._writer = SummaryWriter(str(record.folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -126,9 +124,7 @@ class Beside:
 
     def _drop(self, error: Exception) -> None:
         name = type(self._other).__name__
-        warnings.warn(
-            f"{name} failed ({_one_line(error)}) and is dropped; the files keep everything", stacklevel=3
-        )
+        warnings.warn(f"{name} failed ({_one_line(error)}) and is dropped; the files keep everything", stacklevel=3)
         self._other = None
 
 

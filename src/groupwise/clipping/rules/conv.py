@@ -24,7 +24,7 @@ _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class ConvRule(LayerRule):
-    """`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: weight (p, c/groups, *k), bias (p,). `saved` begins with (x, weight used)."""
+    """Convolutions: weight (p, c/groups, *k), bias (p,). `saved` begins with (x, weight used)."""
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     module: Any  # one of the convolution classes: they share these attributes
@@ -32,7 +32,7 @@ class ConvRule(LayerRule):
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
         layer = cls.layer_type
-        return super().handles(module) and type(module)._conv_forward is layer._conv_forward  # type: ignore[union-attr]
+        return super().handles(module) and type(module)._conv_forward is layer._conv_forward  # type: ignore[attr-defined]
 
     def prepare(self, x: Tensor) -> Tensor:
         """Padding that a convolution cannot do itself (same, reflect, replicate, circular) happens outside."""
@@ -111,7 +111,8 @@ class ConvRule(LayerRule):
             return None, bias
         rows = torch.cat([_materialize(x, gradient) for x, gradient in self._chunks(saved, g)])
         each = [self._finish(saved, row, None, wanted) for row in rows]
-        stacked = [None if part is None else torch.stack([one[i] for one in each]) for i, part in enumerate(each[0])]
+        parts = [[part for part in column if part is not None] for column in zip(*each, strict=True)]
+        stacked = [torch.stack(part) if part else None for part in parts]
         return stacked[0], bias, *stacked[2:]
 
     def _wants_weights(self, wanted: Wanted) -> bool:
@@ -145,7 +146,7 @@ class ConvRule(LayerRule):
         return rows.view(-1, *m.kernel_size, m.in_channels // m.groups).movedim(-1, 1).contiguous()
 
     def _chunks(self, saved: Saved, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For a few examples at a time: unfolded inputs (n, groups, T, K), output gradients (n, groups, p/groups, T)."""
+        """A few examples at a time: unfolded inputs (n, groups, T, K), output gradients (n, groups, p/groups, T)."""
         x, groups = saved[0], self.module.groups
         assert x is not None
         t, k = math.prod(g.shape[2:]), math.prod(self.module.kernel_size)

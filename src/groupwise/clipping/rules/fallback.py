@@ -33,8 +33,8 @@ class FallbackRule(PerExampleRule):
         hooked = [name or label for name, part in module.named_modules() if part._forward_pre_hooks]
         if hooked:
             raise UserError(
-                f"Layer {label!r} ({type(module).__name__}) has forward pre-hooks (at {hooked[0]!r}), through which its "
-                "parameters may be used unseen; use torch.nn.utils.parametrizations, or a layer type with a rule."
+                f"Layer {label!r} ({type(module).__name__}) has forward pre-hooks (at {hooked[0]!r}), through which "
+                "its parameters may be used unseen; use torch.nn.utils.parametrizations, or a layer type with a rule."
             )
         warnings.warn(
             f"groupwise has no rule for {type(module).__name__}: layer {label!r} is clipped exactly, but slowly, "
@@ -109,7 +109,7 @@ class Call(Tree):
 
 
 class FallbackForward(torch.autograd.Function):
-    """Run a module as one opaque, differentiable operation: gradients for its inputs here, for parameters in `receive`."""
+    """Run a module as one opaque operation: gradients for its inputs here, for its parameters in `receive`."""
 
     @staticmethod
     def forward(

@@ -1,0 +1,215 @@
+"""Whole runs at scale=smoke: the record they leave, what they refuse before writing anything, and kill -9."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.errors import UserError
+from groupwise.launch.compose import compose_run
+from groupwise.training.run import run
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer", "adaptive_flat", "fixed_block", "adaptive_block")
+
+
+def smoke(tmp_path: Path, *overrides: str):
+    return compose_run(["task=cifar", "scale=smoke", f"paths.results={tmp_path}", *overrides], ROOT / "conf")
+
+
+def command(tmp_path: Path, *overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "run.py"), "task=cifar", "scale=smoke", f"paths.results={tmp_path}", *overrides]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
+    row = run(smoke(tmp_path, f"clip={mode}", "train.steps=2"))
+    (folder,) = (tmp_path / "runs").iterdir()
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "config.yaml",
+        "git.json",
+        "data.json",
+        "seeds.json",
+        "privacy.json",
+        "metrics.jsonl",
+        "model.pt",
+        "DONE",
+    } <= names
+    assert "checkpoint.pt" not in names  # it holds the key of the noise
+    privacy = json.loads((folder / "privacy.json").read_text())
+    assert privacy["executed_steps"] == 2 and row["scale"] == "smoke"
+    assert row["plan.private"] is (mode != "none")
+    if mode == "none":
+        assert privacy["spent"]["epsilon"] == "inf"
+    else:
+        assert privacy["spent"]["epsilon"] <= 8.0 and privacy["spent"]["rdp"] > privacy["spent"]["epsilon"]
+    printed = capsys.readouterr().out
+    assert "Privacy:" in printed and "Spent:" in printed and "accuracy" in printed
+    run(smoke(tmp_path, f"clip={mode}", "train.steps=2"))
+    assert "Done already" in capsys.readouterr().out
+
+
+def test_flat_equals_ghost_through_the_whole_program(tmp_path):
+    for mode in ("flat", "ghost"):
+        run(smoke(tmp_path / mode, f"clip={mode}", "debug.noise_seed=1"))
+    a, b = (torch.load(next((tmp_path / mode).glob("runs/*/model.pt"))) for mode in ("flat", "ghost"))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_seeded_noise_is_stamped_not_private(tmp_path, capsys):
+    row = run(smoke(tmp_path, "debug.noise_seed=1", "train.steps=1"))
+    assert row["plan.private"] is False and row["seeds.noise_is_secret"] is False
+    assert "not private" in capsys.readouterr().out
+
+
+def test_a_shuffled_run_is_no_guarantee(tmp_path, capsys):
+    row = run(smoke(tmp_path, "privacy=shuffle", "train.steps=1"))
+    assert row["plan.private"] is False
+    assert "not a guarantee" in capsys.readouterr().out
+
+
+def test_what_is_no_private_release_is_named_so(tmp_path):
+    run(smoke(tmp_path, "train.steps=2"))
+    lines = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()
+    keys = {key for line in lines for key in json.loads(line)}
+    released = {"step", "learning_rate", "noise_norm", "epsilon_estimate", "valid/accuracy", "valid/loss"}
+    assert all(key.startswith("nonprivate/") for key in keys - released)
+
+
+def test_bfloat16_trains(tmp_path):
+    assert run(smoke(tmp_path, "train.precision=bfloat16", "train.steps=2"))["valid/accuracy"] > 0
+
+
+@pytest.mark.slow
+def test_compiled_model_trains(tmp_path):
+    assert run(smoke(tmp_path, "train.compile=true", "train.steps=2"))["valid/accuracy"] > 0
+
+
+REFUSED = {
+    "batch larger than the data": (["train.batch_size=100000"], "larger than the training data"),
+    "batch norm": (["model.norm=batch"], "mixes the examples"),
+    "parameter in no group": (
+        ["clip=flat", "clip.grouping=custom", "+clip.mapping={stem*:a}"],
+        "belongs to no clipping group",
+    ),
+    "missing data": (["data.name=cifar10", "data.image_size=16", "paths.data={tmp}/nowhere"], "nowhere"),
+    "truncated data": (["data.name=cifar10", "paths.data={tmp}/broken.npz"], "broken.npz"),
+    "delta of 1": (["privacy.delta=1.0"], "delta"),
+    "no budget left for gradients": (["clip.quantile_budget=1.0"], "quantile_budget"),
+    "no GPU": (["train.device=cuda"], "no GPU"),
+    "unwritable results": (["paths.results={tmp}/file"], "cannot be written"),
+    "resume of nothing": (["resume={tmp}/nowhere"], "no folder"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_is_one_sentence_before_anything_is_written(tmp_path, mistake, monkeypatch):
+    if mistake == "no GPU" and torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("http_proxy", "https_proxy"):  # a download must fail at once, wherever the test runs
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    (tmp_path / "file").write_text("")
+    whole = {
+        "x_train": np.zeros((4, 32, 32, 3), np.uint8),
+        "y_train": np.zeros(4),
+        "x_test": np.zeros(1),
+        "y_test": np.zeros(1),
+    }
+    np.savez(tmp_path / "broken.npz", **whole)
+    (tmp_path / "broken.npz").write_bytes((tmp_path / "broken.npz").read_bytes()[:2000])
+    before = sorted(tmp_path.rglob("*"))
+    overrides, sentence = REFUSED[mistake]
+    with pytest.raises(UserError, match=sentence) as error:
+        run(smoke(tmp_path / "results", *(override.replace("{tmp}", str(tmp_path)) for override in overrides)))
+    assert "\n" not in str(error.value)
+    assert sorted(path for path in tmp_path.rglob("*") if "nowhere" not in str(path)) == before
+
+
+def test_delta_above_one_over_n_warns(tmp_path):
+    with pytest.warns(UserWarning, match="not below 1/N"):
+        run(smoke(tmp_path, "privacy.delta=0.01", "train.steps=1"))
+
+
+def test_batch_norm_is_fine_without_clipping(tmp_path):
+    assert run(smoke(tmp_path, "clip=none", "model.norm=batch", "train.steps=1"))["plan.private"] is False
+
+
+def test_resume_with_another_configuration_is_refused(tmp_path):
+    run(smoke(tmp_path, "train.steps=1"))
+    folder = next((tmp_path / "runs").iterdir())
+    with pytest.raises(UserError, match=r"optim\.learning_rate"):
+        run(smoke(tmp_path, "train.steps=1", f"resume={folder}", "optim.learning_rate=0.123"))
+
+
+def finished(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
+    privacy = json.loads((folder / "privacy.json").read_text())
+    return torch.load(folder / "model.pt"), privacy["thresholds"], privacy["plan"]
+
+
+def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
+    settings = [
+        "clip=adaptive_layer",
+        "train.steps=40",
+        "train.checkpoint_every=0",
+        "debug.noise_seed=5",
+        "train.microbatch=8",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole = subprocess.run(command(tmp_path / "whole", *settings), capture_output=True, text=True, env=environment)
+    assert whole.returncode == 0, whole.stderr
+    expected = finished(next((tmp_path / "whole" / "runs").iterdir()))
+    kills, chance = 0, random.Random(0)
+    for _ in range(12):
+        process = subprocess.Popen(
+            command(tmp_path / "killed", *settings),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        runs = tmp_path / "killed" / "runs"
+        deadline = time.monotonic() + 120
+        if kills < 3:
+            seen = {path: path.stat().st_mtime_ns for path in runs.glob("*/checkpoint.pt")}
+            while process.poll() is None and time.monotonic() < deadline:
+                now = {path: path.stat().st_mtime_ns for path in runs.glob("*/checkpoint.pt")}
+                if now and now != seen:  # this process has taken at least one step
+                    time.sleep(chance.uniform(0, 0.4))
+                    break
+                time.sleep(0.005)
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+        process.wait(timeout=120)
+        if list(runs.glob("*/DONE")):
+            break
+    assert kills >= 2
+    model, thresholds, plan = finished(next(runs.iterdir()))
+    assert all(torch.equal(model[name], expected[0][name]) for name in expected[0])
+    assert thresholds == expected[1] and plan == expected[2]
+    steps = [json.loads(line)["step"] for line in next(runs.glob("*/metrics.jsonl")).read_text().splitlines()]
+    assert steps == [*range(1, 41), 40]  # no step twice, none missing; the last line is the final evaluation
+
+
+def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path):
+    settings = ["train.steps=4000", "train.checkpoint_every=1000"]
+    process = subprocess.Popen(command(tmp_path, *settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = None
+    for _ in range(2000):
+        metrics = next(tmp_path.glob("runs/*/metrics.jsonl"), None)
+        if metrics is not None and metrics.stat().st_size:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "goes on from the last checkpoint" in errors and "Traceback" not in errors
+    assert metrics is not None and torch.load(metrics.parent / "checkpoint.pt")["step"] >= 1
