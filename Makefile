@@ -9,10 +9,10 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow lint format types clean
+.PHONY: help env demo test test-slow sweep-cifar-mini lint format types clean
 
 help: ## print this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## make .venv from requirements.txt (again whenever that file changes)
 
@@ -34,6 +34,10 @@ test: $(STAMP) ## the fast tests
 
 test-slow: $(STAMP) ## all tests, the slow ones too
 	$(PYTEST)
+
+sweep-cifar-mini: $(STAMP) ## real CIFAR-10 at scale=mini, every mode, then its rows into results/measured
+	$(BIN)/python run.py -m +sweep=cifar_mini
+	$(BIN)/python -m groupwise.analysis.collect results/measured/cifar_mini.csv task=cifar scale=mini
 
 lint: $(STAMP) ## ruff: style and likely mistakes
 	$(BIN)/ruff check .

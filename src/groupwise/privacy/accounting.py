@@ -1,7 +1,5 @@
 """ε of T Poisson-subsampled Gaussian releases: what every accountant is asked, and what it answers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -26,7 +24,7 @@ class EpsilonBounds:
 def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> None:
     """Refuse arguments for which no ε is defined; raises :class:`UserError` naming the one at fault."""
     if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
-        raise UserError(f"noise_multiplier is {noise_multiplier}; give a finite number above 0 (0 has no finite epsilon).")
+        raise UserError(f"noise_multiplier is {noise_multiplier}; give a finite number above 0 (0 means no guarantee).")
     check_release(sample_rate, steps, delta)
 
 
@@ -34,9 +32,9 @@ def check_release(sample_rate: float, steps: int, delta: float) -> None:
     """Refuse a sample rate, a number of steps or a δ outside its range; raises :class:`UserError`."""
     if not 0.0 < sample_rate <= 1.0:
         raise UserError(
-            f"sample_rate is {sample_rate}; give B/N, above 0 and at most 1 (a batch larger than the data is no sample)."
+            f"sample_rate is {sample_rate}; give B/N, above 0 and at most 1 (a sample is no larger than the data)."
         )
-    if isinstance(steps, bool) or steps != int(steps) or steps < 1:
+    if not is_whole(steps) or steps < 1:
         raise UserError(f"steps is {steps!r}; give the number of optimiser steps T, a whole number of at least 1.")
     if not 0.0 < delta < 1.0:
         raise UserError(f"delta is {delta}; give a probability strictly between 0 and 1, below 1/N.")
@@ -51,7 +49,7 @@ def epsilon_bounds(
     sum vectors that one example moves by at most 1 in ℓ2, and add N(0, σ²I) with σ = ``noise_multiplier``.
     Then all T outputs together are (``upper``, ``delta``)-DP when one example is added or removed.
     Covered: adaptive choices between steps that depend on earlier outputs. Not covered: shuffled or fixed-size batches,
-    replacing an example, and floating-point rounding. Only "prv" and "pld" know a lower bound; "rdp" gives 0.
+    replacing an example, and floating-point noise. Only "prv" and "pld" know a lower bound; "rdp" gives 0.
     """
     check_accountant(accountant)
     if accountant == "prv":
@@ -66,6 +64,11 @@ def epsilon_bounds(
 
     upper = epsilon_rdp(noise_multiplier, sample_rate, steps, delta)
     return EpsilonBounds(0.0, upper, upper)
+
+
+def is_whole(value: float) -> bool:
+    """Return whether ``value`` is a whole number (3 and 3.0, but neither True, NaN nor infinity)."""
+    return not isinstance(value, bool) and float(value).is_integer()
 
 
 def check_accountant(accountant: str) -> None:

@@ -1,7 +1,5 @@
 """How the noise is spread over the groups: the weights γ_k of line 13 of Algorithm 1."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

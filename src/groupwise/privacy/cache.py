@@ -1,7 +1,5 @@
 """A small on-disk cache of calibrated noise multipliers: a search of seconds is done once."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The smallest noise multiplier σ whose proven ε does not pass the target (line 2 of Algorithm 1)."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 from collections.abc import Callable
@@ -45,10 +43,10 @@ def calibrate(
     check_release(sample_rate, steps, delta)
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise UserError(f"epsilon is {epsilon}; give a finite target above 0 (infinity needs no calibration).")
-    if delta >= -math.expm1(steps * math.log1p(-sample_rate)) if sample_rate < 1 else False:
+    if sample_rate < 1.0 and delta >= -math.expm1(steps * math.log1p(-sample_rate)):
         raise UserError(
-            f"delta is {delta}, at least the chance that an example is ever drawn in {steps} steps at rate {sample_rate}; "
-            "publishing the drawn examples would satisfy it: give a delta far below 1/N."
+            f"delta is {delta}, at least the chance that an example is ever drawn in {steps} steps at rate "
+            f"{sample_rate}; publishing the drawn examples would satisfy it: give a delta far below 1/N."
         )
     key = {
         "version": _CODE_VERSION,
@@ -99,19 +97,20 @@ def _solve(
     """
     aim = math.log(target) + math.log1p(-0.5 * TOLERANCE)
     low, high = 0.0, math.inf
-    sigma, last = guess, None
+    sigma = guess
+    last: tuple[float, float] | None = None
     for _ in range(60):
         value = curve(sigma)
         if (1.0 - TOLERANCE) * target <= value <= target:
             return sigma, value
         low, high = (max(low, sigma), high) if value > target else (low, min(high, sigma))
         point = (math.log(sigma), math.log(max(value, 1e-12)))
-        slope = _slope(last or _nearby(shape, sigma), point) if last else _slope(*_nearby(shape, sigma))
+        slope = _slope(last, point) if last else _slope(*_nearby(shape, sigma))
         last = point
         step = (aim - point[1]) / slope if slope < -1e-3 else math.copysign(0.5, point[1] - aim)
         sigma = math.exp(point[0] + min(max(step, -1.0), 1.0))
         if not low < sigma < high:
-            sigma = math.sqrt(low * high) if low > 0.0 and high < math.inf else (high / 2.0 if low == 0.0 else low * 2.0)
+            sigma = high / 2.0 if low == 0.0 else low * 2.0 if high == math.inf else math.sqrt(low * high)
         if not 1e-4 < sigma < 1e9:
             break
     raise UserError(

@@ -1,7 +1,5 @@
 """Closed forms of the Gaussian mechanism, and the central-limit picture of DP-SGD (no guarantee in the latter)."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,9 +1,8 @@
 """The release of one logical batch's gradients: noise, once, then division by the configured B (lines 13-14)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -25,13 +24,14 @@ def release_gradients(
 ) -> torch.Tensor:
     """Turn clipped sums into private means, in place on ``p.grad``: (Σ_i g̃_k^(i) + N(0, std_k²))/B.
 
-    Formal guarantee: let ``p.grad`` of group k hold the sum, over the examples of one Poisson sample, of gradients clipped
-    to ``thresholds[k]`` jointly over the group. Then all groups together are one release of the Gaussian mechanism with
-    noise multiplier ``noise_multiplier`` (σ_new of the plan), when one example is added or removed, whatever the
-    ``allocation``. Not covered: calling it once per microbatch, or with thresholds other than those that clipped.
+    Formal guarantee: let ``p.grad`` of group k hold the sum, over the examples of one Poisson sample, of gradients
+    clipped to ``thresholds[k]`` jointly over the group. Then all groups together are one release of the Gaussian
+    mechanism with noise multiplier ``noise_multiplier`` (σ_new of the plan), when one example is added or removed,
+    whatever the ``allocation``. Not covered: calling it twice for a step (once per microbatch, say), or with thresholds
+    other than those that clipped.
 
     Args:
-        groups: K groups of parameters; every storage in one place only. A ``grad`` of None (an empty batch) is a sum of 0.
+        groups: K groups of parameters that share no memory. A ``grad`` of None (an empty batch) is a sum of 0.
         thresholds: C, (K,), the very ones that clipped this batch.
         allocation: "global", "equal_budget" or "weighted" (γ_k).
         noise_multiplier: σ_new; 0 adds nothing and guarantees nothing.
@@ -58,13 +58,19 @@ def release_gradients(
 
 
 def _check_partition(groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Refuse a storage that appears twice: two thresholds would bound it, and it would be noised twice."""
-    seen: set[tuple[int, int]] = set()
-    for parameter in (parameter for group in groups for parameter in group):
-        place = (parameter.untyped_storage().data_ptr(), parameter.storage_offset())
-        if place in seen and parameter.numel():
+    """Refuse memory that appears twice: two thresholds would bound it, and it would be noised twice."""
+    parameters = [parameter for group in groups for parameter in group if parameter.numel()]
+    taken = sorted((_extent(parameter), tuple(parameter.shape)) for parameter in parameters)
+    for ((storage, _, end), _), ((other, start, _), shape) in pairwise(taken):
+        if storage == other and start < end:
             raise UserError(
-                f"a parameter of shape {tuple(parameter.shape)} is in the groups twice (tied weights?); "
+                f"a parameter of shape {shape} shares its memory with another in the groups (tied weights?); "
                 "put each storage into one group, once."
             )
-        seen.add(place)
+
+
+def _extent(parameter: nn.Parameter) -> tuple[int, int, int]:
+    """The storage, and the first byte and the one past the last that the parameter's entries take in it."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    start = parameter.storage_offset() * parameter.element_size()
+    return parameter.untyped_storage().data_ptr(), start, start + (last + 1) * parameter.element_size()

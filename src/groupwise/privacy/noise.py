@@ -2,17 +2,17 @@
 
 Threat model. The noise hides an example from whoever sees the released parameters and thresholds, as long as the key
 stays secret: whoever holds the key can subtract the noise. Checkpoints hold the key, so publish exported weights, not
-checkpoints. Replaying a step after a crash adds the very same noise, so a resumed run releases nothing new. Stated
+checkpoints. Replaying a step after a crash adds the very same noise, so a resumed run releases nothing new; that holds
+as long as the sums are the same too, so never use one key for two runs, or publish a step and its replay both. Stated
 non-goals: attacks on floating-point Gaussians (Mironov 2012; Jin et al. 2022), side channels, and cryptanalysis of the
-generators, which are statistical ones seeded through SHA-256.
+generators, which are statistical ones seeded through SHA-256 (with 128 bits on the CPU, 64 on other devices).
 """
-
-from __future__ import annotations
 
 import hashlib
 import math
 import os
 from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 import torch
@@ -32,9 +32,9 @@ _Draw = Callable[[int], torch.Tensor]
 class NoiseSource:
     """A secret key, and the noise that it stands for.
 
-    Make one with :meth:`fresh` (OS entropy), :meth:`from_key` (resume) or :meth:`from_seed` (debugging: the noise can be
-    predicted, ``is_secret`` is False and the run is not private). Processes that hold the same key draw the same noise:
-    replicas (DDP) stay equal and noise is added once; owners of different shards must use different streams.
+    Make one with :meth:`fresh` (OS entropy), :meth:`from_key` (resume) or :meth:`from_seed` (debugging: the noise can
+    be predicted, ``is_secret`` is False and the run is not private). Processes that hold the same key draw the same
+    noise: replicas (DDP) stay equal and noise is added once; owners of different shards must use different streams.
     """
 
     def __init__(self, key: bytes, is_secret: bool) -> None:
@@ -44,17 +44,17 @@ class NoiseSource:
         self.is_secret = is_secret
 
     @classmethod
-    def fresh(cls) -> NoiseSource:
+    def fresh(cls) -> Self:
         """Return a source with 256 bits of the operating system's entropy."""
         return cls(os.urandom(32), is_secret=True)
 
     @classmethod
-    def from_key(cls, key: bytes, is_secret: bool = True) -> NoiseSource:
+    def from_key(cls, key: bytes, is_secret: bool = True) -> Self:
         """Return the source of a key kept from before (at least 16 bytes); pass on the ``is_secret`` it had."""
-        return cls(bytes(key), is_secret)
+        return cls(key, is_secret)
 
     @classmethod
-    def from_seed(cls, seed: int) -> NoiseSource:
+    def from_seed(cls, seed: int) -> Self:
         """Return a predictable source for debugging and tests: no privacy guarantee holds for what it noises."""
         return cls(hashlib.sha256(b"groupwise debug seed %d" % seed).digest(), is_secret=False)
 
@@ -66,12 +66,13 @@ class NoiseSource:
         """Add N(0, ``std``²) to every entry of ``tensor``, in place, and return it.
 
         The noise is float64 for a float64 tensor, float32 for a float32 one, independent between entries, steps and
-        streams, and on the CPU the same whatever the tensor's memory layout. One (step, stream) serves one tensor only: used twice,
-        the noises are equal and the guarantee is lost. Raises :class:`UserError` for a narrower dtype (its rounding is
-        wider than the noise's law allows for), a distributed tensor, or a ``std`` that is negative or not finite.
+        streams, and on the CPU the same whatever the tensor's memory layout. One (step, stream) serves one tensor only:
+        used twice, the noises are equal and the guarantee is lost. Raises :class:`UserError` for a narrower dtype (its
+        rounding is wider than the noise's law allows for), a distributed tensor, or a ``std`` that is negative or not
+        finite.
         """
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise UserError(f"noise was asked for on a {type(tensor).__name__}; give the local torch.Tensor of this rank.")
+            raise UserError(f"noise was asked for on a {type(tensor).__name__}; give this rank's local torch.Tensor.")
         if tensor.dtype not in (torch.float32, torch.float64):
             raise UserError(f"noise was asked for on {tensor.dtype}; convert the summed gradient to float32 first.")
         if not 0.0 <= std < math.inf:
@@ -84,8 +85,8 @@ class NoiseSource:
         return tensor
 
     def _cpu_draw(self, like: torch.Tensor, step: int, stream: int) -> tuple[_Draw, int]:
-        # SFC64's ziggurat is a quarter faster than Philox's and takes the whole hash; torch's own CPU generator is twice
-        # as fast still in float32 but keeps only 32 bits of its seed, few enough to try them all.
+        # SFC64 is a quarter faster here than Philox, and numpy seeds it with 128 bits of the hash; torch's own CPU
+        # generator is twice as fast still in float32 but keeps only 32 bits of its seed, few enough to try them all.
         generator = np.random.Generator(np.random.SFC64(int.from_bytes(self._digest(step, stream), "big")))
         dtype = np.float32 if like.dtype == torch.float32 else np.float64
         scratch = np.empty(min(_CHUNK, like.numel()), dtype)

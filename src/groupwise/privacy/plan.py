@@ -1,14 +1,13 @@
 """The privacy plan: made once, printed, saved, and the only thing that sets a noise scale."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from groupwise.errors import UserError
-from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds
+from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds, is_whole
+from groupwise.privacy.budget import split_noise
 from groupwise.privacy.calibration import calibrate
 from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
 from groupwise.privacy.report import EpsilonReport, finite_json
@@ -19,14 +18,15 @@ SAMPLINGS = ("poisson", "shuffle")
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """T releases of clipped gradients and clip counts, and the noise that makes them (ε, δ)-DP. Make it with
-    :func:`make_plan`.
+    """T releases of clipped gradients and clip counts, and the noise that makes them (ε, δ)-DP; see :func:`make_plan`.
 
-    Formal guarantee (``is_private``): the parameters and thresholds of all T steps together are (``epsilon``, ``delta``)-DP
-    when one training example is added to or removed from the data, N being public, if every step draws a Poisson sample
-    at rate ρ, noises the gradient sums with :func:`~groupwise.privacy.mechanism.release_gradients` at σ_new and the
-    centred counts at σ_b. One batch's gradients (sensitivity S, noise Sσ_new) and counts (sensitivity ½√K, noise σ_b) are
-    one Gaussian release: 1/σ_new² + K/(4σ_b²) = 1/σ² (Proposition on σ_new). Inconsistent scales are refused on creation.
+    Formal guarantee (``is_private``): the parameters and thresholds of all T steps together are (``epsilon``,
+    ``delta``)-DP when one training example is added to or removed from the data, N being public, if every step draws a
+    Poisson sample at rate ρ, noises the gradient sums with :func:`~groupwise.privacy.mechanism.release_gradients` at
+    σ_new and the centred counts at σ_b, from a secret :class:`~groupwise.privacy.noise.NoiseSource`. One batch's
+    gradients (sensitivity S, noise Sσ_new) and counts (sensitivity ½√K, noise σ_b) are one Gaussian release:
+    1/σ_new² + K/(4σ_b²) = 1/σ² (proposition on σ_new). Creating a plan refuses σ_b and σ_new that do not follow from σ;
+    that ε follows from σ is :func:`make_plan`'s doing, and :meth:`spent` shows it anew.
 
     Attributes:
         dataset_size: N. expected_batch_size: B. steps: T. num_groups: K. quantile_budget: r, 0 for fixed thresholds.
@@ -104,7 +104,7 @@ class PrivacyPlan:
 
         Takes a few seconds. Raises :class:`UserError` for a negative number of steps.
         """
-        if executed_steps < 0 or executed_steps != int(executed_steps):
+        if not is_whole(executed_steps) or executed_steps < 0:
             raise UserError(f"executed_steps is {executed_steps}; give how many steps were released, 0 or more.")
         steps = int(executed_steps)
         if steps == 0 or self.noise_multiplier == 0.0:
@@ -120,8 +120,8 @@ class PrivacyPlan:
         return finite_json(asdict(self))
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PrivacyPlan:
-        """Rebuild a plan from :meth:`to_dict`; raises :class:`UserError` for missing, unknown or inconsistent values."""
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild a plan from :meth:`to_dict`; raises :class:`UserError` for missing, unknown or odd values."""
         names = {field.name for field in fields(cls)}
         if set(values) != names:
             odd = ", ".join(sorted(set(values) ^ names))
@@ -130,23 +130,6 @@ class PrivacyPlan:
 
     def _bounds(self, steps: int, accountant: str) -> EpsilonBounds:
         return epsilon_bounds(self.noise_multiplier, self.sample_rate, steps, self.delta, accountant)
-
-
-def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float) -> tuple[float, float]:
-    """Return (σ_b, σ_new) = (σ√(K/(4r)), σ/√(1-r)), and (0, σ) when r = 0.
-
-    Formal guarantee: counts of sensitivity ½√K noised at σ_b, and gradients of sensitivity S at Sσ_new, released from one
-    batch, cost as much as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ²; the counts take the share r of it.
-    """
-    if not 0.0 <= quantile_budget < 1.0:
-        raise UserError(
-            f"quantile_budget is {quantile_budget}; give 0 <= r < 1 (at r = 1 sigma_b is too small: "
-            "sigma_b = sigma*sqrt(K)/2 spends the whole budget on the counts and leaves none for the gradients)."
-        )
-    if quantile_budget == 0.0:
-        return 0.0, noise_multiplier
-    count = noise_multiplier * math.sqrt(num_groups / (4.0 * quantile_budget))
-    return count, noise_multiplier / math.sqrt(1.0 - quantile_budget)
 
 
 def make_plan(
@@ -165,9 +148,9 @@ def make_plan(
 ) -> PrivacyPlan:
     """Make the plan from exactly one of ε (σ is calibrated) and σ = ``noise_multiplier`` (ε is accounted for).
 
-    ``epsilon=inf`` or ``noise_multiplier=0`` plan a run without noise and without a guarantee. With ``sampling="shuffle"``
-    σ is that of Poisson samples, and the plan says that its ε is no guarantee. ``cache`` allows the on-disk cache of σ.
-    Warns when δ ≥ 1/N. Raises :class:`UserError` for anything out of range.
+    ``epsilon=inf`` or ``noise_multiplier=0`` plan a run without noise and without a guarantee. With
+    ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. ``cache`` allows
+    the on-disk cache of σ. Warns when δ ≥ 1/N. Raises :class:`UserError` for anything out of range.
     """
     if (epsilon is None) == (noise_multiplier is None):
         raise UserError("give exactly one of epsilon and noise_multiplier; the plan works out the other.")
@@ -220,9 +203,9 @@ def _check_setting(plan: PrivacyPlan) -> None:
     )
     if plan.noise_multiplier > 0 and plan.delta >= 1.0 / plan.dataset_size:
         warnings.warn(
-            f"delta = {plan.delta:g} is not below 1/N = {1.0 / plan.dataset_size:.3g}: such a delta allows publishing an "
-            "example outright; give a smaller one.",
-            stacklevel=4,
+            f"delta = {plan.delta:g} is not below 1/N = {1.0 / plan.dataset_size:.3g}: such a delta allows publishing "
+            "an example outright; give a smaller one.",
+            stacklevel=5,
         )
 
 
@@ -238,13 +221,13 @@ def _check_values(
     accountant: str,
     adjacency: str,
 ) -> None:
-    if dataset_size != int(dataset_size) or dataset_size < 1:
+    if not is_whole(dataset_size) or dataset_size < 1:
         raise UserError(f"dataset_size is {dataset_size}; give the number of training examples N, at least 1.")
     if not 0.0 < expected_batch_size <= dataset_size:
         raise UserError(
             f"expected_batch_size is {expected_batch_size} for {dataset_size} examples; give B above 0 and at most N."
         )
-    if num_groups != int(num_groups) or num_groups < 1:
+    if not is_whole(num_groups) or num_groups < 1:
         raise UserError(f"num_groups is {num_groups}; give the number of clipping groups K, at least 1.")
     if adjacency != "add_remove":
         raise UserError(f"adjacency is {adjacency!r}; only 'add_remove' is accounted for.")

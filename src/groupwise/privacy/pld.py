@@ -1,7 +1,5 @@
 """ε by privacy loss distributions (dp_accounting): a second opinion on PRV, and what stands in when PRV gives up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from groupwise.privacy.accounting import EpsilonBounds, check_mechanism
@@ -17,14 +15,17 @@ def training_event(noise_multiplier: float, sample_rate: float) -> Any:
 
 
 def epsilon_pld(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, *, interval: float = _INTERVAL
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, *, interval: float | None = None
 ) -> float:
     """Return an upper bound on ε at ``delta``, from privacy losses rounded pessimistically to ``interval``.
 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; both directions (one example added,
-    one removed) are composed and the worse is taken. A smaller ``interval`` is tighter and slower.
+    one removed) are composed and the worse is taken. A smaller ``interval`` is tighter and slower; the default is 1e-4,
+    wider where ε is above 10.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
+    if interval is None:
+        interval = _interval(noise_multiplier, sample_rate, steps, delta)
     import dp_accounting
     from dp_accounting import pld
 
@@ -37,15 +38,24 @@ def epsilon_pld(
 
 def epsilon_pld_bounds(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> EpsilonBounds:
     """Bracket ε at ``delta`` between losses rounded optimistically and pessimistically."""
-    upper = epsilon_pld(noise_multiplier, sample_rate, steps, delta)
+    interval = _interval(noise_multiplier, sample_rate, steps, delta)
+    upper = epsilon_pld(noise_multiplier, sample_rate, steps, delta, interval=interval)
     from dp_accounting.pld import privacy_loss_distribution
 
     optimistic = privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier,
         sampling_prob=sample_rate,
-        value_discretization_interval=_INTERVAL,
+        value_discretization_interval=interval,
         pessimistic_estimate=False,
         use_connect_dots=False,
     )
     lower = float(optimistic.self_compose(int(steps)).get_epsilon_for_delta(delta))
     return EpsilonBounds(min(lower, upper), upper, upper)
+
+
+def _interval(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    """Return how finely to round losses: 1e-4 up to ε = 10, then 1e-6·ε², at last 1e-4·ε, to bound time and memory."""
+    from groupwise.privacy.rdp import epsilon_rdp
+
+    epsilon = epsilon_rdp(noise_multiplier, sample_rate, steps, delta)
+    return max(_INTERVAL, min(1e-6 * epsilon**2, 1e-4 * epsilon))

@@ -1,6 +1,4 @@
-"""Clipping thresholds C_k: fixed, or following a quantile of the norms privately (lines 10 and 15-18 of Algorithm 1)."""
-
-from __future__ import annotations
+"""Clipping thresholds C_k: fixed, or following a quantile of the norms privately (Algorithm 1, lines 10 and 15-18)."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +14,13 @@ def centred_counts(counts: torch.Tensor, examples: int) -> torch.Tensor:
 
     Formal guarantee: adding or removing one example moves the vector by exactly ½√K in ℓ2. The raw counts of Algorithm
     1 would move by up to √K; its proof (appendix "Proofs") takes the centred bits, and so do we.
-    Raises :class:`UserError` unless 0 ≤ b̄_k ≤ ``examples``.
+    Raises :class:`UserError` unless the counts are whole numbers with 0 ≤ b̄_k ≤ ``examples``.
     """
     raw = torch.as_tensor(counts).detach().to(device="cpu", dtype=torch.float64)
-    if raw.ndim != 1 or not bool(((raw >= 0) & (raw <= examples)).all()):
+    if raw.ndim != 1 or not bool(((raw >= 0) & (raw <= examples) & (raw == raw.round())).all()):
         raise UserError(
-            f"the clip counts are {raw.tolist()} for {examples} examples; give for every group how many of the examples "
-            "have a norm of at most its threshold, each example once."
+            f"the clip counts are {raw.tolist()} for {examples} examples; give for every group how many of the "
+            "examples have a norm of at most its threshold, each example once."
         )
     return raw - 0.5 * examples
 
@@ -60,8 +58,8 @@ class AdaptiveThresholds:
 
     Formal guarantee: each :meth:`update` releases the centred counts, of ℓ2 sensitivity ½√K, with N(0, σ_b²) noise: a
     Gaussian release of noise multiplier 2σ_b/√K. Together with gradients noised at σ_new of the same
-    :class:`~groupwise.privacy.plan.PrivacyPlan` it costs one Gaussian release at σ. Covered: the thresholds of all steps.
-    Not covered: the raw counts and the number of examples passed in, which must not be published.
+    :class:`~groupwise.privacy.plan.PrivacyPlan` it costs one Gaussian release at σ. Covered: the thresholds of all
+    steps. Not covered: the raw counts and the number of examples passed in, which must not be published.
 
     Args:
         initial: C_k before the first step, (K,), above 0; chosen without the data.
@@ -89,16 +87,13 @@ class AdaptiveThresholds:
         if not 0.0 <= target_quantile <= 1.0:
             raise UserError(f"target_quantile is {target_quantile}; give a share between 0 and 1.")
         if not 0.0 < minimum <= maximum < math.inf:
-            raise UserError(f"minimum is {minimum} and maximum {maximum}; give finite bounds with 0 < minimum <= maximum.")
+            raise UserError(f"minimum is {minimum} and maximum {maximum}; give finite ones, 0 < minimum <= maximum.")
         if count_at not in ("raw", "rescaled"):
             raise UserError(f"count_at is {count_at!r}; choose 'raw' or 'rescaled'.")
         if rescale_to is not None and not 0.0 < rescale_to < math.inf:
             raise UserError(f"rescale_to is {rescale_to}; give a finite threshold above 0, or None.")
-        for name, value, low in (
-            ("learning_rate", learning_rate, 0.0),
-            ("count_noise_multiplier", count_noise_multiplier, 0.0),
-        ):
-            if not low <= value < math.inf:
+        for name, value in (("learning_rate", learning_rate), ("count_noise_multiplier", count_noise_multiplier)):
+            if not 0.0 <= value < math.inf:
                 raise UserError(f"{name} is {value}; give a finite number of at least 0.")
         if not 0.0 < expected_batch_size < math.inf:
             raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B, above 0.")
@@ -126,13 +121,13 @@ class AdaptiveThresholds:
     def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
         """Move C_k ← C_k·exp(-η(b̃_k - q)) with b̃_k = (Σ_i(b_k^(i) - ½) + N(0, σ_b²))/B + ½, clamped (line 17).
 
-        Call after the gradients of ``step`` were noised: they need the thresholds that clipped them. ``counts`` (K,) are
-        those of the whole logical batch, over all microbatches and ranks; ``examples`` is its drawn size.
+        Call after the gradients of ``step`` were noised: they need the thresholds that clipped them. ``counts`` (K,)
+        are those of the whole logical batch, over all microbatches and ranks; ``examples`` is its drawn size.
         Raises :class:`UserError` when σ_b > 0 and ``noise`` is None, or for counts that cannot be.
         """
         released = centred_counts(counts, examples)
         if released.shape != self._raw.shape:
-            raise UserError(f"counts has {len(released)} entries for {len(self._raw)} groups; give one for every group.")
+            raise UserError(f"counts has {len(released)} entries for {len(self._raw)} groups; give one for each.")
         if self.count_noise_multiplier > 0.0:
             if noise is None:
                 raise UserError("noise is None but the plan noises the counts; pass the run's NoiseSource.")
@@ -160,5 +155,5 @@ def _thresholds(values: torch.Tensor | Sequence[float], name: str) -> torch.Tens
 def _same_shape(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     tensor = _thresholds(values, "the checkpoint's thresholds")
     if tensor.shape != like.shape:
-        raise UserError(f"the checkpoint has {len(tensor)} thresholds for {len(like)} groups; resume with the same groups.")
+        raise UserError(f"the checkpoint has {len(tensor)} thresholds for {len(like)} groups; resume with the same.")
     return tensor

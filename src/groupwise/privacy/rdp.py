@@ -1,7 +1,5 @@
 """ε by Rényi DP: the classical accountant, looser than PRV by 4 to 10 % of σ, kept for comparison with older work."""
 
-from __future__ import annotations
-
 from groupwise.privacy.accounting import check_mechanism
 
 # Tenths below 11 matter for ε above 1; the long tail for small ε, whose best order is far above 64.

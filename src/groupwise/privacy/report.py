@@ -1,7 +1,5 @@
 """ε after the steps that were really taken, by every accountant."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,9 +11,10 @@ from groupwise.privacy.accounting import EpsilonBounds
 class EpsilonReport:
     """What ``executed_steps`` releases cost at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
 
-    ``prv`` brackets ε; ``rdp`` and ``pld`` are upper bounds (``pld`` None unless it was the plan's accountant). A run
-    without noise has cost infinity, one without steps nothing. ``guaranteed`` is False for shuffled batches, whose
-    figures are what Poisson samples would have cost, and for infinite ε.
+    ``prv`` brackets ε (its ``note`` says when PLD stood in for it); ``rdp`` and ``pld`` are upper bounds (``pld`` None
+    unless it was the plan's accountant). A run without noise has cost infinity, one without steps nothing.
+    ``guaranteed`` is False for shuffled batches, whose figures are what Poisson samples would have cost, and for
+    infinite ε.
     """
 
     executed_steps: int

@@ -1,22 +1,21 @@
 """Which examples make the batch of a step: Poisson sampling (accounted as such) and shuffling (not a guarantee)."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import ClassVar
 
 import numpy as np
 
 from groupwise.errors import UserError
+from groupwise.privacy.accounting import is_whole
 
 
 class PoissonSampler:
     """Draws every example independently with probability ρ (``sample_rate``), anew in each step.
 
     Formal guarantee: the sampling that :func:`~groupwise.privacy.accounting.epsilon_bounds` accounts for. The size of a
-    batch is random, Binomial(N, ρ): it may be 0 (still a step), and is private (divide by the configured B). Amplification
-    by sampling holds only against who does not know the draw: give ``NoiseSource.derive("sampling")`` as ``seed``; an
-    int makes the draw reproducible, and then it must not be published with the model.
+    batch is random, Binomial(N, ρ): it may be 0 (still a step), and is private (divide by the configured B).
+    Amplification by sampling holds only against who does not know the draw: give ``NoiseSource.derive("sampling")`` as
+    ``seed``; an int makes the draw reproducible, and then it must not be published with the model.
     """
 
     guarantee: ClassVar[bool] = True
@@ -31,6 +30,7 @@ class PoissonSampler:
 
     def indices(self, step: int) -> np.ndarray:
         """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (seed, step)."""
+        _check_step(step)
         uniform = _generator(self._seed, "poisson", step).random(self.dataset_size)
         return np.flatnonzero(uniform < self.sample_rate).astype(np.int64, copy=False)
 
@@ -46,8 +46,8 @@ class ShuffleSampler:
 
     def __init__(self, dataset_size: int, batch_size: int, seed: int | bytes) -> None:
         _check_size(dataset_size)
-        if batch_size != int(batch_size) or not 1 <= batch_size <= dataset_size:
-            raise UserError(f"batch_size is {batch_size}; give a whole number between 1 and the {dataset_size} examples.")
+        if not is_whole(batch_size) or not 1 <= batch_size <= dataset_size:
+            raise UserError(f"batch_size is {batch_size}; give a whole number from 1 to the {dataset_size} examples.")
         self.dataset_size = dataset_size
         self.batch_size = int(batch_size)
         self.steps_per_epoch = -(-dataset_size // self.batch_size)
@@ -57,7 +57,8 @@ class ShuffleSampler:
 
     def indices(self, step: int) -> np.ndarray:
         """Return step ``step``'s examples, int64, sorted: a pure function of (seed, step)."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        _check_step(step)
+        epoch, place = divmod(int(step), self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = _generator(self._seed, "shuffle", epoch).permutation(self.dataset_size)
             self._epoch = epoch
@@ -65,13 +66,16 @@ class ShuffleSampler:
 
 
 def _check_size(dataset_size: int) -> None:
-    if dataset_size != int(dataset_size) or dataset_size < 1:
+    if not is_whole(dataset_size) or dataset_size < 1:
         raise UserError(f"dataset_size is {dataset_size}; give the number of training examples N, at least 1.")
 
 
+def _check_step(step: int) -> None:
+    if not is_whole(step) or step < 0:
+        raise UserError(f"step is {step}; steps are whole numbers and count from 0.")
+
+
 def _generator(seed: int | bytes, purpose: str, place: int) -> np.random.Generator:
-    if place < 0:
-        raise UserError(f"step is {place}; steps count from 0.")
     secret = seed if isinstance(seed, bytes) else str(int(seed)).encode()
     digest = hashlib.sha256(f"groupwise {purpose} {int(place)}\0".encode() + secret).digest()
     return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))

@@ -17,7 +17,7 @@ from groupwise.clipping.factors import drop_zero_rows, scale_rows, weigh_rows
 from groupwise.clipping.rules.base import Clip, Gradients, LayerRule, Saved, Wanted, register_rule, upcast
 from groupwise.clipping.rules.linear import gram_norms
 
-CHUNK_FLOATS = 1 << 20
+CHUNK_FLOATS = 1 << 22
 """Numbers that the unfolded inputs, or the per-example gradients, of one chunk may hold: about the size of a cache."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -71,12 +71,12 @@ class ConvRule(LayerRule):
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         if not self._wants_weights(wanted):
             return self._bias_squares(g)
-        squares = []
+        squares, terms = [], self._terms(saved)
         for x, gradient in self._chunks(saved, g):
             if self._by_gram(x, gradient):
                 squares.append(gram_norms(x.squeeze(1), gradient.squeeze(1).mT, bias=False))
             else:
-                squares.append(self._squares(saved, _materialize(x, gradient), wanted))
+                squares.append(self._squares(terms, _materialize(x, gradient), wanted))
         total = torch.cat(squares)
         return total + self._bias_squares(g) if wanted[1] else total
 
@@ -92,10 +92,10 @@ class ConvRule(LayerRule):
         if not self._wants_weights(wanted):
             return super().clipped_sum(saved, g, clip, wanted)
         biases = upcast(g).flatten(2).sum(2) if wanted[1] else None
-        weights, bias, start = None, None, 0
+        weights, bias, start, terms = None, None, 0, self._terms(saved)
         for x, gradient in self._chunks(saved, g):
             rows = _materialize(x, gradient)
-            square = self._squares(saved, rows, wanted)
+            square = self._squares(terms, rows, wanted)
             here = slice(start, start := start + rows.shape[0])
             factors = clip(square if biases is None else square + biases[here].square().sum(1))
             part = weigh_rows(factors, rows)
@@ -118,9 +118,13 @@ class ConvRule(LayerRule):
     def _wants_weights(self, wanted: Wanted) -> bool:
         return wanted[0]
 
-    def _squares(self, saved: Saved, rows: Tensor, wanted: Wanted) -> Tensor:
+    def _terms(self, saved: Saved) -> Any:
+        """What `_squares` needs besides the rows, made once for all chunks."""
+        return None
+
+    def _squares(self, terms: Any, rows: Tensor, wanted: Wanted) -> Tensor:
         """Squared norms (n,) of the weight gradients that come from rows (n, p, K) of the weight used."""
-        return rows.flatten(1).square().sum(1)
+        return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
 
     def _finish(self, saved: Saved, weights: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         """From the summed gradient (p, K) of the weight used to the gradients of the parameters."""

@@ -37,26 +37,33 @@ class WSConv2dRule(ConvRule):
     def _by_gram(self, x: Tensor, gradient: Tensor) -> bool:
         return False  # the closed form needs G itself
 
-    def _terms(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def _scales(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Standardised filters ŵ (p, K), gain·s (p,), and a (p,): 1 where the scale depends on the weight."""
         _, _, standard, scale, gain = saved
         assert standard is not None and scale is not None
         active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
         return standard, scale if gain is None else scale * upcast(gain), active
 
-    def _squares(self, saved: Saved, rows: Tensor, wanted: Wanted) -> Tensor:
-        standard, scale, active = self._terms(saved)
-        along = torch.einsum("npk,pk->np", rows, standard)
-        total = rows.new_zeros(rows.shape[0])
+    def _terms(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """Filters and ones side by side (p, K, 2), for both inner products in one pass; (gain·s)² and a, (p,)."""
+        standard, scale, active = self._scales(saved)
+        return torch.stack((standard, torch.ones_like(standard)), dim=2), scale.square(), active
+
+    def _squares(self, terms: tuple[Tensor, Tensor, Tensor], rows: Tensor, wanted: Wanted) -> Tensor:
+        filters, scale_squared, active = terms
+        along, total = torch.bmm(rows.transpose(0, 1), filters).unbind(2)  # (p, n): ⟨G, ŵ⟩ and ΣG
+        along = along.square()
+        squares = rows.new_zeros(rows.shape[0])
         if wanted[0]:
-            across = rows.square().sum(2) - rows.sum(2).square() / rows.shape[2] - active * along.square()
-            total = total + (scale.square() * across.clamp_min(0)).sum(1)
-        return total + along.square().sum(1) if wanted[2] else total
+            whole = torch.linalg.vector_norm(rows, dim=2).square()
+            across = whole.t() - total.square() / rows.shape[2] - active.unsqueeze(1) * along
+            squares = scale_squared @ across.clamp_min(0)
+        return squares + along.sum(0) if wanted[2] else squares
 
     def _finish(self, saved: Saved, weights: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         if weights is None:
             return None, bias, None
-        standard, scale, active = self._terms(saved)
+        standard, scale, active = self._scales(saved)
         along = (weights * standard).sum(1)
         weight = None
         if wanted[0]:

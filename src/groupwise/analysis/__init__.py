@@ -1,0 +1,1 @@
+"""From result rows to tables: reads `results/` only, never trains."""

@@ -1,0 +1,21 @@
+"""Shared by the privacy tests: a cache of their own, and the law that released noise must follow."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy import stats
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache folder for every test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("GROUPWISE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def follows_normal() -> Callable[[np.ndarray, float], bool]:
+    """(sample, std) -> whether a Kolmogorov-Smirnov test lets the sample pass as N(0, std²)."""
+    return lambda sample, std: bool(stats.kstest(np.asarray(sample, dtype=np.float64) / std, "norm").pvalue > 1e-3)

@@ -1,0 +1,94 @@
+"""Every allocation spends the same budget: Σ_k (C_k/std_k)² = 1/σ_new²."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import UserError
+from groupwise.privacy.allocation import ALLOCATIONS, noise_stds, noise_weights, sensitivity
+
+groups = st.lists(st.tuples(st.floats(1e-5, 1e3), st.integers(1, 10**7)), min_size=1, max_size=40)
+sigmas = st.floats(0.1, 100.0)
+
+
+def spends_the_budget(thresholds, stds, sigma) -> bool:
+    """The checker: the cost of all groups together is that of one Gaussian release at σ."""
+    cost = float((torch.as_tensor(thresholds, dtype=torch.float64) / torch.as_tensor(stds)).square().sum())
+    return math.isclose(cost, sigma**-2, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@given(groups=groups, sigma=sigmas)
+def test_all_allocations_cost_one_release_at_sigma(allocation, groups, sigma):
+    thresholds, sizes = zip(*groups, strict=True)
+    assert spends_the_budget(thresholds, noise_stds(thresholds, sizes, sigma, allocation), sigma)
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@given(groups=groups, sigma=sigmas, total=st.floats(1e-3, 1e3))
+def test_rescaled_thresholds_cost_the_same(allocation, groups, sigma, total):
+    raw, sizes = zip(*groups, strict=True)
+    raw = torch.tensor(raw, dtype=torch.float64)
+    rescaled = total * raw / raw.norm()
+    stds = noise_stds(rescaled, sizes, sigma, allocation)
+    assert spends_the_budget(rescaled, stds, sigma)
+    if allocation == "global":
+        assert stds.tolist() == pytest.approx([sigma * total] * len(sizes), rel=1e-9)
+
+
+@given(groups=st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=40), sigma=sigmas)
+def test_the_checker_catches_per_device_noise_without_the_root_of_k(groups, sigma):
+    planted = sigma * torch.tensor(groups, dtype=torch.float64)
+    assert not spends_the_budget(groups, planted, sigma)
+    assert spends_the_budget(groups, planted * math.sqrt(len(groups)), sigma)
+
+
+def test_the_checker_catches_noise_for_other_thresholds_than_those_that_clipped():
+    before, after = [1.0, 2.0], [1.0, 2.5]
+    assert not spends_the_budget(after, noise_stds(before, [3, 4], 1.0, "equal_budget"), 1.0)
+
+
+def test_weights_are_those_of_the_paper():
+    thresholds, sizes = [2.0, 3.0], [4, 9]
+    assert noise_weights(thresholds, sizes, "global").tolist() == [1.0, 1.0]
+    assert noise_weights(thresholds, sizes, "equal_budget").tolist() == [2.0, 3.0]
+    assert noise_weights(thresholds, sizes, "weighted").tolist() == [1.0, 1.0]
+
+
+def test_sensitivity_of_equal_budgets_is_the_root_of_k():
+    assert sensitivity([0.1, 5.0, 7.0], [0.1, 5.0, 7.0]) == pytest.approx(math.sqrt(3.0))
+
+
+def test_no_noise_multiplier_means_no_noise():
+    assert noise_stds([1.0, 2.0], [1, 1], 0.0, "global").tolist() == [0.0, 0.0]
+
+
+def test_stds_are_float64_on_the_cpu():
+    stds = noise_stds(torch.tensor([1.0, 2.0], dtype=torch.float32), [1, 1], 1.0, "weighted")
+    assert stds.dtype == torch.float64
+    assert stds.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "sizes", "sigma", "allocation", "reason"),
+    [
+        ([1.0], [1], 1.0, "fair", "choose one of global, equal_budget, weighted"),
+        ([0.0], [1], 1.0, "global", "above 0"),
+        ([-1.0], [1], 1.0, "global", "above 0"),
+        ([math.nan], [1], 1.0, "global", "above 0"),
+        ([math.inf], [1], 1.0, "global", "finite"),
+        ([], [], 1.0, "global", "one for each group"),
+        ([[1.0]], [1], 1.0, "global", "flat list"),
+        ([1.0, 1.0], [1], 1.0, "global", "one of each"),
+        ([1.0], [0], 1.0, "weighted", "sizes"),
+        ([1.0], [1], -1.0, "global", "noise_multiplier"),
+        ([1.0], [1], math.nan, "global", "noise_multiplier"),
+        ([1.0], [1], math.inf, "global", "noise_multiplier"),
+    ],
+)
+def test_refusals(thresholds, sizes, sigma, allocation, reason):
+    with pytest.raises(UserError, match=reason):
+        noise_stds(thresholds, sizes, sigma, allocation)

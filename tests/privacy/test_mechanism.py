@@ -1,0 +1,184 @@
+"""The release of a logical batch: sum, noise once, divide by the configured B; and what one example can move."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from groupwise.clipping import attach, per_layer
+from groupwise.errors import UserError
+from groupwise.privacy.allocation import ALLOCATIONS, noise_weights, sensitivity
+from groupwise.privacy.mechanism import release_gradients
+from groupwise.privacy.noise import NoiseSource
+
+SOURCE = NoiseSource.from_seed(0)
+
+
+def make_groups(*shapes, dtype=torch.float32) -> list[list[nn.Parameter]]:
+    """One group for each tuple of shapes, with gradients that are all 1."""
+    groups = [[nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in group] for group in shapes]
+    for parameter in (parameter for group in groups for parameter in group):
+        parameter.grad = torch.ones_like(parameter)
+    return groups
+
+
+def release(groups, thresholds, **options) -> torch.Tensor:
+    defaults = {"allocation": "global", "noise_multiplier": 1.0, "expected_batch_size": 4.0, "noise": SOURCE, "step": 0}
+    return release_gradients(groups, thresholds, **{**defaults, **options})
+
+
+def flat(group) -> np.ndarray:
+    return torch.cat([parameter.grad.flatten() for parameter in group]).numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+def test_every_group_is_noised_at_its_own_scale(follows_normal, allocation, dtype):
+    thresholds, sigma, batch = [0.1, 1.0, 5.0], 1.5, 256.0
+    groups = make_groups([(100, 80), (80,)], [(6000,)], [(50, 30, 5), (9,)], dtype=dtype)
+    sizes = [8080, 6000, 7509]
+    stds = release(groups, thresholds, allocation=allocation, noise_multiplier=sigma, expected_batch_size=batch, step=3)
+    weights = noise_weights(thresholds, sizes, allocation)
+    assert stds.tolist() == pytest.approx((sigma * sensitivity(thresholds, weights) * weights).tolist())
+    for group, std in zip(groups, stds.tolist(), strict=True):
+        noise = flat(group) * batch - 1.0
+        assert follows_normal(noise, std)
+        assert not follows_normal(noise, std * 2 / 3)
+        assert not follows_normal(noise, std * 3 / 2)
+
+
+def test_groups_and_parameters_get_independent_noise():
+    (first, second), (third,) = groups = make_groups([(5000,), (5000,)], [(5000,)])
+    release(groups, [1.0, 1.0])
+    noises = np.stack([flat([parameter]) for parameter in (first, second, third)])
+    assert np.abs(np.corrcoef(noises) - np.eye(3)).max() < 5 / math.sqrt(5000)
+
+
+def test_the_sum_is_noised_and_then_divided_by_the_configured_batch_size():
+    groups = make_groups([(3,)], dtype=torch.float64)
+    (std,) = release(groups, [2.0], noise_multiplier=0.7, expected_batch_size=8.0, step=5).tolist()
+    noise = SOURCE.add_gaussian_(torch.zeros(3, dtype=torch.float64), 0.7 * 2.0, 5, 0)
+    assert std == pytest.approx(1.4)
+    assert torch.equal(groups[0][0].grad, (1.0 + noise) / 8.0)
+
+
+def test_an_empty_batch_is_noise_only():
+    groups = make_groups([(4,)], [(2,)])
+    for (parameter,) in groups:
+        parameter.grad = None
+    release(groups, [1.0, 1.0], expected_batch_size=1.0)
+    empty = [flat(group) for group in groups]
+    zero = make_groups([(4,)], [(2,)])
+    for (parameter,) in zero:
+        parameter.grad.zero_()
+    release(zero, [1.0, 1.0], expected_batch_size=1.0)
+    assert all(np.array_equal(a, flat(b)) and np.all(a != 0) for a, b in zip(empty, zero, strict=True))
+
+
+def test_without_noise_the_mean_is_left():
+    groups = make_groups([(3,)])
+    assert release(groups, [1.0], noise_multiplier=0.0).tolist() == [0.0]
+    assert flat(groups[0]).tolist() == [0.25] * 3
+
+
+def test_a_replayed_step_releases_the_same_and_the_next_one_does_not():
+    released = []
+    for step in (1, 1, 2):
+        groups = make_groups([(9,)])
+        release(groups, [1.0], step=step)
+        released.append(flat(groups[0]))
+    assert np.array_equal(released[0], released[1])
+    assert not np.any(released[0] == released[2])
+
+
+def test_tied_parameters_in_two_groups_are_refused():
+    tied = nn.Parameter(torch.zeros(3))
+    for groups in ([[tied], [tied]], [[tied, tied]], [[tied], [nn.Parameter(tied.data)]]):
+        with pytest.raises(UserError, match="tied weights"):
+            release(groups, [1.0] * len(groups))
+
+
+def test_overlapping_views_are_refused_and_neighbouring_ones_are_not():
+    memory = torch.zeros(10)
+    with pytest.raises(UserError, match="shares its memory"):
+        release([[nn.Parameter(memory[:6])], [nn.Parameter(memory[5:])]], [1.0, 1.0])
+    release([[nn.Parameter(memory[:5])], [nn.Parameter(memory[5:])]], [1.0, 1.0])
+
+
+def test_nothing_is_noised_before_a_refusal_of_the_groups():
+    tied, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    other.grad = torch.ones(3)
+    with pytest.raises(UserError):
+        release([[other], [tied], [tied]], [1.0] * 3)
+    assert other.grad.tolist() == [1.0] * 3
+
+
+def test_half_precision_gradients_are_refused():
+    with pytest.raises(UserError, match="float32"):
+        release(make_groups([(3,)], dtype=torch.bfloat16), [1.0])
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "options", "reason"),
+    [
+        ([1.0, 1.0], {}, "one of each"),
+        ([0.0], {}, "above 0"),
+        ([1.0], {"expected_batch_size": 0.0}, "expected_batch_size"),
+        ([1.0], {"expected_batch_size": math.nan}, "expected_batch_size"),
+        ([1.0], {"noise_multiplier": -1.0}, "noise_multiplier"),
+        ([1.0], {"allocation": "fair"}, "allocation"),
+    ],
+)
+def test_refusals(thresholds, options, reason):
+    with pytest.raises(UserError, match=reason):
+        release(make_groups([(3,)]), thresholds, **options)
+
+
+class TestNeighbours:
+    """Leaving one example out of a batch moves the weighted sums by at most S, and the counts by exactly ½√K."""
+
+    THRESHOLDS = (0.05, 0.3, 1.0)
+
+    @pytest.fixture
+    def parts(self):
+        """Model, inputs and targets, with examples of very different gradients."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        scale = torch.logspace(-2, 2, 8, dtype=torch.float64)[:, None]
+        return model, torch.randn(8, 6, dtype=torch.float64) * scale, torch.randint(0, 3, (8,))
+
+    def clipped(self, parts, keep, thresholds=THRESHOLDS):
+        model, inputs, targets = parts
+        model.zero_grad()
+        with attach(model, per_layer(model), thresholds) as engine:
+            engine.backward(5.0 * F.cross_entropy(model(inputs[keep]), targets[keep], reduction="none"))
+            sums = [torch.cat([p.grad.flatten() for p in group.parameters]).clone() for group in engine.groups]
+            return sums, engine.counts - 0.5 * len(keep)
+
+    def worst(self, parts, weights, clip_at=THRESHOLDS):
+        """The largest weighted distance between the whole batch and one without an example; and that of the counts."""
+        everyone = list(range(8))
+        whole, counts = self.clipped(parts, everyone, clip_at)
+        distances, moved = [], []
+        for left_out in everyone:
+            rest, fewer = self.clipped(parts, [i for i in everyone if i != left_out], clip_at)
+            parts_moved = [((a - b).norm() / w) ** 2 for a, b, w in zip(whole, rest, weights.tolist(), strict=True)]
+            distances.append(math.sqrt(sum(parts_moved)))
+            moved.append(float((counts - fewer).norm()))
+        return max(distances), moved
+
+    @pytest.mark.parametrize("allocation", ALLOCATIONS)
+    def test_one_example_moves_no_more_than_was_accounted_for(self, parts, allocation):
+        weights = noise_weights(self.THRESHOLDS, [56, 72, 27], allocation)
+        bound = sensitivity(self.THRESHOLDS, weights)
+        worst, counts = self.worst(parts, weights)
+        assert 0.5 * bound < worst <= bound * (1 + 1e-6)
+        assert counts == pytest.approx([0.5 * math.sqrt(3)] * 8)
+
+    def test_the_check_catches_clipping_at_other_thresholds_than_the_noise_is_for(self, parts):
+        weights = noise_weights(self.THRESHOLDS, [56, 72, 27], "equal_budget")
+        worst, _ = self.worst(parts, weights, clip_at=tuple(2 * c for c in self.THRESHOLDS))
+        assert worst > sensitivity(self.THRESHOLDS, weights)

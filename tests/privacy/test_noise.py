@@ -1,0 +1,182 @@
+"""The noise: its law, that it is never used twice, that it can be replayed, and whose key is a secret."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.errors import UserError
+from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
+
+SOURCE = NoiseSource.from_seed(7)
+DTYPES = [torch.float32, torch.float64]
+
+
+def draw(size=20_000, std=1.0, step=0, stream=0, source=SOURCE, dtype=torch.float32) -> torch.Tensor:
+    return source.add_gaussian_(torch.zeros(size, dtype=dtype), std, step, stream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("std", [1e-4, 1.0, 37.0])
+@pytest.mark.parametrize("step", [0, 5])
+def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal, dtype, std, step):
+    noise = draw(std=std, step=step, dtype=dtype).numpy()
+    assert follows_normal(noise, std)
+    assert not follows_normal(noise, std * 2 / 3)
+    assert not follows_normal(noise, std * 3 / 2)
+    assert not follows_normal(np.abs(noise), std)
+    assert not follows_normal(noise + 0.1 * std, std)
+
+
+def test_the_tails_are_there():
+    noise = draw(2_000_000).numpy()
+    assert (np.abs(noise) > 4.0).sum() == pytest.approx(2e6 * 6.334e-5, abs=45)  # four standard errors
+
+
+def test_entries_do_not_repeat_from_chunk_to_chunk(follows_normal):
+    noise = draw(300_000).numpy()
+    assert follows_normal(noise, 1.0)
+    assert len(np.unique(draw(300_000, dtype=torch.float64).numpy())) == 300_000
+    assert abs(np.corrcoef(noise[:-65_536], noise[65_536:])[0, 1]) < 5 / np.sqrt(len(noise) - 65_536)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"step": 1}, {"stream": 1}, {"stream": COUNT_STREAM}, {"source": NoiseSource.from_seed(8)}],
+    ids=["step", "stream", "counts", "key"],
+)
+def test_another_step_stream_or_key_is_independent_noise(other):
+    noise, another = draw().numpy(), draw(**other).numpy()
+    assert abs(np.corrcoef(noise, another)[0, 1]) < 5 / np.sqrt(len(noise))
+    assert not np.intersect1d(draw(dtype=torch.float64), draw(**other, dtype=torch.float64)).size
+
+
+def test_step_and_stream_are_not_confused():
+    assert not torch.equal(draw(step=1, stream=2), draw(step=2, stream=1))
+    assert not torch.equal(draw(step=12, stream=3), draw(step=1, stream=23))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_replay_adds_the_very_same_noise(dtype):
+    copy = NoiseSource.from_key(SOURCE.key)
+    draw(step=1)  # what was drawn in between does not matter
+    torch.manual_seed(3)
+    np.random.seed(3)
+    assert torch.equal(draw(step=4, dtype=dtype), draw(step=4, source=copy, dtype=dtype))
+
+
+def test_the_noise_is_the_same_in_another_process():
+    script = (
+        "import torch; from groupwise.privacy.noise import NoiseSource;"
+        "print(NoiseSource.from_seed(7).add_gaussian_(torch.zeros(3).double(), 1.0, 2, 5).tolist())"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == str(draw(3, step=2, stream=5, dtype=torch.float64).tolist())
+
+
+def test_the_global_generators_are_left_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    draw()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5, 3), (70, 8, 40, 40)], ids=["small", "several chunks"])
+def test_the_memory_layout_changes_nothing(shape):
+    plain = torch.zeros(shape)
+    permuted = torch.zeros(shape[::-1]).permute(3, 2, 1, 0)
+    last = torch.zeros(shape).to(memory_format=torch.channels_last)
+    strided = torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
+    expected = SOURCE.add_gaussian_(plain, 1.0, 0, 0)
+    for other in (permuted, last, strided):
+        assert not other.is_contiguous()
+        assert torch.equal(SOURCE.add_gaussian_(other, 1.0, 0, 0), expected)
+
+
+def test_noise_is_added_in_place_to_what_is_there():
+    tensor = torch.full((5,), 3.0, dtype=torch.float64)
+    result = SOURCE.add_gaussian_(tensor, 2.0, 0, 0)
+    assert result is tensor
+    assert torch.allclose(result - 3.0, 2.0 * draw(5, dtype=torch.float64))
+
+
+def test_parameters_are_noised_outside_the_graph():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    SOURCE.add_gaussian_(parameter, 1.0, 0, 0)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+@pytest.mark.parametrize("size", [(), (0,), (1,)])
+def test_scalars_and_empty_tensors(size):
+    assert SOURCE.add_gaussian_(torch.zeros(size), 1.0, 0, 0).shape == size
+
+
+def test_no_std_no_noise():
+    assert draw(std=0.0).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
+def test_narrow_types_are_refused(dtype):
+    with pytest.raises(UserError, match="convert the summed gradient to float32"):
+        draw(dtype=dtype)
+
+
+@pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf")])
+def test_a_std_that_is_none_is_refused(std):
+    with pytest.raises(UserError, match="std"):
+        draw(std=std)
+
+
+def test_tensor_subclasses_are_refused():
+    class Sharded(torch.Tensor):
+        pass
+
+    with pytest.raises(UserError, match="Sharded"):
+        SOURCE.add_gaussian_(torch.zeros(3).as_subclass(Sharded), 1.0, 0, 0)
+
+
+def test_fresh_sources_differ_and_are_secret():
+    first, second = NoiseSource.fresh(), NoiseSource.fresh()
+    assert first.is_secret and second.is_secret
+    assert first.key != second.key
+    assert not torch.equal(draw(source=first), draw(source=second))
+
+
+def test_fresh_keys_come_from_the_operating_system():
+    torch.manual_seed(0)
+    np.random.seed(0)
+    first = NoiseSource.fresh()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    assert first.key != NoiseSource.fresh().key
+
+
+def test_a_seed_is_no_secret():
+    assert not NoiseSource.from_seed(1).is_secret
+    assert NoiseSource.from_seed(1).key == NoiseSource.from_seed(1).key != NoiseSource.from_seed(2).key
+    assert not NoiseSource.from_key(NoiseSource.from_seed(1).key, is_secret=False).is_secret
+
+
+def test_derived_keys_are_their_own():
+    derived = {SOURCE.derive("sampling"), SOURCE.derive("other"), NoiseSource.from_seed(8).derive("sampling"), SOURCE.key}
+    assert len(derived) == 4
+    assert SOURCE.derive("sampling") == NoiseSource.from_key(SOURCE.key).derive("sampling")
+
+
+@pytest.mark.parametrize("key", [b"", b"too short", 32, "x" * 32, None])
+def test_a_key_that_is_none_is_refused(key):
+    with pytest.raises(UserError, match="16 bytes"):
+        NoiseSource.from_key(key)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_law_on_a_gpu(follows_normal, dtype):
+    noise = [SOURCE.add_gaussian_(torch.zeros(20_000, dtype=dtype, device="cuda"), 2.0, s, 0).cpu() for s in (0, 0, 1)]
+    assert follows_normal(noise[0].numpy(), 2.0)
+    assert not follows_normal(noise[0].numpy(), 2.0 * 2 / 3)
+    assert torch.equal(noise[0], noise[1])
+    assert not torch.equal(noise[0], noise[2])

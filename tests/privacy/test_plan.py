@@ -1,0 +1,226 @@
+"""The plan: made from ε or σ, consistent or refused, unchangeable, and honest about what it promises."""
+
+import dataclasses
+import json
+import math
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import UserError
+from groupwise.privacy import plan as plan_module
+from groupwise.privacy import prv
+from groupwise.privacy.calibration import Calibration
+from groupwise.privacy.plan import PrivacyPlan, make_plan
+
+SETTING = {"dataset_size": 5000, "expected_batch_size": 100, "steps": 200, "delta": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def plan() -> PrivacyPlan:
+    """ε = 3 with 16 groups and 1 % of the budget for their quantiles."""
+    return make_plan(**SETTING, epsilon=3.0, num_groups=16, quantile_budget=0.01, cache=False)
+
+
+def make(**changes) -> PrivacyPlan:
+    return make_plan(**{**SETTING, "epsilon": 3.0, "accountant": "rdp", **changes})
+
+
+def test_it_holds_the_settings_and_follows_the_formulas(plan):
+    assert plan.sample_rate == 0.02
+    assert (plan.adjacency, plan.sampling, plan.accountant, plan.note) == ("add_remove", "poisson", "prv", "")
+    assert plan.epsilon == 3.0
+    assert plan.is_private
+    assert plan.count_noise_multiplier == pytest.approx(plan.noise_multiplier * math.sqrt(16 / 0.04))
+    assert plan.gradient_noise_multiplier == pytest.approx(plan.noise_multiplier / math.sqrt(0.99))
+
+
+@given(sigma=st.floats(0.3, 100.0), groups=st.integers(1, 500), share=st.floats(1e-4, 0.99))
+def test_gradients_and_counts_together_cost_one_release_at_sigma(sigma, groups, share):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "calibrate", lambda *_, **__: Calibration(sigma, 3.0))
+        plan = make(num_groups=groups, quantile_budget=share)
+    cost = plan.gradient_noise_multiplier**-2 + groups / (4 * plan.count_noise_multiplier**2)
+    assert cost == pytest.approx(sigma**-2, rel=1e-9)
+
+
+def test_fixed_thresholds_spend_everything_on_gradients():
+    plan = make(num_groups=16)
+    assert (plan.count_noise_multiplier, plan.gradient_noise_multiplier) == (0.0, plan.noise_multiplier)
+
+
+def test_epsilon_of_a_given_sigma_is_an_upper_bound(plan):
+    back = make_plan(**SETTING, noise_multiplier=plan.noise_multiplier)
+    assert 0.999 * 3.0 <= back.epsilon <= 3.0
+    assert back.spent(200).epsilon == back.epsilon
+
+
+def test_what_was_spent_keeps_to_the_target(plan):
+    report = plan.spent(200)
+    assert report.epsilon <= plan.epsilon
+    assert report.epsilon == report.prv.upper
+    assert report.prv.upper <= report.rdp
+    assert report.guaranteed
+    assert plan.spent(100).epsilon < report.epsilon < plan.spent(201).epsilon
+
+
+def test_nothing_was_spent_before_the_first_step(plan):
+    assert plan.spent(0).epsilon == 0.0
+    assert plan.progress(0) == 0.0
+
+
+@pytest.mark.parametrize("executed", [-1, 1.5, math.nan])
+def test_spending_needs_a_number_of_steps(plan, executed):
+    with pytest.raises(UserError, match="executed_steps"):
+        plan.spent(executed)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_the_report_quotes_the_plans_accountant(accountant):
+    plan = make_plan(**{**SETTING, "steps": 40}, noise_multiplier=1.0, accountant=accountant)
+    report = plan.spent(40)
+    assert report.epsilon == getattr(report, accountant) == plan.epsilon
+    assert (report.pld is None) == (accountant != "pld")
+
+
+def test_progress_rises_to_epsilon(plan):
+    curve = [plan.progress(step) for step in range(0, 201)]
+    assert curve[-1] == pytest.approx(plan.epsilon, rel=1e-12)
+    assert all(a < b for a, b in zip(curve, curve[1:], strict=False))
+    assert curve[100] == pytest.approx(plan.spent(100).prv.estimate, rel=0.1)
+
+
+def test_it_survives_json(plan):
+    for original in (plan, make(epsilon=math.inf), make(sampling="shuffle", quantile_budget=0.1)):
+        assert PrivacyPlan.from_dict(json.loads(json.dumps(original.to_dict(), allow_nan=False))) == original
+
+
+def test_a_saved_plan_of_another_shape_is_refused(plan):
+    saved = plan.to_dict()
+    with pytest.raises(UserError, match="delta"):
+        PrivacyPlan.from_dict({key: value for key, value in saved.items() if key != "delta"})
+    with pytest.raises(UserError, match="colour"):
+        PrivacyPlan.from_dict({**saved, "colour": "red"})
+
+
+def test_nothing_can_be_changed(plan):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.noise_multiplier = 0.1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gradient_noise_multiplier": 0.5},
+        {"count_noise_multiplier": 0.5},
+        {"noise_multiplier": 0.5},
+        {"quantile_budget": 0.5},
+        {"num_groups": 17},
+        {"quantile_budget": 0.0},
+    ],
+)
+def test_scales_that_do_not_fit_together_are_refused(plan, change):
+    with pytest.raises(UserError, match="do not follow from sigma"):
+        dataclasses.replace(plan, **change)
+
+
+def test_no_noise_means_infinite_epsilon_and_the_other_way_round(plan):
+    nothing = {"noise_multiplier": 0.0, "count_noise_multiplier": 0.0, "gradient_noise_multiplier": 0.0}
+    with pytest.raises(UserError, match="no noise exactly when its epsilon is infinite"):
+        dataclasses.replace(plan, **nothing)
+    with pytest.raises(UserError, match="no noise exactly when its epsilon is infinite"):
+        dataclasses.replace(plan, epsilon=math.inf)
+
+
+@pytest.mark.parametrize("given", [{"epsilon": math.inf}, {"epsilon": None, "noise_multiplier": 0.0}])
+def test_a_run_without_noise_has_no_guarantee(given):
+    plan = make(**given, num_groups=4, quantile_budget=0.1)
+    assert plan.epsilon == math.inf
+    scales = (plan.noise_multiplier, plan.count_noise_multiplier, plan.gradient_noise_multiplier)
+    assert scales == (0.0, 0.0, 0.0)
+    assert not plan.is_private
+    assert plan.progress(1) == math.inf
+    report = plan.spent(200)
+    assert report.epsilon == math.inf
+    assert not report.guaranteed
+    assert report.to_dict()["prv"]["upper"] == "inf"
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_shuffled_batches_are_never_called_private():
+    plan = make(sampling="shuffle")
+    assert plan.noise_multiplier == make().noise_multiplier
+    assert not plan.is_private
+    assert not plan.spent(10).guaranteed
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"epsilon": 0.0}, "epsilon is 0"),
+        ({"epsilon": -1.0}, "epsilon is -1"),
+        ({"epsilon": math.nan}, "epsilon is nan"),
+        ({"noise_multiplier": 1.0}, "exactly one of"),
+        ({"epsilon": None}, "exactly one of"),
+        ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"epsilon": None, "noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"epsilon": None, "noise_multiplier": math.inf}, "noise_multiplier"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": -1e-5}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"delta": math.nan}, "delta"),
+        ({"quantile_budget": 1.0}, "sigma_b is too small"),
+        ({"quantile_budget": -0.1}, "quantile_budget"),
+        ({"quantile_budget": math.nan}, "quantile_budget"),
+        ({"expected_batch_size": 5001}, "at most N"),
+        ({"expected_batch_size": 0}, "above 0"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 1.5}, "steps"),
+        ({"dataset_size": 0}, "dataset_size"),
+        ({"dataset_size": math.nan}, "dataset_size"),
+        ({"num_groups": 0}, "num_groups"),
+        ({"num_groups": 1.5}, "num_groups"),
+        ({"sampling": "fixed"}, "choose one of poisson, shuffle"),
+        ({"accountant": "gdp"}, "choose one of prv, pld, rdp"),
+    ],
+)
+def test_refusals(changes, reason):
+    with pytest.raises(UserError, match=reason):
+        make(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"epsilon": math.inf, "steps": 0}, {"epsilon": math.inf, "delta": 2.0}])
+def test_a_run_without_noise_is_checked_as_well(changes):
+    with pytest.raises(UserError):
+        make(**changes)
+
+
+def test_only_add_remove_is_accounted_for(plan):
+    with pytest.raises(UserError, match="add_remove"):
+        dataclasses.replace(plan, adjacency="replace")
+
+
+def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
+    with pytest.warns(UserWarning, match="not below 1/N") as caught:
+        make(delta=1 / 5000)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(delta=0.9 / 5000)
+
+
+def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Discrete mean differs from continuous mean significantly.")
+
+    prv._coarse.cache_clear()
+    monkeypatch.setattr(prv, "_compose", fail)
+    plan = make_plan(**{**SETTING, "steps": 20}, epsilon=3.0)
+    report = plan.spent(20)
+    assert report.epsilon == report.prv.upper <= 3.0
+    assert "PLD" in report.prv.note
+    headline = plan.statement().splitlines()[0]
+    assert "(PLD, upper bound)" in headline
+    assert "PRV" not in headline
