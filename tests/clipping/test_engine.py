@@ -280,3 +280,12 @@ def test_compiled_model_gives_the_same_sums(batch):
         engine.backward(losses_of(torch.compile(model), batch))
         for name, gradient in expected.items():
             torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_losses_of_a_forward_that_is_over_are_refused(batch):
+    model = small_net()
+    with attach(model, per_layer(model), 0.5) as engine:
+        first, second = losses_of(model, batch), losses_of(model, batch)
+        engine.backward(second)
+        with pytest.raises(UserError, match="forward pass that is over"):
+            engine.backward(first)

@@ -119,7 +119,12 @@ class TestCache:
     def searches(self, monkeypatch):
         """The settings that were searched for, rather than read."""
         done = []
-        monkeypatch.setattr(calibration, "_search", lambda *a: done.append(a) or Calibration(1.25, 0.999 * a[0], "note"))
+
+        def search(epsilon, *others):
+            done.append((epsilon, *others))
+            return Calibration(1.25, 0.999 * epsilon, "note")
+
+        monkeypatch.setattr(calibration, "_search", search)
         return done
 
     def test_the_second_time_is_read(self, searches, own_cache):

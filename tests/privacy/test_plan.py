@@ -1,6 +1,7 @@
 """The plan: made from ε or σ, consistent or refused, unchangeable, and honest about what it promises."""
 
 import dataclasses
+import itertools
 import json
 import math
 import warnings
@@ -88,8 +89,8 @@ def test_the_report_quotes_the_plans_accountant(accountant):
 def test_progress_rises_to_epsilon(plan):
     curve = [plan.progress(step) for step in range(0, 201)]
     assert curve[-1] == pytest.approx(plan.epsilon, rel=1e-12)
-    assert all(a < b for a, b in zip(curve, curve[1:], strict=False))
-    assert curve[100] == pytest.approx(plan.spent(100).prv.estimate, rel=0.1)
+    assert all(a < b for a, b in itertools.pairwise(curve))
+    assert curve[100] == pytest.approx(plan.spent(100).prv.estimate, rel=0.2)  # smooth and cheap, not exact
 
 
 def test_it_survives_json(plan):
@@ -217,9 +218,9 @@ def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(monkeypatch):
 
     prv._coarse.cache_clear()
     monkeypatch.setattr(prv, "_compose", fail)
-    plan = make_plan(**{**SETTING, "steps": 20}, epsilon=3.0)
-    report = plan.spent(20)
-    assert report.epsilon == report.prv.upper <= 3.0
+    plan = make_plan(**{**SETTING, "expected_batch_size": 5000, "steps": 4}, epsilon=0.5)
+    report = plan.spent(4)
+    assert report.epsilon == report.prv.upper <= 0.5
     assert "PLD" in report.prv.note
     headline = plan.statement().splitlines()[0]
     assert "(PLD, upper bound)" in headline

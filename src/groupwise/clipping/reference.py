@@ -51,7 +51,7 @@ def clipped_sums(
         gradients = dict(zip(parameters, torch.autograd.grad(loss_of(example), list(parameters.values())), strict=True))
         for k, group in enumerate(members):
             norms[k, column] = torch.stack([gradients[name].square().sum() for name in group]).sum().sqrt()
-            factor = clip_rule(norms[k, column].view(1), thresholds[k])
+            factor = float(clip_rule(norms[k, column].view(1), thresholds[k]))
             for name in group:
                 sums[name] += factor * gradients[name]
     return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64))

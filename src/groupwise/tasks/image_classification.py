@@ -14,8 +14,8 @@ from groupwise.config import RunConfig
 from groupwise.data import ImageData, channel_statistics, load_images, normalize
 from groupwise.errors import UserError
 from groupwise.models import wide_resnet
-from groupwise.tasks.base import Split
 from groupwise.training.precision import autocast
+from groupwise.training.task import Split
 
 Images = tuple[Tensor, Tensor]
 

@@ -6,7 +6,7 @@ import torch
 
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
-from groupwise.tasks.base import Task
+from groupwise.training.task import Task
 
 
 def _cifar(config: RunConfig, device: torch.device) -> Task:

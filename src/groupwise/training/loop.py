@@ -17,7 +17,7 @@ from groupwise.privacy import (
     ShuffleSampler,
     release_gradients,
 )
-from groupwise.tasks.base import Task
+from groupwise.training.task import Task
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 
 from groupwise.errors import UserError
 from groupwise.launch.compose import compose_run
-from groupwise.training.run import run
+from groupwise.launch.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer", "adaptive_flat", "fixed_block", "adaptive_block")

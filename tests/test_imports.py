@@ -1,0 +1,52 @@
+"""Imports point one way, and the two libraries inside can be taken alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "groupwise"
+MAY_IMPORT = {
+    "clipping": {"clipping", "errors"},
+    "privacy": {"privacy", "errors"},
+    "models": {"models", "clipping", "errors"},
+    "data": {"data", "errors"},
+    "training": {"training", "clipping", "privacy", "config", "errors"},
+    "tasks": {"tasks", "training", "models", "data", "config", "errors"},
+    "analysis": {"analysis", "training", "errors"},
+}
+
+
+def imported(file: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_point_one_way(room):
+    for file in (SOURCE / room).rglob("*.py"):
+        rooms = {name.split(".")[1] for name in imported(file) if name.startswith("groupwise.")}
+        assert rooms <= MAY_IMPORT[room], file
+
+
+@pytest.mark.parametrize(
+    ("library", "never"),
+    [
+        (
+            "groupwise.clipping",
+            {"hydra", "omegaconf", "numpy.random", "pandas", "scipy", "torchvision", "prv_accountant"},
+        ),
+        ("groupwise.privacy", {"hydra", "omegaconf", "pandas", "torchvision", "prv_accountant", "dp_accounting"}),
+    ],
+)
+def test_a_library_taken_alone_brings_nothing_else(library, never):
+    code = f"import torch, sys; before = set(sys.modules); import {library}; print(*(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not never & set(loaded)
