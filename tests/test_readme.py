@@ -14,6 +14,7 @@ import torch
 
 from groupwise.launch.compose import compose_run, register
 from groupwise.launch.sweep import check_sweep
+from groupwise.privacy import make_plan
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -71,6 +72,19 @@ def test_the_library_snippets_of_the_readme_are_short_and_the_private_one_keeps_
     assert accuracy > 0.8
 
 
+def test_the_readme_shows_the_statement_of_the_demo() -> None:
+    plan = make_plan(
+        dataset_size=1433,
+        expected_batch_size=256,
+        steps=168,
+        epsilon=8,
+        delta=1e-5,
+        num_groups=21,
+        quantile_budget=0.01,
+    )
+    assert plan.statement() in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_errata_quotes_what_its_script_prints() -> None:
     text = (ROOT / "docs" / "errata.md").read_text()
@@ -82,7 +96,10 @@ def test_errata_quotes_what_its_script_prints() -> None:
     assert not [number for number in numbers if number not in told and number[:-1] not in told]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=[pytest.mark.slow] if "+sweep=" in command else []) for command in commands()],
+)
 def test_commands_compose(command: str) -> None:
     arguments = [re.sub(r"<\w+>", "x", part) for part in shlex.split(command)[2:]]
     if "--help" in arguments:

@@ -4,7 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from scipy import stats
+
+# On a busy machine a first example may take long; that is no failure.
+settings.register_profile("groupwise", deadline=None)
+settings.load_profile("groupwise")
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,16 @@ def test_without_sampling_the_bounds_bracket_the_analytic_gaussian(sigma, steps)
     assert exact <= epsilon_rdp(sigma, 1.0, steps, 1e-5)
 
 
-@pytest.mark.parametrize("mechanism", [(1.0, 0.02, 400, 1e-5), (0.7, 0.004, 1000, 1e-6), (12.0, 0.3, 50, 1e-5)])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        (1.0, 0.02, 400, 1e-5),
+        (12.0, 0.3, 50, 1e-5),
+        pytest.param((0.7, 0.004, 1000, 1e-6), marks=pytest.mark.slow),
+        pytest.param((6.9685, 0.08192, 3662, 1e-5), marks=pytest.mark.slow, id="cifar10"),
+        pytest.param((0.7062, 0.015204, 1315, 4.885e-6), marks=pytest.mark.slow, id="sst2"),
+    ],
+)
 def test_prv_is_no_looser_than_rdp_and_covers_pld(mechanism):
     """PLD composes both directions, adding and removing an example: PRV's one must not fall below their worse."""
     bounds = epsilon_prv(*mechanism)

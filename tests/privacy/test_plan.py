@@ -80,8 +80,8 @@ def test_spending_needs_a_number_of_steps(plan, executed):
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_the_report_quotes_the_plans_accountant(accountant):
-    plan = make_plan(**{**SETTING, "steps": 40}, noise_multiplier=1.0, accountant=accountant)
-    report = plan.spent(40)
+    plan = make_plan(**{**SETTING, "expected_batch_size": 5000}, noise_multiplier=100.0, accountant=accountant)
+    report = plan.spent(200)
     assert report.epsilon == getattr(report, accountant) == plan.epsilon
     assert (report.pld is None) == (accountant != "pld")
 

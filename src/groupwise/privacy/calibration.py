@@ -4,6 +4,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from groupwise.errors import UserError
 from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds
@@ -138,7 +139,7 @@ def _central_limit_guess(curve: Callable[[float], float], epsilon: float) -> flo
 
 
 def _from_cache(key: dict[str, object], epsilon: float) -> Calibration | None:
-    value = read_cache(key)
+    value: Any = read_cache(key)
     try:
         found = Calibration(float(value[0]), float(value[1]), str(value[2]))
     except (TypeError, ValueError, IndexError, KeyError):

@@ -72,5 +72,5 @@ def _check_partition(groups: Sequence[Sequence[nn.Parameter]]) -> None:
 def _extent(parameter: nn.Parameter) -> tuple[int, int, int]:
     """The storage, and the first byte and the one past the last that the parameter's entries take in it."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    start = parameter.storage_offset() * parameter.element_size()
-    return parameter.untyped_storage().data_ptr(), start, start + (last + 1) * parameter.element_size()
+    start = int(parameter.storage_offset()) * parameter.element_size()
+    return parameter.untyped_storage().data_ptr(), start, start + int(last + 1) * parameter.element_size()

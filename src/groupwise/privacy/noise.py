@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -88,8 +88,8 @@ class NoiseSource:
         # SFC64 is a quarter faster here than Philox, and numpy seeds it with 128 bits of the hash; torch's own CPU
         # generator is twice as fast still in float32 but keeps only 32 bits of its seed, few enough to try them all.
         generator = np.random.Generator(np.random.SFC64(int.from_bytes(self._digest(step, stream), "big")))
-        dtype = np.float32 if like.dtype == torch.float32 else np.float64
-        scratch = np.empty(min(_CHUNK, like.numel()), dtype)
+        dtype: Any = np.float32 if like.dtype == torch.float32 else np.float64
+        scratch: Any = np.empty(min(_CHUNK, like.numel()), dtype)
         shared = torch.from_numpy(scratch)
 
         def draw(count: int) -> torch.Tensor:

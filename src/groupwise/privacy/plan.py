@@ -154,7 +154,7 @@ def make_plan(
     """
     if (epsilon is None) == (noise_multiplier is None):
         raise UserError("give exactly one of epsilon and noise_multiplier; the plan works out the other.")
-    setting = {
+    setting: dict[str, Any] = {
         "dataset_size": dataset_size,
         "expected_batch_size": expected_batch_size,
         "steps": steps,
@@ -164,24 +164,19 @@ def make_plan(
         "sampling": sampling,
         "accountant": accountant,
     }
-    split_noise(1.0, 1, quantile_budget)
-    sample_rate = expected_batch_size / dataset_size if dataset_size > 0 else math.nan
-    note = ""
-    if epsilon is not None:
-        if math.isnan(epsilon) or epsilon <= 0.0:
-            raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
-        sigma = 0.0
-        if math.isfinite(epsilon):
-            _check_values(**setting, adjacency="add_remove")
-            found = calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache)
-            sigma, note = found.noise_multiplier, found.note
-    else:
-        sigma = float(noise_multiplier)
+    _check_values(**setting, adjacency="add_remove")
+    sample_rate = expected_batch_size / dataset_size
+    sigma, note = noise_multiplier or 0.0, ""
+    if epsilon is None:
         epsilon = math.inf
         if sigma != 0.0:
-            _check_values(**setting, adjacency="add_remove")
             bounds = epsilon_bounds(sigma, sample_rate, steps, delta, accountant)
             epsilon, note = bounds.upper, bounds.note
+    elif math.isnan(epsilon) or epsilon <= 0.0:
+        raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
+    elif math.isfinite(epsilon):
+        found = calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache)
+        sigma, note = found.noise_multiplier, found.note
     count_noise, gradient_noise = split_noise(sigma, num_groups, quantile_budget)
     return PrivacyPlan(
         **setting,

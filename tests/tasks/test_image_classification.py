@@ -1,0 +1,68 @@
+"""The CIFAR-10 task: per-example losses, metrics by hand, subsets, initial weights by seed, real data where it is."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupwise.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from groupwise.errors import UserError
+from groupwise.tasks import make_task
+
+CPU = torch.device("cpu")
+
+
+def config(**changes) -> RunConfig:
+    small = ModelConfig(depth=10, width=1, norm_groups=8)
+    return RunConfig(**{"model": small, "data": DataConfig("digits"), "train": TrainConfig(channels_last=False)} | changes)
+
+
+def test_losses_are_one_value_an_example_and_no_mean():
+    task = make_task(config(), CPU)
+    task.model.eval()
+    together = task.losses([3, 5, 8])
+    assert together.shape == (3,)
+    torch.testing.assert_close(torch.cat([task.losses([i]) for i in (3, 5, 8)]), together, rtol=1e-3, atol=1e-5)
+
+
+def test_metrics_are_those_of_a_plain_loop():
+    task = make_task(config(), CPU)
+    images, labels = task._splits["valid"]
+    with torch.no_grad():
+        logits = task.model(task._prepare(images[:50]))
+    expected = {"accuracy": 100 * float((logits.argmax(1) == labels[:50]).float().mean())}
+    expected["loss"] = float(F.cross_entropy(logits, labels[:50]))
+    assert task.evaluate("valid", batch_size=16, limit=50) == pytest.approx(expected, rel=1e-4)
+    assert task.model.training
+
+
+def test_a_limit_keeps_classes_even_and_the_order_of_the_data():
+    task = make_task(config(data=DataConfig("digits", train_limit=100)), CPU)
+    assert task.train_size == 100 == task.describe_data()["train_examples"]
+    assert task._splits["train"][1].bincount().tolist() == [10] * 10
+    with pytest.raises(UserError, match="train_limit=0"):
+        make_task(config(data=DataConfig("digits", train_limit=0)), CPU)
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    first, same, other = (make_task(config(seed=seed), CPU).model.state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UserError, match="task=mnist"):
+        make_task(config(task="mnist"), CPU)
+    with pytest.raises(UserError, match=r"model\.name=vgg"):
+        make_task(config(model=ModelConfig(name="vgg")), CPU)
+
+
+@pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real CIFAR-10: GROUPWISE_DATA is not set")
+def test_real_cifar10_makes_the_papers_network():
+    task = make_task(config(data=DataConfig("cifar10"), model=ModelConfig()), CPU)
+    assert os.environ["GROUPWISE_DATA"] and Path(os.environ["GROUPWISE_DATA"]).exists()
+    assert task.train_size == 50_000
+    assert sum(p.numel() for p in task.model.parameters()) == 2_753_818
+    assert task.losses([0, 1]).shape == (2,)

@@ -1,0 +1,47 @@
+"""The automatic physical batch: a power of two, smaller for larger activations, the same each time."""
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.training import microbatch
+from groupwise.training.microbatch import choose_microbatch
+
+
+def losses_of(width: int):
+    model, x = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)), torch.randn(1024, 8)
+    return lambda examples: model(x[list(examples)]).square().sum(1)
+
+
+def chosen(width: int, most: int = 1024) -> int:
+    return choose_microbatch(losses_of(width), torch.device("cpu"), most)
+
+
+def test_it_is_a_power_of_two_within_the_limits(monkeypatch):
+    monkeypatch.setattr(microbatch, "CPU_BUDGET", 1 << 20)
+    sizes = [chosen(width) for width in (16, 1024, 8192, 1 << 20)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] >= sizes[3] == 1
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert chosen(16, most=100) == 64
+
+
+def test_activations_fit_the_budget(monkeypatch):
+    monkeypatch.setattr(microbatch, "CPU_BUDGET", 1 << 22)
+    saved = 4 * (8 + 2 * 4096)  # bytes an example: the input, and tanh's output, kept by tanh and by the next layer
+    assert chosen(4096) * saved <= 1 << 22
+
+
+def test_it_leaves_the_random_numbers_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    drop = nn.Dropout(0.5)
+    losses, x = losses_of(16), torch.randn(4, requires_grad=True)
+    torch.manual_seed(3)
+    choose_microbatch(lambda rows: drop(losses(rows)) + x[: len(rows)], torch.device("cpu"), 64)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_tiny_data_set(most):
+    assert chosen(16, most=most) <= most
