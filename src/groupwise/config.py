@@ -187,7 +187,7 @@ class RunConfig:
     scale: str = "paper"
     """paper | mini | demo | smoke: written into every result row."""
     seed: int = 0
-    """Initial weights and the order of the examples; never the noise."""
+    """Initial weights; never the noise nor, where there is noise, the batches: those come from a secret key."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)

@@ -289,3 +289,51 @@ def test_losses_of_a_forward_that_is_over_are_refused(batch):
         engine.backward(second)
         with pytest.raises(UserError, match="forward pass that is over"):
             engine.backward(first)
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_partition):
+    """Nearly equal inputs and output gradients that sum to zero: Gram matrices cancel almost wholly."""
+    torch.manual_seed(0)
+    layer = nn.Linear(512, 512)
+    x = torch.randn(1, 1, 512) * 10 + 1e-3 * torch.randn(20, 64, 512)
+    g = torch.randn(20, 64, 512)
+    g = g - g.mean(1, keepdim=True)
+    for i in range(20):
+        layer.zero_grad()
+        with attach(layer, make_partition(layer), 0.01, formula="gram") as engine:
+            engine.backward((layer(x[i : i + 1]) * g[i : i + 1]).sum((1, 2)))
+        exact = g[i].double().t() @ x[i].double()
+        truth = float(exact.square().sum().add(g[i].double().sum(0).square().sum()).sqrt())
+        released = float(torch.stack([p.grad.double().square().sum() for p in layer.parameters()]).sum().sqrt())
+        assert released <= 0.01 * (1 + 1e-2), (released, truth)
+
+
+def test_dropout_inside_a_fallback_is_refused_at_once():
+    model = nn.Sequential(nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True))
+    with pytest.raises(UserError, match="dropout inside"):
+        attach(model, flat(model), 1.0)
+
+
+def test_reentrant_checkpointing_is_refused(double):
+    inner = nn.Linear(5, 5)
+    x = torch.randn(4, 5, requires_grad=True)
+    with attach(inner, flat(inner), 1.0) as engine:
+        losses = checkpoint(inner, x, use_reentrant=True).sum(1)
+        with pytest.raises(UserError, match="use_reentrant=False|graph"):
+            engine.backward(losses)
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+def test_a_layer_that_the_fallback_cannot_take_is_named(double):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(5, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0][:, -1]
+
+    model = Last()
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="cannot take layer 'lstm'"):
+        engine.backward(model(torch.randn(3, 2, 5)).sum(1))

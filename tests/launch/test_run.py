@@ -69,7 +69,7 @@ def test_flat_equals_ghost_through_the_whole_program(tmp_path):
 def test_a_seeded_noise_is_stamped_not_private(tmp_path, capsys):
     row = run(smoke(tmp_path, "debug.noise_seed=1", "train.steps=1"))
     assert row["plan.private"] is False and row["seeds.noise_is_secret"] is False
-    assert "not private" in capsys.readouterr().out
+    assert "NOT PRIVATE" in capsys.readouterr().out
 
 
 def test_a_shuffled_run_is_no_guarantee(tmp_path, capsys):

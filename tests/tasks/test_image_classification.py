@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 
 def config(**changes) -> RunConfig:
     small = ModelConfig(depth=10, width=1, norm_groups=8)
-    return RunConfig(**{"model": small, "data": DataConfig("digits"), "train": TrainConfig(channels_last=False)} | changes)
+    return RunConfig(
+        **{"model": small, "data": DataConfig("digits"), "train": TrainConfig(channels_last=False)} | changes
+    )
 
 
 def test_losses_are_one_value_an_example_and_no_mean():

@@ -24,6 +24,7 @@ def collect(runs: Path, table: Path, **chosen: str) -> pd.DataFrame:
         UserError: no finished run matches.
     """
     rows = [json.loads((done.parent / "result.json").read_text()) for done in sorted(runs.glob("*/DONE"))]
+    rows = [{key: value for key, value in row.items() if not key.startswith("paths.")} for row in rows]
     rows = [row for row in rows if all(str(row.get(key)) == value for key, value in chosen.items())]
     if not rows:
         wanted = " ".join(f"{key}={value}" for key, value in chosen.items())

@@ -267,7 +267,11 @@ class ClippingEngine:
         """The group's open pass; a recomputation inside backward (checkpointing) joins the one that is running."""
         group_pass = self._open.get(group.index)
         if self._round is not None:
-            assert group_pass is not None
+            if group_pass is None:
+                raise UserError(
+                    f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
+                    "use_reentrant=False."
+                )
             return group_pass
         if group_pass is None or group_pass.batch != x.shape[0]:
             if group_pass is not None:

@@ -88,7 +88,9 @@ class GroupPass:
                 "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
             )
         if self.probe is None:
-            raise UserError("These losses come from a forward pass that is over: call engine.backward before the next one.")
+            raise UserError(
+                "These losses come from a forward pass that is over: call engine.backward before the next one."
+            )
         rows = (g[0] if isinstance(g, tuple) else g).shape[0]
         if rows != current.examples:
             raise UserError(

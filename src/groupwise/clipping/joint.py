@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.clipping.rules.base import upcast
+from groupwise.clipping.rules.base import rounding_slack, upcast
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.hf_conv1d import HFConv1DRule
 from groupwise.clipping.rules.linear import LinearRule
@@ -37,8 +37,14 @@ class Outer:
     right: Tensor
 
     def inner(self, other: "Outer") -> Tensor:
-        """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,)."""
-        return (_products(self.left, other.left) * (self.right @ other.right.mT)).sum((1, 2))
+        """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,), not under-stated."""
+        products = (_products(self.left, other.left) * (self.right @ other.right.mT)).sum((1, 2))
+        return products + rounding_slack(self._size() * other._size(), max(self.right.shape[1:]))
+
+    def _size(self) -> Tensor:
+        """Σ_t ‖l_t‖‖r_t‖, (B,): what the inner products are made of, before anything cancels."""
+        lengths = self.right.norm(dim=2)
+        return (lengths * self.left.norm(dim=2) if self.left.is_floating_point() else lengths).sum(1)
 
 
 def cross_terms(entries: list[Entry], parameters: int, like: Tensor) -> Tensor:
@@ -92,5 +98,6 @@ def _materialized_cross_terms(uses: list[tuple[Entry, int]], like: Tensor) -> Te
             gradient = rule.per_example_gradients(*rule.examples(entry.saved, entry.g, rows), wanted)[local]
             gradients.append(upcast(gradient).flatten(1))
         squares = torch.stack([gradient.square().sum(1) for gradient in gradients]).sum(0)
-        parts.append(torch.stack(gradients).sum(0).square().sum(1) - squares)
+        joint = torch.stack(gradients).sum(0).square().sum(1)
+        parts.append(joint - squares + rounding_slack(squares, size))
     return torch.cat(parts)

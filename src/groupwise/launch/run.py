@@ -39,6 +39,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     engine = make_engine(task.model, config.clip)
     plan = plan_run(config, task.train_size, engine)
     print(plan.statement())
+    if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
+        print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
     state = load_checkpoint(record.checkpoint, device) if record.resumable else None
     trainer = _make_trainer(config, task, engine, plan, device, state)
     if engine is not None:

@@ -115,7 +115,7 @@ def _close(
             f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
         )
     thresholds = {} if trainer.thresholds is None else _named_thresholds(trainer)
-    privacy = {"spent": report.to_dict(), "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
+    privacy = {"spent": {**report.to_dict(), "guaranteed": private}, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
     record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
     save_checkpoint(record.folder / "model.pt", trainer.task.model.state_dict())
     row = record.finish(
@@ -129,9 +129,7 @@ def _close(
         system=_system(trainer, seconds, throughput),
     )
     record.checkpoint.unlink(missing_ok=True)  # it holds the key of the noise
-    stamp = (
-        "" if private or plan.noise_multiplier == 0 else " (not private: see the statement above, and debug.noise_seed)"
-    )
+    stamp = "" if private else " (as published, not a guarantee)" if trainer.noise.is_secret else " (NOT PRIVATE)"
     if plan.noise_multiplier > 0:
         print(f"Spent: epsilon {report.epsilon:.3f} at delta {plan.delta:g} in {plan.steps} steps{stamp}")
     else:

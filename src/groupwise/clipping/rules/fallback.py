@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, upcast
@@ -35,6 +36,12 @@ class FallbackRule(PerExampleRule):
             raise UserError(
                 f"Layer {label!r} ({type(module).__name__}) has forward pre-hooks (at {hooked[0]!r}), through which "
                 "its parameters may be used unseen; use torch.nn.utils.parametrizations, or a layer type with a rule."
+            )
+        random = [name for name, part in module.named_modules() if _drops(part)]
+        if random:
+            raise UserError(
+                f"Layer {label!r} ({type(module).__name__}) has dropout inside (at {random[0] or label!r}), and no rule: the "
+                "generic fallback would draw other masks than the forward pass did. Set it to 0, or register a rule."
             )
         warnings.warn(
             f"groupwise has no rule for {type(module).__name__}: layer {label!r} is clipped exactly, but slowly, "
@@ -79,12 +86,18 @@ class FallbackRule(PerExampleRule):
         try:
             with self.bypass():
                 gradients = vmap(one_example, randomness="error")(tuple(values), tuple(g))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"The generic fallback cannot take layer {self.label!r} ({type(self.module).__name__}): {error} "
                 "Set its dropout to 0, freeze it, or register a rule for it."
             ) from error
         return tuple(gradients.get(name) for name in self.parameter_names)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it draws masks in training: a dropout layer, or one with a rate of its own (attention, recurrent)."""
+    rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, float | int) and rate > 0
 
 
 class Tree:

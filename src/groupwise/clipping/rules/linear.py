@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import drop_zero_rows, scale_rows, weigh_rows
-from groupwise.clipping.rules.base import Clip, Gradients, LayerRule, Saved, Wanted, register_rule, upcast
+from groupwise.clipping.rules.base import (
+    Clip,
+    Gradients,
+    LayerRule,
+    Saved,
+    Wanted,
+    register_rule,
+    rounding_slack,
+    upcast,
+)
 
 
 @register_rule
@@ -93,5 +102,8 @@ def _as_rows(t: Tensor) -> Tensor:
 def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
     """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example from two T×T Gram matrices; x (B, T, d), g (B, T, p) -> (B,)."""
     xx, gg = torch.bmm(x, x.mT), torch.bmm(g, g.mT)
-    product = torch.addcmul(gg, xx, gg) if bias else xx.mul_(gg)
-    return product.sum((1, 2)).clamp_min_(0)
+    if bias:
+        xx = xx.add_(1)
+    sizes = (xx.diagonal(dim1=1, dim2=2) * gg.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt().sum(1)
+    longest = max(x.shape[1], x.shape[2], g.shape[2])
+    return xx.mul_(gg).sum((1, 2)).clamp_min_(0) + rounding_slack(sizes.square(), longest)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.layers import STANDARDIZATION_EPS, WSConv2d, standardize_weight
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, upcast
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, rounding_slack, upcast
 from groupwise.clipping.rules.conv import ConvRule
 
 
@@ -57,7 +57,8 @@ class WSConv2dRule(ConvRule):
         if wanted[0]:
             whole = torch.linalg.vector_norm(rows, dim=2).square()
             across = whole.t() - total.square() / rows.shape[2] - active.unsqueeze(1) * along
-            squares = scale_squared @ across.clamp_min(0)
+            across = across.clamp_min(0) + rounding_slack(whole.t(), rows.shape[2])
+            squares = scale_squared @ across
         return squares + along.sum(0) if wanted[2] else squares
 
     def _finish(self, saved: Saved, weights: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
