@@ -320,7 +320,7 @@ def test_reentrant_checkpointing_is_refused(double):
     x = torch.randn(4, 5, requires_grad=True)
     with attach(inner, flat(inner), 1.0) as engine:
         losses = checkpoint(inner, x, use_reentrant=True).sum(1)
-        with pytest.raises(UserError, match="use_reentrant=False|graph"):
+        with pytest.raises(UserError, match=r"use_reentrant=False|graph"):
             engine.backward(losses)
 
 

@@ -17,7 +17,8 @@ def preactivation_conv(
     shape = (in_channels, out_channels, kernel_size, stride, kernel_size // 2)
     conv = WSConv2d(*shape, gain=True) if weight_standardization else nn.Conv2d(*shape)
     nn.init.normal_(conv.weight, std=1 / math.sqrt(in_channels * kernel_size**2))
-    nn.init.zeros_(conv.bias)
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
     return conv
 
 
@@ -56,7 +57,7 @@ class PreactivationBlock(nn.Module):
         """Map x (B, in_channels, H, W) to (B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉)."""
         activated = F.relu(x)
         shortcut = x
-        if self.shortcut_conv is not None:
+        if self.shortcut_conv is not None and self.shortcut_norm is not None:
             inner = F.relu(self.shortcut_norm(x)) if self.norm_first_shortcut else self.shortcut_norm(activated)
             shortcut = self.shortcut_conv(inner)
         hidden = self.conv1(self.norm1(activated))
@@ -113,7 +114,7 @@ class ClassicBlock(nn.Module):
         """Map x (B, in_channels, H, W) to (B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉)."""
         hidden = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         shortcut = x
-        if self.shortcut_pool is not None:
+        if self.shortcut_pool is not None and self.shortcut_norm is not None:
             shortcut = self.shortcut_norm(self.shortcut_pool(x))
             shortcut = torch.cat((shortcut, torch.zeros_like(shortcut)), dim=1)
         return F.relu(hidden + shortcut)

@@ -102,7 +102,7 @@ class WideResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Classify images (B, in_channels, H, W): logits (B, num_classes)."""
         hidden = self.stem(images)
-        if self.classic:
+        if self.final_norm is None:
             hidden = self.blocks(F.relu(self.stem_norm(hidden)))
         else:
             hidden = self.final_norm(F.relu(self.blocks(hidden)))

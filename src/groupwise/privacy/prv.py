@@ -58,9 +58,7 @@ def _default_error(noise_multiplier: float, sample_rate: float, steps: int, delt
 
 
 @functools.lru_cache(maxsize=32)
-def _coarse(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float
-) -> tuple[EpsilonBounds, int, float]:
+def _coarse(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> tuple[EpsilonBounds, int, float]:
     guess = gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps))
     error = COARSE * min(max(guess, 1e-3), 10.0)
     bounds, grid = _twice(noise_multiplier, sample_rate, steps, delta, error)
@@ -110,9 +108,7 @@ def _mechanism(noise_multiplier: float, sample_rate: float) -> Any:
     """Return the mechanism with its Rényi curve remembered: sizing the domain asks for it again and again."""
     from prv_accountant import PoissonSubsampledGaussianMechanism
 
-    mechanism = PoissonSubsampledGaussianMechanism(
-        sampling_probability=sample_rate, noise_multiplier=noise_multiplier
-    )
+    mechanism = PoissonSubsampledGaussianMechanism(sampling_probability=sample_rate, noise_multiplier=noise_multiplier)
     mechanism.rdp = functools.cache(mechanism.rdp)
     return mechanism
 

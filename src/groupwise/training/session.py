@@ -115,14 +115,15 @@ def _close(
             f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
         )
     thresholds = {} if trainer.thresholds is None else _named_thresholds(trainer)
-    privacy = {"spent": {**report.to_dict(), "guaranteed": private}, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
+    spent = {**report.to_dict(), "guaranteed": private}
+    privacy = {"spent": spent, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
     record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
     save_checkpoint(record.folder / "model.pt", trainer.task.model.state_dict())
     row = record.finish(
         final,
         plan={
             **plan.to_dict(),
-            "spent_epsilon": report.to_dict()["epsilon"],
+            "spent_epsilon": spent["epsilon"],
             "private": private,
             "replayed_steps": replayed,
         },
