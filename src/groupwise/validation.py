@@ -36,7 +36,7 @@ POSITIVE = (
     "train.batch_size", "train.epochs", "train.steps", "train.microbatch",
     "eval.every", "eval.train_limit", "eval.batch_size",
 )  # fmt: skip
-MAY_BE_INFINITE = ("privacy.epsilon", "clip.threshold", "clip.maximum")
+MAY_BE_INFINITE = ("privacy.epsilon",)
 NOT_NEGATIVE = (
     "privacy.noise_multiplier", "optim.weight_decay", "clip.gamma", "train.checkpoint_every", "seed",
 )  # fmt: skip
@@ -72,7 +72,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             continue
         if not value > 0:  # type: ignore[operator]
             yield f"{key}={value} must be greater than zero."
-        if math.isinf(value) and key not in MAY_BE_INFINITE:  # type: ignore[arg-type]
+        if not math.isfinite(value) and key not in MAY_BE_INFINITE:  # type: ignore[arg-type]
             yield f"{key}={value} must be finite."
     for key in NOT_NEGATIVE:
         value = value_at(config, key)
@@ -112,13 +112,6 @@ def _privacy(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _has_noise(config: RunConfig) -> bool:
-    privacy = config.privacy
-    if privacy.noise_multiplier is not None:
-        return privacy.noise_multiplier > 0
-    return privacy.epsilon is not None and math.isfinite(privacy.epsilon)
-
-
 def _clipping(config: RunConfig) -> Iterator[str]:
     clip = config.clip
     if clip.norms == "ghost" and clip.grouping != "flat":
@@ -135,9 +128,6 @@ def _clipping(config: RunConfig) -> Iterator[str]:
         yield f"clip.mapping is read only with clip.grouping=custom, not {clip.grouping}: drop one of them."
     if clip.rule == "automatic" and clip.gamma == 0:
         yield ("clip.gamma=0 with clip.rule=automatic divides by a zero norm: give a small number such as 0.01.")
-    fixed = clip.policy == "fixed" and clip.grouping != "none"
-    if fixed and math.isinf(clip.threshold) and _has_noise(config):
-        yield "clip.threshold=inf would need infinite noise: give a finite threshold, or privacy.epsilon=inf."
     if clip.policy == "adaptive":
         yield from _adaptive(config)
     if clip.grouping != "none" and config.model.norm == "batch":
@@ -165,9 +155,3 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
             "clip.rescale=true with clip.grouping=flat pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
         )
-    if clip.rescale and math.isinf(clip.threshold):
-        yield "clip.threshold=inf cannot be rescaled to: give a finite threshold, or clip.rescale=false."
-    if math.isinf(clip.threshold) and clip.initial_threshold is None:
-        yield "clip.threshold=inf is no start for an adaptive threshold: give clip.initial_threshold as well."
-    if clip.initial_threshold is not None and not math.isfinite(clip.initial_threshold):
-        yield f"clip.initial_threshold={clip.initial_threshold} must be finite."

@@ -40,8 +40,8 @@ class FallbackRule(PerExampleRule):
         random = [name for name, part in module.named_modules() if _drops(part)]
         if random:
             raise UserError(
-                f"Layer {label!r} ({type(module).__name__}) has no rule, and dropout inside (at {random[0] or label!r}): "
-                "the generic fallback would draw other masks than the forward pass. Set it to 0, or register a rule."
+                f"Layer {label!r} ({type(module).__name__}) has no rule, and dropout inside (at {random[0]!r}): the "
+                "generic fallback would draw other masks than the forward pass. Set it to 0, or register a rule."
             )
         warnings.warn(
             f"groupwise has no rule for {type(module).__name__}: layer {label!r} is clipped exactly, but slowly, "
