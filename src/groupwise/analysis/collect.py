@@ -14,7 +14,8 @@ import pandas as pd
 from groupwise.errors import UserError
 from groupwise.training.atomic import write_text
 
-FIRST = ("task", "scale", "clip.name", "privacy.epsilon", "seed", "valid/accuracy", "nonprivate/train_accuracy")
+FIRST = ("task", "scale", "clip.name", "privacy.epsilon", "seed", "optim.learning_rate")
+LAST = ("valid/accuracy", "nonprivate/train_accuracy")
 
 
 def collect(runs: Path, table: Path, **chosen: str) -> pd.DataFrame:
@@ -34,7 +35,8 @@ def collect(runs: Path, table: Path, **chosen: str) -> pd.DataFrame:
         old = pd.read_csv(table)
         frame = pd.concat([old[~old["hash"].isin(frame["hash"])], frame])
     first = [name for name in FIRST if name in frame]
-    frame = frame[first + sorted(set(frame) - set(first))].sort_values([*first[:5], "hash"])
+    rest = sorted(set(frame) - set(first) - set(LAST))
+    frame = frame[[*first, *(name for name in LAST if name in frame), *rest]].sort_values([*first, "hash"])
     table.parent.mkdir(parents=True, exist_ok=True)
     write_text(table, frame.to_csv(index=False))
     return frame
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    shown = [name for name in FIRST if name in frame]
+    shown = [name for name in FIRST + LAST if name in frame]
     print(frame[shown].to_string(index=False))
     return 0
 

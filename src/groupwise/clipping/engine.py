@@ -153,8 +153,7 @@ class ClippingEngine:
         """
         self._check_losses(losses)
         self._check_trains()
-        if not self._checked:
-            check_paths(losses, {id(p): name for name, p in self.model.named_parameters() if p.requires_grad})
+        check_paths(losses, {id(p): name for name, p in self.model.named_parameters() if p.requires_grad})
         try:
             squares = self._ghost_norms(losses) if self.norms == "ghost" else None
             if squares is not None:
