@@ -1,13 +1,12 @@
 """The CIFAR-10 task: per-example losses, metrics by hand, subsets, initial weights by seed, real data where it is."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from groupwise.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from groupwise.config import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
 
@@ -63,8 +62,8 @@ def test_unknown_names_are_refused():
 
 @pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real CIFAR-10: GROUPWISE_DATA is not set")
 def test_real_cifar10_makes_the_papers_network():
-    task = make_task(config(data=DataConfig("cifar10"), model=ModelConfig()), CPU)
-    assert os.environ["GROUPWISE_DATA"] and Path(os.environ["GROUPWISE_DATA"]).exists()
+    paths = PathsConfig(data=os.environ["GROUPWISE_DATA"])
+    task = make_task(config(data=DataConfig("cifar10"), model=ModelConfig(), paths=paths), CPU)
     assert task.train_size == 50_000
     assert sum(p.numel() for p in task.model.parameters()) == 2_753_818
     assert task.losses([0, 1]).shape == (2,)
