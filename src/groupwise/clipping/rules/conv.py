@@ -71,13 +71,11 @@ class ConvRule(LayerRule):
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         if not self._wants_weights(wanted):
             return self._bias_squares(g)
-        squares, terms = [], self._terms(saved)
-        for x, gradient in self._chunks(saved, g):
-            if self._by_gram(x, gradient):
-                squares.append(gram_norms(x.squeeze(1), gradient.squeeze(1).mT, bias=False))
-            else:
-                squares.append(self._squares(terms, _materialize(x, gradient), wanted))
-        total = torch.cat(squares)
+        if self._by_gram(g):
+            total = torch.cat([gram_norms(x, rows.mT, bias=False) for x, rows in self._unfolded(saved, g)])
+        else:
+            terms = self._terms(saved)
+            total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g)])
         return total + self._bias_squares(g) if wanted[1] else total
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
@@ -92,25 +90,22 @@ class ConvRule(LayerRule):
         if not self._wants_weights(wanted):
             return super().clipped_sum(saved, g, clip, wanted)
         biases = upcast(g).flatten(2).sum(2) if wanted[1] else None
-        weights, bias, start, terms = None, None, 0, self._terms(saved)
-        for x, gradient in self._chunks(saved, g):
-            rows = _materialize(x, gradient)
+        terms, start, factors, weights = self._terms(saved), 0, [], None
+        for rows in self._materialized(saved, g):
             square = self._squares(terms, rows, wanted)
-            here = slice(start, start := start + rows.shape[0])
-            factors = clip(square if biases is None else square + biases[here].square().sum(1))
-            part = weigh_rows(factors, rows)
-            weights = part if weights is None else weights.add_(part)
-            if biases is not None:
-                part = weigh_rows(factors, biases[here])
-                bias = part if bias is None else bias.add_(part)
-        return self._finish(saved, weights, bias, wanted)
+            here = slice(start, start := start + len(rows))
+            part = clip(square if biases is None else square + biases[here].square().sum(1))
+            factors.append(part)
+            flat = drop_zero_rows(part, rows).flatten(1)
+            weights = part[None] @ flat if weights is None else weights.addmm_(part[None], flat)
+        bias = None if biases is None else weigh_rows(torch.cat(factors), biases)
+        return self._finish(saved, None if weights is None else weights.view(g.shape[1], -1), bias, wanted)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         bias = upcast(g).flatten(2).sum(2) if wanted[1] else None
         if not self._wants_weights(wanted):
             return None, bias
-        rows = torch.cat([_materialize(x, gradient) for x, gradient in self._chunks(saved, g)])
-        each = [self._finish(saved, row, None, wanted) for row in rows]
+        each = [self._finish(saved, row, None, wanted) for rows in self._materialized(saved, g) for row in rows.clone()]
         parts = [[part for part in column if part is not None] for column in zip(*each, strict=True)]
         stacked = [torch.stack(part) if part else None for part in parts]
         return stacked[0], bias, *stacked[2:]
@@ -133,13 +128,16 @@ class ConvRule(LayerRule):
     def _bias_squares(self, g: Tensor) -> Tensor:
         return upcast(g).flatten(2).sum(2).square().sum(1)
 
-    def _by_gram(self, x: Tensor, gradient: Tensor) -> bool:
-        """x (n, groups, T, K), gradient (n, groups, p/groups, T): whether two T×T Gram matrices are cheaper."""
-        groups, t, k = x.shape[1:]
-        p = gradient.shape[2]
-        if groups > 1 or self.formula == "materialize":
+    def _by_gram(self, g: Tensor) -> bool:
+        """Whether norms come cheaper from two T×T Gram matrices than from the gradients (p, K) themselves."""
+        t, k, p = math.prod(g.shape[2:]), self._filter_size(), g.shape[1]
+        if self.module.groups > 1 or self.formula == "materialize":
             return False
         return self.formula == "gram" or t * (p + k) < p * k
+
+    def _filter_size(self) -> int:
+        """K, the weights of one filter."""
+        return math.prod(self.module.kernel_size) * (self.module.in_channels // self.module.groups)
 
     def _flatten(self, weight: Tensor) -> Tensor:
         """(p, c/groups, *k) -> (p, K) in the order of the unfolded inputs: channels fastest."""
@@ -149,39 +147,54 @@ class ConvRule(LayerRule):
         m = self.module
         return rows.view(-1, *m.kernel_size, m.in_channels // m.groups).movedim(-1, 1).contiguous()
 
-    def _chunks(self, saved: Saved, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A few examples at a time: unfolded inputs (n, groups, T, K), output gradients (n, groups, p/groups, T)."""
+    def _unfolded(self, saved: Saved, g: Tensor, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """A few examples at a time: inputs (n·groups, T, K) in one buffer, their gradients (n·groups, p/groups, T)."""
         x, groups = saved[0], self.module.groups
         assert x is not None
-        t, k = math.prod(g.shape[2:]), math.prod(self.module.kernel_size)
-        largest = max(t * k * x.shape[1], k * (x.shape[1] // groups) * g.shape[1])
-        n = max(1, CHUNK_FLOATS // largest)
-        for start in range(0, x.shape[0], n):
-            part, gradient = upcast(x[start : start + n]), upcast(g[start : start + n])
-            yield self._unfold(part, gradient.shape[2:]), gradient.reshape(len(part), groups, -1, t)
+        t, k = math.prod(g.shape[2:]), self._filter_size()
+        windows, gradients = self._windows(upcast(x), g.shape[2:]), _positions_last(upcast(g), groups)
+        step = max(1, min(len(x), CHUNK_FLOATS // (t * k * groups), most or len(x)))
+        buffer = windows.new_empty(step, *windows.shape[1:])
+        for start in range(0, len(x), step):
+            part = windows[start : start + step]
+            columns = buffer[: len(part)].copy_(part).view(-1, t, k)
+            yield columns, gradients[start * groups : start * groups + len(columns)]
 
-    def _unfold(self, x: Tensor, out: torch.Size) -> Tensor:
-        """Inputs (n, c, *space) -> (n, groups, T, K), channels fastest, through one strided copy."""
-        m, padding = self.module, self._padding()
+    def _materialized(self, saved: Saved, g: Tensor) -> Iterator[Tensor]:
+        """Gradients (n, p, K) of a few examples at a time, in a buffer that the next ones overwrite."""
+        p, k, groups = g.shape[1], self._filter_size(), self.module.groups
+        step = max(1, min(len(g), CHUNK_FLOATS // (p * k)))
+        buffer, filled = upcast(g).new_empty(step * groups, p // groups, k), 0
+        for columns, gradients in self._unfolded(saved, g, most=step):
+            if filled + len(columns) > len(buffer):
+                yield buffer[:filled].view(-1, p, k)
+                filled = 0
+            torch.bmm(gradients, columns, out=buffer[filled : filled + len(columns)])
+            filled += len(columns)
+        yield buffer[:filled].view(-1, p, k)
+
+    def _windows(self, x: Tensor, out: torch.Size) -> Tensor:
+        """A view (B, groups, *out, *k, c/groups) of the padded inputs (B, c, *space): what each position sees."""
+        m, padding, groups = self.module, self._padding(), self.module.groups
         n, c, space = x.shape[0], x.shape[1], x.shape[2:]
-        padded = x.new_zeros(n, *(size + 2 * pad for size, pad in zip(space, padding, strict=True)), c)
-        inner = tuple(slice(pad, pad + size) for size, pad in zip(space, padding, strict=True))
-        padded[(slice(None), *inner)] = x.movedim(1, -1)
+        if any(padding):
+            padded = x.new_zeros(n, *(size + 2 * pad for size, pad in zip(space, padding, strict=True)), c)
+            inner = tuple(slice(pad, pad + size) for size, pad in zip(space, padding, strict=True))
+            padded[(slice(None), *inner)] = x.movedim(1, -1)
+        else:
+            padded = x.movedim(1, -1).contiguous()
         steps = padded.stride()[1:-1]
-        strides = (
-            padded.stride(0),
-            *(a * b for a, b in zip(steps, m.stride, strict=True)),
-            *(a * b for a, b in zip(steps, m.dilation, strict=True)),
-            1,
-        )
-        windows = padded.as_strided((n, *out, *m.kernel_size, c), strides)
-        columns = windows.reshape(n, math.prod(out), -1, m.groups, c // m.groups)
-        return columns.permute(0, 3, 1, 2, 4).flatten(3)
+        moves = [a * b for a, b in zip(steps, m.stride, strict=True)]
+        taps = [a * b for a, b in zip(steps, m.dilation, strict=True)]
+        shape = (n, groups, *out, *m.kernel_size, c // groups)
+        return padded.as_strided(shape, (padded.stride(0), c // groups, *moves, *taps, 1))
 
 
-def _materialize(x: Tensor, gradient: Tensor) -> Tensor:
-    """(n, groups, T, K), (n, groups, p/groups, T) -> weight gradients (n, p, K)."""
-    return (gradient @ x).flatten(1, 2)
+def _positions_last(g: Tensor, groups: int) -> Tensor:
+    """Output gradients (B, p, *out) -> (B·groups, p/groups, T), without a copy where the memory has channels last."""
+    if groups == 1 and g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
+        return g.permute(0, 2, 3, 1).flatten(1, 2).mT
+    return g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1)
 
 
 @register_rule

@@ -34,7 +34,7 @@ class WSConv2dRule(ConvRule):
     def _wants_weights(self, wanted: Wanted) -> bool:
         return wanted[0] or wanted[2]
 
-    def _by_gram(self, x: Tensor, gradient: Tensor) -> bool:
+    def _by_gram(self, g: Tensor) -> bool:
         return False  # the closed form needs G itself
 
     def _scales(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
