@@ -17,7 +17,7 @@ from groupwise.clipping.factors import drop_zero_rows, scale_rows, weigh_rows
 from groupwise.clipping.rules.base import Clip, Gradients, LayerRule, Saved, Wanted, register_rule, upcast
 from groupwise.clipping.rules.linear import gram_norms
 
-CHUNK_FLOATS = 1 << 22
+CHUNK_FLOATS = 1 << 20
 """Numbers that the unfolded inputs, or the per-example gradients, of one chunk may hold: about the size of a cache."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -152,12 +152,14 @@ class ConvRule(LayerRule):
         x, groups = saved[0], self.module.groups
         assert x is not None
         t, k = math.prod(g.shape[2:]), self._filter_size()
-        windows, gradients = self._windows(upcast(x), g.shape[2:]), _positions_last(upcast(g), groups)
+        gradients = _positions_last(upcast(g), groups)
         step = max(1, min(len(x), CHUNK_FLOATS // (t * k * groups), most or len(x)))
-        buffer = windows.new_empty(step, *windows.shape[1:])
+        inner, windows = self._windows(upcast(x[:step]), g.shape[2:])
+        buffer = windows.new_empty(windows.shape)
         for start in range(0, len(x), step):
-            part = windows[start : start + step]
-            columns = buffer[: len(part)].copy_(part).view(-1, t, k)
+            part = x[start : start + step].movedim(1, -1)
+            inner[: len(part)] = part
+            columns = buffer[: len(part)].copy_(windows[: len(part)]).view(-1, t, k)
             yield columns, gradients[start * groups : start * groups + len(columns)]
 
     def _materialized(self, saved: Saved, g: Tensor) -> Iterator[Tensor]:
@@ -173,21 +175,23 @@ class ConvRule(LayerRule):
             filled += len(columns)
         yield buffer[:filled].view(-1, p, k)
 
-    def _windows(self, x: Tensor, out: torch.Size) -> Tensor:
-        """A view (B, groups, *out, *k, c/groups) of the padded inputs (B, c, *space): what each position sees."""
+    def _windows(self, x: Tensor, out: torch.Size) -> tuple[Tensor, Tensor]:
+        """Room for padded inputs like x (n, c, *space), and what each output position sees of them.
+
+        Returns:
+            A view (n, *space, c) to write inputs into, and one (n, groups, *out, *k, c/groups) of the same memory,
+            zeros around the inputs included.
+        """
         m, padding, groups = self.module, self._padding(), self.module.groups
         n, c, space = x.shape[0], x.shape[1], x.shape[2:]
-        if any(padding):
-            padded = x.new_zeros(n, *(size + 2 * pad for size, pad in zip(space, padding, strict=True)), c)
-            inner = tuple(slice(pad, pad + size) for size, pad in zip(space, padding, strict=True))
-            padded[(slice(None), *inner)] = x.movedim(1, -1)
-        else:
-            padded = x.movedim(1, -1).contiguous()
+        padded = x.new_zeros(n, *(size + 2 * pad for size, pad in zip(space, padding, strict=True)), c)
+        inner = tuple(slice(pad, pad + size) for size, pad in zip(space, padding, strict=True))
         steps = padded.stride()[1:-1]
         moves = [a * b for a, b in zip(steps, m.stride, strict=True)]
         taps = [a * b for a, b in zip(steps, m.dilation, strict=True)]
         shape = (n, groups, *out, *m.kernel_size, c // groups)
-        return padded.as_strided(shape, (padded.stride(0), c // groups, *moves, *taps, 1))
+        windows = padded.as_strided(shape, (padded.stride(0), c // groups, *moves, *taps, 1))
+        return padded[(slice(None), *inner)], windows
 
 
 def _positions_last(g: Tensor, groups: int) -> Tensor:

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, upcast
 from groupwise.clipping.rules.layer_norm import PerExampleRule
 
+CHUNK_FLOATS = 1 << 18
+"""Numbers in the buffer of `_channel_products`: it stays in a core's own cache."""
+
 
 @register_rule
 class GroupNormRule(PerExampleRule):
@@ -40,11 +43,22 @@ class GroupNormRule(PerExampleRule):
         bias = g.sum(space) if space else g
         if not wanted[0]:
             return None, bias
-        product = (g * x).sum(space) if space else g * x
+        product = _channel_products(g, x) if space else g * x
         grouped = (x.shape[0], self.module.num_groups, -1)
         centred = product.view(grouped) - bias.view(grouped) * mean.unsqueeze(-1)
         weight = (centred * rstd.unsqueeze(-1)).view(x.shape[:2])
         return weight, bias if wanted[1] else None
+
+
+def _channel_products(g: Tensor, x: Tensor) -> Tensor:
+    """Σ g∘x over space, (B, C), a few examples at a time: a product of full size would only be written to be read."""
+    step = max(1, min(len(g), CHUNK_FLOATS // g[0].numel()))
+    buffer = torch.empty_like(g[:step])
+    space, sums = tuple(range(2, g.dim())), []
+    for start in range(0, len(g), step):
+        part = slice(start, start + step)
+        sums.append(torch.mul(g[part], x[part], out=buffer[: len(g[part])]).sum(space))
+    return torch.cat(sums)
 
 
 def _like(g: Tensor, x: Tensor) -> Tensor:

@@ -44,14 +44,18 @@ class WSConv2dRule(ConvRule):
         active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
         return standard, scale if gain is None else scale * upcast(gain), active
 
-    def _terms(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """Filters and ones side by side (p, K, 2), for both inner products in one pass; (gain·s)² and a, (p,)."""
+    def _terms(self, saved: Saved) -> tuple[Tensor, ...]:
+        """ŵ (p, K); ŵ and ones (p, K, 2), for two inner products in one pass; (gain·s)² and a, (p,); room (2, p, K)."""
         standard, scale, active = self._scales(saved)
-        return torch.stack((standard, torch.ones_like(standard)), dim=2), scale.square(), active
+        pairs = torch.stack((standard, torch.ones_like(standard)), dim=2)
+        return standard, pairs, scale.square(), active, standard.new_empty(2, *standard.shape)
 
-    def _squares(self, terms: tuple[Tensor, Tensor, Tensor], rows: Tensor, wanted: Wanted) -> Tensor:
-        filters, scale_squared, active = terms
-        along, total = torch.bmm(rows.transpose(0, 1), filters).unbind(2)  # (p, n): ⟨G, ŵ⟩ and ΣG
+    def _squares(self, terms: tuple[Tensor, ...], rows: Tensor, wanted: Wanted) -> Tensor:
+        standard, pairs, scale_squared, active, room = terms
+        if len(rows) > 2:
+            along, total = torch.bmm(rows.transpose(0, 1), pairs).unbind(2)  # (p, n): ⟨G, ŵ⟩ and ΣG
+        else:  # too thin for a matrix product
+            along, total = torch.mul(rows, standard, out=room[: len(rows)]).sum(2).t(), rows.sum(2).t()
         along = along.square()
         squares = rows.new_zeros(rows.shape[0])
         if wanted[0]:
