@@ -81,6 +81,7 @@ class ClippingEngine:
         self._bypassed = False
         self._checked = False
         self._trains = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self.set_thresholds(thresholds)
         self._patched = self._patch(layers)
 
@@ -153,7 +154,7 @@ class ClippingEngine:
         """
         self._check_losses(losses)
         self._check_trains()
-        check_paths(losses, {id(p): name for name, p in self.model.named_parameters() if p.requires_grad})
+        check_paths(losses, self._names)
         try:
             squares = self._ghost_norms(losses) if self.norms == "ghost" else None
             if squares is not None:

@@ -135,7 +135,7 @@ class GroupPass:
 
     def cross_terms(self, squares: Tensor) -> Tensor:
         """2Σ⟨a_i, b_i⟩ over pairs of uses of one parameter: what the members' own norms miss of the joint norm."""
-        return cross_terms(self.entries, len(self.group.parameters), squares)
+        return cross_terms(self.entries, squares)
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""

@@ -47,11 +47,15 @@ class Outer:
         return (lengths * self.left.norm(dim=2) if self.left.is_floating_point() else lengths).sum(1)
 
 
-def cross_terms(entries: list[Entry], parameters: int, like: Tensor) -> Tensor:
+def cross_terms(entries: list[Entry], like: Tensor) -> Tensor:
     """2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,); zeros where nothing is shared."""
+    by_parameter: dict[int, list[tuple[Entry, int]]] = {}
+    for entry in entries:
+        for local, place in enumerate(entry.member.places):
+            if place is not None:
+                by_parameter.setdefault(place, []).append((entry, local))
     total = torch.zeros_like(like)
-    for place in range(parameters):
-        uses = [(e, e.member.places.index(place)) for e in entries if place in e.member.places]
+    for uses in by_parameter.values():
         if len(uses) < 2:
             continue
         outers = [_outer(entry, local) for entry, local in uses]

@@ -32,16 +32,15 @@ def make_engine(model: nn.Module, clip: ClipConfig) -> ClippingEngine | None:
     else:
         raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block or custom.")
     rule = automatic_factors(clip.gamma) if clip.rule == "automatic" else clip_factors
-    start = clip.threshold / math.sqrt(len(partition))
-    return attach(model, partition, start, norms=clip.norms, clip_rule=rule)  # type: ignore[arg-type]
+    return attach(model, partition, _even(clip, len(partition)), norms=clip.norms, clip_rule=rule)  # type: ignore[arg-type]
 
 
 def make_thresholds(clip: ClipConfig, plan: PrivacyPlan) -> FixedThresholds | AdaptiveThresholds:
     """C_k = C/√K, fixed (appendix A.1), or the start of private quantile estimates (Algorithm 1, lines 15-18)."""
     groups = plan.num_groups
     if clip.policy == "fixed":
-        return FixedThresholds([clip.threshold / math.sqrt(groups)] * groups)
-    start = clip.threshold / math.sqrt(groups) if clip.initial_threshold is None else clip.initial_threshold
+        return FixedThresholds([_even(clip, groups)] * groups)
+    start = _even(clip, groups) if clip.initial_threshold is None else clip.initial_threshold
     return AdaptiveThresholds(
         [start] * groups,
         target_quantile=clip.target_quantile,
@@ -53,3 +52,8 @@ def make_thresholds(clip: ClipConfig, plan: PrivacyPlan) -> FixedThresholds | Ad
         rescale_to=clip.threshold if clip.rescale else None,
         count_at=clip.count_at,
     )
+
+
+def _even(clip: ClipConfig, groups: int) -> float:
+    """C/√K: K groups of this threshold clip the whole gradient to norm C."""
+    return clip.threshold / math.sqrt(groups)

@@ -41,7 +41,7 @@ class Trainer:
         self._trainable = [p for p in self.task.model.parameters() if p.requires_grad]
 
     def step(self, step: int) -> dict[str, float]:
-        """Run step `step` (0-based) and return what it may log; all of it but the learning rate is `nonprivate/`."""
+        """Run step `step` (0-based) and return what it may log; what is no private release is `nonprivate/`."""
         examples = self.sampler.indices(step)
         if self.engine is not None and self.thresholds is not None:
             self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
@@ -120,7 +120,6 @@ class Trainer:
         state = {
             "model": self.task.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": {"last_epoch": self.schedule.last_epoch},
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "microbatch": self.microbatch,
             "random": torch.get_rng_state(),

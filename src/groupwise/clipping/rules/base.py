@@ -62,13 +62,7 @@ class LayerRule(ABC):
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """‖g_k^(i)‖² over the wanted parameters, (B,), float32 or better."""
-        total = None
-        for gradient in self.per_example_gradients(saved, g, wanted):
-            if gradient is not None:
-                square = gradient.flatten(1).square().sum(1)
-                total = square if total is None else total + square
-        assert total is not None  # the engine calls no rule without a wanted parameter
-        return total
+        return sum_of_squares(self.per_example_gradients(saved, g, wanted))
 
     @abstractmethod
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
@@ -102,6 +96,11 @@ def find_rule(module: nn.Module) -> type[LayerRule] | None:
             ]
             return None if computed else rule  # a weight that is computed (parametrisations) is not a parameter
     return None
+
+
+def sum_of_squares(gradients: Gradients) -> Tensor:
+    """‖g^(i)‖² over all parameters, (B,), from their per-example gradients (B, *shape); None where not wanted."""
+    return torch.stack([rows.flatten(1).square().sum(1) for rows in gradients if rows is not None]).sum(0)
 
 
 def rounding_slack(absolute: Tensor, terms: int) -> Tensor:

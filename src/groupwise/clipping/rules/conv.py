@@ -70,13 +70,13 @@ class ConvRule(LayerRule):
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         if not self._wants_weights(wanted):
-            return self._bias_squares(g)
+            return _bias_rows(g).square().sum(1)
         if self._by_gram(g):
             total = torch.cat([gram_norms(x, rows.mT, bias=False) for x, rows in self._unfolded(saved, g)])
         else:
             terms = self._terms(saved)
             total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g)])
-        return total + self._bias_squares(g) if wanted[1] else total
+        return total + _bias_rows(g).square().sum(1) if wanted[1] else total
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, weight = saved[:2]
@@ -89,7 +89,7 @@ class ConvRule(LayerRule):
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
         if not self._wants_weights(wanted):
             return super().clipped_sum(saved, g, clip, wanted)
-        biases = upcast(g).flatten(2).sum(2) if wanted[1] else None
+        biases = _bias_rows(g) if wanted[1] else None
         terms, start, factors, weights = self._terms(saved), 0, [], None
         for rows in self._materialized(saved, g):
             square = self._squares(terms, rows, wanted)
@@ -102,7 +102,7 @@ class ConvRule(LayerRule):
         return self._finish(saved, None if weights is None else weights.view(g.shape[1], -1), bias, wanted)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        bias = upcast(g).flatten(2).sum(2) if wanted[1] else None
+        bias = _bias_rows(g) if wanted[1] else None
         if not self._wants_weights(wanted):
             return None, bias
         each = [self._finish(saved, row, None, wanted) for rows in self._materialized(saved, g) for row in rows.clone()]
@@ -124,9 +124,6 @@ class ConvRule(LayerRule):
     def _finish(self, saved: Saved, weights: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         """From the summed gradient (p, K) of the weight used to the gradients of the parameters."""
         return None if weights is None else self._unflatten(weights), bias
-
-    def _bias_squares(self, g: Tensor) -> Tensor:
-        return upcast(g).flatten(2).sum(2).square().sum(1)
 
     def _by_gram(self, g: Tensor) -> bool:
         """Whether norms come cheaper from two T×T Gram matrices than from the gradients (p, K) themselves."""
@@ -192,6 +189,11 @@ class ConvRule(LayerRule):
         shape = (n, groups, *out, *m.kernel_size, c // groups)
         windows = padded.as_strided(shape, (padded.stride(0), c // groups, *moves, *taps, 1))
         return padded[(slice(None), *inner)], windows
+
+
+def _bias_rows(g: Tensor) -> Tensor:
+    """Per-example gradients (B, p) of the bias, from output gradients (B, p, *out)."""
+    return upcast(g).flatten(2).sum(2)
 
 
 def _positions_last(g: Tensor, groups: int) -> Tensor:

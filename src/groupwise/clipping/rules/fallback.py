@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, upcast
-from groupwise.clipping.rules.layer_norm import PerExampleRule
+from groupwise.clipping.rules.per_example import PerExampleRule
 from groupwise.errors import UserError
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, upcast
-from groupwise.clipping.rules.layer_norm import PerExampleRule
+from groupwise.clipping.rules.per_example import PerExampleRule
 
 CHUNK_FLOATS = 1 << 18
 """Numbers in the buffer of `_channel_products`: it stays in a core's own cache."""

@@ -5,24 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import weigh_rows
-from groupwise.clipping.rules.base import Clip, Gradients, LayerRule, Saved, Wanted, register_rule, upcast
-
-
-class PerExampleRule(LayerRule):
-    """For layers with few parameters: their per-example gradients are small, so everything is made from them."""
-
-    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
-        gradients = self.per_example_gradients(saved, g, wanted)
-        if factors is None:
-            return tuple(None if rows is None else rows.sum(0) for rows in gradients)
-        return tuple(None if rows is None else weigh_rows(factors, rows) for rows in gradients)
-
-    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
-        gradients = self.per_example_gradients(saved, g, wanted)
-        squares = [rows.flatten(1).square().sum(1) for rows in gradients if rows is not None]
-        factors = clip(torch.stack(squares).sum(0))
-        return tuple(None if rows is None else weigh_rows(factors, rows) for rows in gradients)
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, upcast
+from groupwise.clipping.rules.per_example import PerExampleRule
 
 
 @register_rule
