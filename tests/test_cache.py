@@ -1,39 +1,38 @@
 """The cache helps, and whatever happens to it, never hurts."""
 
 import os
-from pathlib import Path
 
 import pytest
 
-from groupwise.privacy import cache
-from groupwise.privacy.cache import cache_folder, read_cache, write_cache
+from groupwise import cache
+from groupwise.cache import cache_folder, read_cache, write_cache
 
 
 def test_what_was_written_is_read(own_cache):
-    write_cache({"a": 1}, [1.5, "note"])
-    assert read_cache({"a": 1}) == [1.5, "note"]
-    assert read_cache({"a": 2}) is None
-    assert not list(own_cache.rglob("*.tmp"))
+    write_cache("kind", {"a": 1}, [1.5, "note"])
+    assert read_cache("kind", {"a": 1}) == [1.5, "note"]
+    assert read_cache("kind", {"a": 2}) is None
+    assert not list(own_cache.rglob("*.partial"))
 
 
-def test_a_file_under_the_wrong_name_is_not_an_answer(monkeypatch):
-    monkeypatch.setattr(cache, "_path", lambda key: cache_folder() / "same.json")
-    write_cache({"a": 1}, "of a")
-    assert read_cache({"b": 1}) is None
+def test_a_file_under_the_wrong_name_is_not_an_answer(own_cache, monkeypatch):
+    monkeypatch.setattr(cache, "_path", lambda kind, key: cache_folder() / "same.json")
+    write_cache("kind", {"a": 1}, "of a")
+    assert read_cache("kind", {"b": 1}) is None
 
 
 def test_a_folder_that_is_a_file_is_no_error(own_cache):
     own_cache.write_text("in the way")
-    write_cache({"a": 1}, 1)
-    assert read_cache({"a": 1}) is None
+    write_cache("kind", {"a": 1}, 1)
+    assert read_cache("kind", {"a": 1}) is None
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_no_error(own_cache):
     own_cache.mkdir()
     own_cache.chmod(0o500)
-    write_cache({"a": 1}, 1)
-    assert read_cache({"a": 1}) is None
+    write_cache("kind", {"a": 1}, 1)
+    assert read_cache("kind", {"a": 1}) is None
 
 
 def test_a_failing_disk_leaves_nothing_behind(own_cache, monkeypatch):
@@ -41,13 +40,13 @@ def test_a_failing_disk_leaves_nothing_behind(own_cache, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    write_cache({"a": 1}, 1)
-    assert read_cache({"a": 1}) is None
-    assert not list(own_cache.rglob("*.tmp"))
+    write_cache("kind", {"a": 1}, 1)
+    assert read_cache("kind", {"a": 1}) is None
+    assert not list(own_cache.rglob("*.partial"))
 
 
-def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
-    assert cache_folder() == Path(os.environ["GROUPWISE_CACHE"])
+def test_the_folder_follows_the_environment(own_cache, monkeypatch, tmp_path):
+    assert cache_folder() == own_cache
     monkeypatch.delenv("GROUPWISE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "groupwise"

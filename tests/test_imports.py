@@ -9,13 +9,13 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "groupwise"
 MAY_IMPORT = {
-    "clipping": {"clipping", "errors"},
-    "privacy": {"privacy", "errors"},
+    "clipping": {"clipping", "cache", "errors"},
+    "privacy": {"privacy", "cache", "errors"},
     "models": {"models", "clipping", "errors"},
     "data": {"data", "errors"},
-    "training": {"training", "clipping", "privacy", "config", "errors"},
+    "training": {"training", "clipping", "privacy", "config", "atomic", "errors"},
     "tasks": {"tasks", "training", "models", "data", "config", "errors"},
-    "analysis": {"analysis", "training", "errors"},
+    "analysis": {"analysis", "training", "atomic", "errors"},
 }
 
 

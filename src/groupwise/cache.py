@@ -1,12 +1,13 @@
-"""A small on-disk cache of calibrated noise multipliers: a search of seconds is done once."""
+"""A small on-disk cache of numbers that take seconds to find: calibrated noise, what a machine's arithmetic costs."""
 
 import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from groupwise.atomic import write_text
 
 
 def cache_folder() -> Path:
@@ -18,31 +19,26 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser("~")) / ".cache" / "groupwise"
 
 
-def read_cache(key: dict[str, Any]) -> Any | None:
+def read_cache(kind: str, key: dict[str, Any]) -> Any | None:
     """Return the value stored under ``key``, or None when it is absent, broken or unreadable. Never raises."""
     try:
-        entry = json.loads(_path(key).read_text())
+        entry = json.loads(_path(kind, key).read_text())
         # The key is stored beside the value: a truncated file or a colliding name is a miss, not an answer.
         return entry["value"] if entry["key"] == json.loads(json.dumps(key)) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def write_cache(key: dict[str, Any], value: Any) -> None:
-    """Store a JSON ``value`` under ``key`` atomically; a folder that cannot be written is passed over. Never raises."""
+def write_cache(kind: str, key: dict[str, Any], value: Any) -> bool:
+    """Store a JSON ``value`` under ``key`` atomically; False where the folder cannot be written. Never raises."""
     with contextlib.suppress(OSError):
-        path = _path(key)
+        path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump({"key": key, "value": value}, file, indent=1)
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        write_text(path, json.dumps({"key": key, "value": value}, indent=1))
+        return True
+    return False
 
 
-def _path(key: dict[str, Any]) -> Path:
+def _path(kind: str, key: dict[str, Any]) -> Path:
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder() / "noise_multiplier" / f"{name}.json"
+    return cache_folder() / kind / f"{name}.json"

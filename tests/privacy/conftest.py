@@ -13,11 +13,8 @@ settings.load_profile("groupwise")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """An empty cache folder for every test."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("GROUPWISE_CACHE", str(folder))
-    return folder
+def _cold(own_cache):
+    """Every test starts with an empty cache."""
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ class TestCache:
 
     @pytest.mark.parametrize("value", [["nan", 1.0, ""], [-1.0, 1.0, ""], [1.0, 2.5, ""], [1.0], 3.0, None])
     def test_a_value_that_proves_nothing_is_not_believed(self, monkeypatch, searches, value):
-        monkeypatch.setattr(calibration, "read_cache", lambda key: value)
+        monkeypatch.setattr(calibration, "read_cache", lambda kind, key: value)
         assert calibrate(*self.SETTING).epsilon_upper <= 2.0
         assert len(searches) == 1
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from groupwise.atomic import write_text
 from groupwise.errors import UserError
-from groupwise.training.atomic import write_text
 
 FIRST = ("task", "scale", "clip.name", "privacy.epsilon", "seed", "optim.learning_rate")
 LAST = ("valid/accuracy", "nonprivate/train_accuracy")

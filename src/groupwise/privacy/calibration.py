@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.cache import read_cache, write_cache
 from groupwise.errors import UserError
 from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds
-from groupwise.privacy.cache import read_cache, write_cache
 from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
 
 TOLERANCE = 1e-3
@@ -62,7 +62,7 @@ def calibrate(
         return found
     result = _search(epsilon, delta, sample_rate, int(steps), accountant)
     if cache:
-        write_cache(key, [result.noise_multiplier, result.epsilon_upper, result.note])
+        write_cache("noise_multiplier", key, [result.noise_multiplier, result.epsilon_upper, result.note])
     return result
 
 
@@ -139,7 +139,7 @@ def _central_limit_guess(curve: Callable[[float], float], epsilon: float) -> flo
 
 
 def _from_cache(key: dict[str, object], epsilon: float) -> Calibration | None:
-    value: Any = read_cache(key)
+    value: Any = read_cache("noise_multiplier", key)
     try:
         found = Calibration(float(value[0]), float(value[1]), str(value[2]))
     except (TypeError, ValueError, IndexError, KeyError):

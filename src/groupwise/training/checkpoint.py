@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from groupwise.atomic import write_atomically
 from groupwise.errors import UserError
-from groupwise.training.atomic import write_atomically
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

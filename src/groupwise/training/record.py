@@ -20,9 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from groupwise.atomic import write_json, write_text
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
-from groupwise.training.atomic import write_json, write_text
 from groupwise.training.identity import (
     config_hash,
     differences,
