@@ -71,6 +71,8 @@ class ClipConfig:
     """No adaptive threshold falls below this."""
     maximum: float = 1e8
     """No adaptive threshold rises above this."""
+    formula: str = "auto"
+    """auto | gram | materialize: how norms are computed, where a layer has the choice; the same to rounding."""
     mapping: dict[str, str] = field(default_factory=dict)
     """grouping=custom: glob of layer names -> group name; the first match counts."""
 
@@ -203,6 +205,8 @@ class RunConfig:
     """The folder of an unfinished run to take up again."""
     overwrite: bool = False
     """Throw away what this very configuration left behind, finished or not, and start afresh."""
+    explain: bool = False
+    """Print how each layer's norms are computed, and why; then stop, with nothing trained or written."""
 
     def validate(self) -> None:
         """Refuse what cannot be meant, with a `UserError`; see `groupwise.validation`."""

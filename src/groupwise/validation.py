@@ -18,6 +18,7 @@ CHOICES = {
     "clip.policy": ("fixed", "adaptive"),
     "clip.rule": ("min", "automatic"),
     "clip.count_at": ("raw", "rescaled"),
+    "clip.formula": ("auto", "gram", "materialize"),
     "noise.allocation": ("global", "equal_budget", "weighted"),
     "privacy.sampling": ("poisson", "shuffle"),
     "privacy.accountant": ("prv", "pld", "rdp"),

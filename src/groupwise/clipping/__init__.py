@@ -11,7 +11,9 @@ True
 >>> engine.detach()
 """
 
+from groupwise.clipping.costs import Rates
 from groupwise.clipping.engine import ClippingEngine, attach
+from groupwise.clipping.explain import explain
 from groupwise.clipping.factors import automatic_factors, clip_factors
 from groupwise.clipping.layers import WSConv2d
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
@@ -22,11 +24,13 @@ __all__ = [
     "Group",
     "LayerRule",
     "Partition",
+    "Rates",
     "WSConv2d",
     "attach",
     "automatic_factors",
     "by_mapping",
     "clip_factors",
+    "explain",
     "flat",
     "per_block",
     "per_layer",

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
+from groupwise.clipping.costs import Shared
 from groupwise.clipping.rules.base import LayerRule, find_rule
 from groupwise.clipping.rules.fallback import FallbackRule
 from groupwise.errors import UserError
@@ -34,7 +35,7 @@ class Layer:
         """A parameter's name in the whole model."""
         return f"{self.name}.{local}" if self.name else local
 
-    def make_rule(self, formula: str = "auto") -> LayerRule:
+    def make_rule(self, shared: Shared) -> LayerRule:
         """A rule object for this very layer.
 
         Raises:
@@ -43,7 +44,7 @@ class Layer:
         if self.rule is None:
             names = tuple(name for name, _ in self.module.named_parameters())
             return FallbackRule(self.module, names, self.name or "the model")
-        rule = self.rule(self.module, formula)  # type: ignore[arg-type]
+        rule = self.rule(self.module, shared)
         reason = rule.refuse()
         if reason:
             raise UserError(f"Layer {self.name!r} ({type(self.module).__name__}) cannot be clipped: {reason}.")

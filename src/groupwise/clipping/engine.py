@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from groupwise.clipping.costs import Formula, Rates, Shared
 from groupwise.clipping.discovery import Layer, find_layers
-from groupwise.clipping.factors import ClipRule, clip_factors
+from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
 from groupwise.clipping.gate import GroupPass, GroupState, LayerFunction, Member, Phase, Round
 from groupwise.clipping.partition import Group, Partition, check_partition
 from groupwise.clipping.paths import check_paths
-from groupwise.clipping.rules.base import Formula
 from groupwise.clipping.rules.fallback import Call, FallbackForward, FallbackRule
 from groupwise.errors import UserError
 
@@ -28,6 +28,7 @@ def attach(
     norms: Norms = "bookkeeping",
     clip_rule: ClipRule = clip_factors,
     formula: Formula = "auto",
+    rates: Rates | None = None,
 ) -> "ClippingEngine":
     """Make backward passes of `model` clip per-example gradients group by group.
 
@@ -43,12 +44,13 @@ def attach(
             "ghost" runs backward twice and keeps nothing (one group only).
         clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
+        rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
 
     Raises:
         UserError: a layer that mixes examples, a parameter in no group or two, an option that cannot be clipped, bad
             thresholds.
     """
-    return ClippingEngine(model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula)
+    return ClippingEngine(model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula, rates=rates)
 
 
 class ClippingEngine:
@@ -63,6 +65,7 @@ class ClippingEngine:
         norms: Norms,
         clip_rule: ClipRule,
         formula: Formula,
+        rates: Rates | None,
     ) -> None:
         if norms not in ("bookkeeping", "ghost"):
             raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
@@ -70,10 +73,13 @@ class ClippingEngine:
             raise UserError(
                 f"Ghost clipping reweights whole losses, so it needs one group; {len(partition)} were given."
             )
+        if formula not in get_args(Formula):
+            raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
         layers = find_layers(model)
         check_partition(layers, partition)
+        self._shared = Shared(formula, rates)
         self.model, self.partition, self.norms = model, partition, norms
-        self.groups = _build_groups(layers, partition, clip_rule, formula)
+        self.groups = _build_groups(layers, partition, clip_rule, self._shared)
         self.examples = 0
         self.squared_norms: dict[int, Tensor] = {}
         self._round: Round | None = None
@@ -129,6 +135,11 @@ class ClippingEngine:
         return int(torch.stack([group.nonfinite for group in self.groups]).max())
 
     @property
+    def products_reused(self) -> int:
+        """How often a layer took XXᵀ from the layer before, which had the same input."""
+        return self._shared.products.reused
+
+    @property
     def per_example_norms(self) -> Tensor:
         """‖g_k^(i)‖ of the last microbatch, (K, B); not private."""
         return torch.stack([self.squared_norms[k] for k in range(len(self.groups))]).clamp_min(0).sqrt()
@@ -162,12 +173,13 @@ class ClippingEngine:
             else:
                 self._round = Round(Phase.CLIP, losses.shape[0])
             assert self._round is not None
-            losses.sum().backward()
+            _run_backward(losses)
             self._check_reached(self._round.closed)
             self.squared_norms = self._round.squared_norms
         finally:
             self._round = None
             self._open.clear()
+            self._shared.products.clear()
         self.examples += losses.shape[0]
 
     def _ghost_norms(self, losses: Tensor) -> Tensor:
@@ -186,8 +198,9 @@ class ClippingEngine:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
         with torch.no_grad():
             factors = self._open[0].clip(squares)
+            self._open[0].take_count()
         keep = (factors != 0).to(factors.dtype)
-        everyone = factors.device.type == "cpu" and bool(keep.all())
+        everyone = may_ask(keep) and bool(keep.all())
         self._round = Round(Phase.SUMS, losses.shape[0], None if everyone else keep, {0: squares})
         return torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
 
@@ -306,6 +319,18 @@ class ClippingEngine:
         self.detach()
 
 
+def _run_backward(losses: Tensor) -> None:
+    try:
+        losses.sum().backward()
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise UserError(
+                "A tensor that a layer keeps for its backward pass was changed in place (by ReLU(inplace=True) after "
+                f"a WSConv2d, say): use operations that are not in place. torch says: {str(error).splitlines()[0]}"
+            ) from error
+        raise
+
+
 def _autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
     """What autocast would do to a layer's inputs, so that the rule itself can run without it."""
     device = x.device.type
@@ -316,18 +341,18 @@ def _autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Te
 
 
 def _build_groups(
-    layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, formula: Formula
+    layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, shared: Shared
 ) -> tuple[GroupState, ...]:
     by_name = {layer.name: layer for layer in layers}
     uses: dict[int, int] = {}
     for layer in layers:
         for parameter in layer.trainable.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    return tuple(_build_group(k, group, by_name, uses, clip_rule, formula) for k, group in enumerate(partition))
+    return tuple(_build_group(k, group, by_name, uses, clip_rule, shared) for k, group in enumerate(partition))
 
 
 def _build_group(
-    index: int, group: Group, by_name: dict[str, Layer], uses: dict[int, int], clip_rule: ClipRule, formula: Formula
+    index: int, group: Group, by_name: dict[str, Layer], uses: dict[int, int], clip_rule: ClipRule, shared: Shared
 ) -> GroupState:
     parameters: list[nn.Parameter] = []
     place: dict[int, int] = {}
@@ -339,12 +364,13 @@ def _build_group(
     members = []
     for name in group.layers:
         layer = by_name[name]
-        rule = layer.make_rule(formula)
+        rule = layer.make_rule(shared)
         places = tuple(
             place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
         )
-        shared = any(uses[id(p)] > 1 for p in layer.trainable.values())
-        members.append(Member(name, rule, tuple(p is not None for p in places), places, shared))
+        tied = any(uses[id(p)] > 1 for p in layer.trainable.values())
+        rule.alone = len(group.layers) == 1 and not tied
+        members.append(Member(name, rule, tuple(p is not None for p in places), places, tied))
     dtype, device = parameters[0].dtype, parameters[0].device
     threshold = torch.ones((), dtype=dtype, device=device, requires_grad=True)
     nonfinite = torch.zeros((), dtype=torch.int64, device=device)

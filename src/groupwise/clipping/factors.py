@@ -1,5 +1,6 @@
 """Clip rules: pure functions from per-example norms and a threshold to factors."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -39,7 +40,12 @@ def automatic_factors(gamma: float) -> ClipRule:
 
 def keep_finite(factors: Tensor, squared_norms: Tensor) -> Tensor:
     """Set the factor of every example whose norm is not finite to exactly 0: it is left out of the sum."""
-    return torch.where(torch.isfinite(squared_norms), factors, torch.zeros_like(factors))
+    return torch.where(squared_norms < math.inf, factors, 0.0)  # NaN is not
+
+
+def may_ask(t: Tensor) -> bool:
+    """Whether looking at a value costs nothing: elsewhere the host would wait for the device."""
+    return t.device.type == "cpu"
 
 
 def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
@@ -48,7 +54,7 @@ def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
     On a CPU the common case, nobody left out, costs a look at B numbers; elsewhere rows are masked without asking,
     so that the host never waits for the device.
     """
-    if factors is None or (rows.device.type == "cpu" and bool(factors.all())):
+    if factors is None or (may_ask(rows) and bool(factors.all())):
         return rows
     return rows.masked_fill((factors == 0).view(-1, *[1] * (rows.dim() - 1)), 0)
 
@@ -62,5 +68,13 @@ def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:
 
 def weigh_rows(factors: Tensor, rows: Tensor) -> Tensor:
     """Σ_i factor_i · rows_i for rows (B, ...)."""
-    flat = drop_zero_rows(factors, rows).flatten(1)
-    return (factors.to(flat.dtype) @ flat).view(rows.shape[1:])
+    return add_weighed_rows(None, factors, rows)
+
+
+def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Tensor:
+    """total + Σ_i factor_i · rows_i, in place where there is a total."""
+    flat, weights = drop_zero_rows(factors, rows).flatten(1), factors.to(rows.dtype)
+    if total is None:
+        return (weights @ flat).view(rows.shape[1:])
+    total.view(1, -1).addmm_(weights.unsqueeze(0), flat)
+    return total

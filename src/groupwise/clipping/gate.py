@@ -7,6 +7,7 @@ of the threshold: microbatch accumulation, hooks and reductions on gradients nee
 """
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from groupwise.clipping.factors import ClipRule, keep_finite
 from groupwise.clipping.joint import Entry, cross_terms
-from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted
+from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved, Wanted
 from groupwise.errors import UserError
 
 
@@ -74,6 +75,7 @@ class GroupPass:
         self.group, self.batch, self.current_round = group, batch, current_round
         self.calls: Counter[str] = Counter()
         self.entries: list[Entry] = []
+        self.due: list[tuple[Member, Finish]] = []
         self.sums: list[Tensor | None] = [None] * len(group.parameters)
         self.squares: list[Tensor] = []
         self.count = group.threshold.new_zeros(())
@@ -104,18 +106,29 @@ class GroupPass:
         if current.phase is Phase.CLIP and len(self.group.members) == 1 and not joint:
             self.add(member, member.rule.clipped_sum(saved, g, self.clip, member.wanted))
             self.done = True
-            return torch.cat(self.squares)
-        if current.phase is Phase.CLIP or joint:
+            return self.take_count()
+        if joint:
             self.entries.append(Entry(member, saved, g))
-        return member.rule.squared_norms(saved, g, member.wanted)
+        if current.phase is Phase.NORMS:
+            return member.rule.squared_norms(saved, g, member.wanted)
+        squares, finish = member.rule.book_keep(saved, g, member.wanted)
+        self.due.append((member, finish))
+        return squares
 
     def clip(self, squares: Tensor) -> Tensor:
-        """Squared norms (n,) of the next n examples -> factors (n,); counts, and leaves out what is not finite."""
-        norms = squares.clamp_min(0).sqrt()
+        """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
-        self.count = self.count + (norms <= self.group.count_threshold.to(norms.dtype)).sum()
-        self.group.nonfinite += (~torch.isfinite(squares)).sum()
+        norms = squares.clamp_min(0).sqrt_()
         return keep_finite(self.group.clip_rule(norms, self.group.threshold.detach().to(norms.dtype)), squares)
+
+    def take_count(self) -> Tensor:
+        """All squared norms (B,) of the round, once they are in; counts examples within the threshold."""
+        squares = self.squares[0] if len(self.squares) == 1 else torch.cat(self.squares)
+        self.squares = [squares]
+        at = self.group.count_threshold.to(squares.dtype)
+        self.count = (squares.clamp_min(0).sqrt_() <= at).sum()
+        self.group.nonfinite += (~torch.isfinite(squares)).sum()
+        return squares
 
     def close(self, squares: Tensor) -> None:
         """All members have reported: form the factors, and the weighted sums that are still due."""
@@ -129,9 +142,11 @@ class GroupPass:
         if current.phase is Phase.SUMS or self.done:
             return
         factors = self.clip(squares + self.cross_terms(squares))
-        while self.entries:  # each entry's activations are freed as soon as its sum is made
-            entry = self.entries.pop()
-            self.add(entry.member, entry.member.rule.weighted_sum(entry.saved, entry.g, factors, entry.member.wanted))
+        self.take_count()
+        self.entries.clear()
+        while self.due:  # what a layer kept is freed as soon as its sum is made
+            member, finish = self.due.pop()
+            self.add(member, finish(factors))
 
     def cross_terms(self, squares: Tensor) -> Tensor:
         """2Σ⟨a_i, b_i⟩ over pairs of uses of one parameter: what the members' own norms miss of the joint norm."""
@@ -142,7 +157,12 @@ class GroupPass:
         for place, gradient in zip(member.places, gradients, strict=True):
             if place is not None and gradient is not None:
                 known = self.sums[place]
-                self.sums[place] = gradient if known is None else known + gradient
+                self.sums[place] = gradient if known is None else known.add_(gradient)
+
+
+def no_autocast(device: str) -> AbstractContextManager[object]:
+    """Rules choose their own precision; entering autocast costs microseconds a layer, so only where it is on."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Gate(torch.autograd.Function):
@@ -161,7 +181,7 @@ class Gate(torch.autograd.Function):
         group_pass: GroupPass = ctx.group_pass
         group_pass.close(squares)
         if group_pass.current_round().phase is Phase.CLIP:
-            group_pass.current_round().squared_norms[group_pass.group.index] = torch.cat(group_pass.squares)
+            group_pass.current_round().squared_norms[group_pass.group.index] = group_pass.squares[0]
         sums, group_pass.sums, group_pass.probe = group_pass.sums, [], None
         return None, None, group_pass.count.to(squares.dtype), *sums
 
@@ -174,7 +194,7 @@ class LayerFunction(torch.autograd.Function):
         ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, x: Tensor, *parameters: Tensor | None
     ) -> Tensor:
         ctx.group_pass, ctx.member = group_pass, member
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *parameters)
         ctx.save_for_backward(*saved)
         return y
@@ -182,8 +202,9 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        saved = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            gx = ctx.member.rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
+        saved, rule = ctx.saved_tensors, ctx.member.rule
+        with no_autocast(g.device.type):
+            g = rule.arrange(saved, g)
+            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
             squares = ctx.group_pass.receive(ctx.member, saved, g)
         return None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 4)

@@ -22,6 +22,7 @@ EVERYDAY = {
     "paths.data=~/data": "default $GROUPWISE_DATA, else data",
     "paths.results=out": "default results",
     "overwrite=true": "run again what is already done",
+    "explain=true": "print how each layer's norms are computed, and why; no training",
 }
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from groupwise.clipping import ClippingEngine
+from groupwise.clipping import ClippingEngine, explain
 from groupwise.clipping.verify import verify
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
@@ -29,7 +29,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         UserError: anything that the user can mend.
     """
     record = RunRecord.open(config)
-    if record.finished:
+    if record.finished and not config.explain:
         print(f"Done already: {record.folder} (overwrite=true runs it again)")
         return record.result()
     device = choose_device(config.train.device)
@@ -46,6 +46,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     if engine is not None:
         coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
         verify(engine, task.losses, range(min(3, task.train_size)), **coarse)
+    if config.explain:
+        return _explain(trainer)
     start = 0 if state is None else int(state["step"])
     if state is not None:
         trainer.load_state_dict(state, start)
@@ -56,6 +58,18 @@ def run(config: RunConfig) -> dict[str, Any]:
         record.close()
         if engine is not None:
             engine.detach()
+
+
+def _explain(trainer: Trainer) -> dict[str, Any]:
+    """Print the cost model's choices for one microbatch of the size that training will use."""
+    if trainer.engine is None:
+        print("clip=none clips nothing, so there are no norms to explain.")
+        return {}
+    size = min(trainer.microbatch, trainer.task.train_size)
+    trainer.engine.backward(trainer.task.losses(range(size)))
+    print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.engine)}")
+    trainer.engine.detach()
+    return {}
 
 
 def choose_device(name: str) -> torch.device:

@@ -32,7 +32,14 @@ def make_engine(model: nn.Module, clip: ClipConfig) -> ClippingEngine | None:
     else:
         raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block or custom.")
     rule = automatic_factors(clip.gamma) if clip.rule == "automatic" else clip_factors
-    return attach(model, partition, _even(clip, len(partition)), norms=clip.norms, clip_rule=rule)  # type: ignore[arg-type]
+    return attach(
+        model,
+        partition,
+        _even(clip, len(partition)),
+        norms=clip.norms,  # type: ignore[arg-type]
+        clip_rule=rule,
+        formula=clip.formula,  # type: ignore[arg-type]
+    )
 
 
 def make_thresholds(clip: ClipConfig, plan: PrivacyPlan) -> FixedThresholds | AdaptiveThresholds:

@@ -15,9 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 
-VOLATILE = ("paths.", "tracker.", "resume", "overwrite", "train.checkpoint_every")
-"""Keys that cannot change what is computed. All others count: `debug.noise_seed`, and `train.device` as it is
-written (``auto`` is the same experiment on every machine; what it found is in the row)."""
+VOLATILE = ("paths.", "tracker.", "resume", "overwrite", "explain", "train.checkpoint_every", "clip.formula")
+"""Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
+as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:

@@ -145,7 +145,11 @@ class RunRecord:
             "hash": self.hash,
             "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        row |= {key: value for key, value in flat_config(self.config).items() if key not in ("resume", "overwrite")}
+        row |= {
+            key: value
+            for key, value in flat_config(self.config).items()
+            if key not in ("resume", "overwrite", "explain")
+        }
         git = {key: value for key, value in self._read("git.json").items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self._read("environment.json")}
         for name in ("data", "seeds"):

@@ -7,17 +7,21 @@ count in norms and sums.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+
+from groupwise.clipping.costs import Choices, Shared
 
 Saved = tuple[Tensor | None, ...]
 Wanted = tuple[bool, ...]
 Gradients = tuple[Tensor | None, ...]
 Clip = Callable[[Tensor], Tensor]
 """squared norms (n,) of the next n examples -> their factors (n,)."""
-Formula = Literal["auto", "gram", "materialize"]
+Finish = Callable[[Tensor], Gradients]
+"""factors (B,) -> Σ_i factor_i · g_k^(i) for each parameter."""
 
 
 class LayerRule(ABC):
@@ -30,10 +34,13 @@ class LayerRule(ABC):
 
     batched: ClassVar[tuple[int, ...]] = (0,)
     """Which of the saved tensors have the batch as their first axis."""
+    alone = False
+    """Whether the engine gave the layer a group of its own: clipped sums can then be fused with the norms."""
 
-    def __init__(self, module: nn.Module, formula: Formula = "auto") -> None:
+    def __init__(self, module: nn.Module, shared: Shared | None = None) -> None:
         self.module = module
-        self.formula = formula
+        self.shared = shared or Shared()
+        self.choices = Choices(self.shared)
 
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
@@ -51,6 +58,10 @@ class LayerRule(ABC):
     @abstractmethod
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         """The layer's output and what its backward needs."""
+
+    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
+        """The output gradient in the memory layout that the rest works on."""
+        return g
 
     @abstractmethod
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
@@ -71,6 +82,10 @@ class LayerRule(ABC):
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
         """Norms, factors and weighted sum in one go; rules that materialise gradients anyway fuse it."""
         return self.weighted_sum(saved, g, clip(self.squared_norms(saved, g, wanted)), wanted)
+
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
+        """Squared norms now, (B,), and what makes the weighted sum when the group's factors are known."""
+        return self.squared_norms(saved, g, wanted), partial(self.weighted_sum, saved, g, wanted=wanted)
 
     @abstractmethod
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
@@ -111,6 +126,16 @@ def rounding_slack(absolute: Tensor, terms: int) -> Tensor:
     Mary 2019). Where nothing cancels it is a relative 1e-5 or less in float32.
     """
     return absolute * (4 * terms**0.5 * torch.finfo(absolute.dtype).eps)
+
+
+def chunk_floats(like: Tensor) -> int:
+    """Numbers that a chunk of materialised gradients may hold: about a core's cache, or enough to fill a GPU."""
+    return 1 << 20 if like.device.type == "cpu" else 1 << 26
+
+
+def numbers(*tensors: object) -> int:
+    """How many numbers these tensors hold together; what is no tensor holds none."""
+    return sum(t.numel() for t in tensors if isinstance(t, Tensor))
 
 
 def upcast(t: Tensor) -> Tensor:

@@ -1,24 +1,39 @@
 """Convolutions in one, two and three dimensions, with any stride, padding, dilation and groups.
 
 One example's weight gradient is GᵀX for unfolded inputs X (T, K), T output positions and K = c·∏k weights a filter.
-Gradients of a few examples at a time are materialised, measured, weighed and added up at once, so that memory stays
-at one chunk and nothing is computed twice.
+Where T is small its norm comes from XXᵀ and GGᵀ. Elsewhere the gradients of a few examples at a time are materialised
+(by unfolding and a batched product, or by the device's own kernel on one example), measured, weighed and added up at
+once, so that memory stays at one chunk and, in a group of its own, a layer computes nothing twice.
 """
 
 import math
 from collections.abc import Iterator
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import drop_zero_rows, scale_rows, weigh_rows
-from groupwise.clipping.rules.base import Clip, Gradients, LayerRule, Saved, Wanted, register_rule, upcast
-from groupwise.clipping.rules.linear import gram_norms
+from groupwise.clipping.costs import Work
+from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows, scale_rows, weigh_rows
+from groupwise.clipping.rules.base import (
+    Clip,
+    Finish,
+    Gradients,
+    LayerRule,
+    Saved,
+    Wanted,
+    chunk_floats,
+    numbers,
+    register_rule,
+    upcast,
+)
+from groupwise.clipping.rules.gram import norms_from_products
+from groupwise.clipping.rules.unfold import Geometry
 
-CHUNK_FLOATS = 1 << 20
-"""Numbers that the unfolded inputs, or the per-example gradients, of one chunk may hold: about the size of a cache."""
+LEAST_KERNEL_INPUT = 20480
+"""On a CPU torch gives one example of fewer numbers to a convolution kernel that is slower than unfolding."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -44,24 +59,33 @@ class ConvRule(LayerRule):
     def _pads_outside(self) -> bool:
         return self.module.padding_mode != "zeros" or self.module.padding == "same"
 
-    def _padding(self) -> list[int]:
-        if self._pads_outside() or self.module.padding == "valid":
-            return [0] * len(self.module.kernel_size)
-        return list(self.module.padding)
+    @cached_property
+    def _geometry(self) -> Geometry:
+        m = self.module
+        unpadded = self._pads_outside() or m.padding == "valid"
+        padding = (0,) * len(m.kernel_size) if unpadded else tuple(m.padding)
+        return Geometry(tuple(m.kernel_size), tuple(m.stride), padding, tuple(m.dilation), m.groups)
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        m = self.module
-        return _CONV[x.dim() - 2](x, weight, bias, m.stride, self._padding(), m.dilation, m.groups)
+        shape = self._geometry
+        rest = shape.stride, shape.padding, shape.dilation, shape.groups
+        return _CONV[x.dim() - 2](x, weight, bias, *rest)  # type: ignore[operator]
 
     def _convolve_backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        m, zeros = self.module, [0] * (x.dim() - 2)
-        rest = (list(m.stride), self._padding(), list(m.dilation), False, zeros, m.groups, mask)
+        shape, zeros = self._geometry, [0] * (x.dim() - 2)
+        rest = (shape.stride, shape.padding, shape.dilation, False, zeros, shape.groups, mask)
         return torch.ops.aten.convolution_backward(g, x, weight, [weight.shape[0]], *rest)
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         assert weight is not None
         return self._convolve(x, weight, bias), (x, weight)
+
+    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
+        x = saved[0]
+        assert x is not None
+        last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        return g.contiguous(memory_format=torch.channels_last) if last else g.contiguous()
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight = saved[:2]
@@ -71,11 +95,12 @@ class ConvRule(LayerRule):
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         if not self._wants_weights(wanted):
             return _bias_rows(g).square().sum(1)
-        if self._by_gram(g):
-            total = torch.cat([gram_norms(x, rows.mT, bias=False) for x, rows in self._unfolded(saved, g)])
+        way = self._way(saved, g.shape)
+        if way == "gram":
+            total = self._squares_from_products(saved, g, wanted)
         else:
             terms = self._terms(saved)
-            total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g)])
+            total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g, way)])
         return total + _bias_rows(g).square().sum(1) if wanted[1] else total
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
@@ -87,50 +112,106 @@ class ConvRule(LayerRule):
         return self._finish(saved, self._flatten(weights) if mask[1] else None, bias if mask[2] else None, wanted)
 
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
-        if not self._wants_weights(wanted):
+        way = self._way(saved, g.shape) if self._wants_weights(wanted) else "gram"
+        if way == "gram":
             return super().clipped_sum(saved, g, clip, wanted)
         biases = _bias_rows(g) if wanted[1] else None
         terms, start, factors, weights = self._terms(saved), 0, [], None
-        for rows in self._materialized(saved, g):
+        for rows in self._materialized(saved, g, way):
             square = self._squares(terms, rows, wanted)
             here = slice(start, start := start + len(rows))
             part = clip(square if biases is None else square + biases[here].square().sum(1))
             factors.append(part)
-            flat = drop_zero_rows(part, rows).flatten(1)
-            weights = part[None] @ flat if weights is None else weights.addmm_(part[None], flat)
+            weights = add_weighed_rows(weights, part, rows)
         bias = None if biases is None else weigh_rows(torch.cat(factors), biases)
-        return self._finish(saved, None if weights is None else weights.view(g.shape[1], -1), bias, wanted)
+        return self._finish(saved, weights, bias, wanted)
+
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
+        size = g.shape[0] * g.shape[1] * self._filter_size()
+        way = self._way(saved, g.shape) if self._wants_weights(wanted) else "gram"
+        if way == "gram" or size > numbers(g, saved[0]):
+            return super().book_keep(saved, g, wanted)
+        kept, terms, start, squares = upcast(g).new_empty(g.shape[0], g.shape[1], self._filter_size()), None, 0, []
+        terms = self._terms(saved)
+        for rows in self._materialized(saved, g, way):
+            squares.append(self._squares(terms, rows, wanted))
+            kept[start : (start := start + len(rows))] = rows
+        biases = _bias_rows(g) if wanted[1] else None
+        total = torch.cat(squares)
+        return total if biases is None else total + biases.square().sum(1), partial(
+            self._weigh_kept, (None, None, *saved[2:]), kept, biases, wanted=wanted
+        )
+
+    def _weigh_kept(
+        self, saved: Saved, kept: Tensor, biases: Tensor | None, factors: Tensor, wanted: Wanted
+    ) -> Gradients:
+        bias = None if biases is None else weigh_rows(factors, biases)
+        return self._finish(saved, weigh_rows(factors, kept), bias, wanted)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         bias = _bias_rows(g) if wanted[1] else None
         if not self._wants_weights(wanted):
             return None, bias
-        each = [self._finish(saved, row, None, wanted) for rows in self._materialized(saved, g) for row in rows.clone()]
+        chunks = self._materialized(saved, g, "materialize")
+        each = [self._finish(saved, row, None, wanted) for rows in chunks for row in rows.clone()]
         parts = [[part for part in column if part is not None] for column in zip(*each, strict=True)]
         stacked = [torch.stack(part) if part else None for part in parts]
         return stacked[0], bias, *stacked[2:]
+
+    # -- what a convolution with computed weights (ws_conv.py) does otherwise ------------------------------------
 
     def _wants_weights(self, wanted: Wanted) -> bool:
         return wanted[0]
 
     def _terms(self, saved: Saved) -> Any:
-        """What `_squares` needs besides the rows, made once for all chunks."""
+        """What `_squares` needs besides the gradients."""
         return None
 
     def _squares(self, terms: Any, rows: Tensor, wanted: Wanted) -> Tensor:
-        """Squared norms (n,) of the weight gradients that come from rows (n, p, K) of the weight used."""
-        return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
+        """Squared norms (n,) from gradients (n, p, K) of the weight used."""
+        return torch.linalg.vector_norm(rows.flatten(1), dim=1).square_()
+
+    def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        """The same, (B,), from XXᵀ and GGᵀ."""
+        rows = positions_first(g)
+        longest = max(rows.shape[1], self._filter_size(), rows.shape[2])
+        return norms_from_products(self._products(saved, g), torch.bmm(rows, rows.mT), False, longest)
 
     def _finish(self, saved: Saved, weights: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         """From the summed gradient (p, K) of the weight used to the gradients of the parameters."""
         return None if weights is None else self._unflatten(weights), bias
 
-    def _by_gram(self, g: Tensor) -> bool:
-        """Whether norms come cheaper from two T×T Gram matrices than from the gradients (p, K) themselves."""
-        t, k, p = math.prod(g.shape[2:]), self._filter_size(), g.shape[1]
-        if self.module.groups > 1 or self.formula == "materialize":
-            return False
-        return self.formula == "gram" or t * (p + k) < p * k
+    # -- gradients of the weight used -----------------------------------------------------------------------------
+
+    def _way(self, saved: Saved, out: torch.Size) -> str:
+        """How to find norms for an output like out (B, p, *space): "gram", "materialize" or "materialize/kernel"."""
+        x = saved[0]
+        assert x is not None
+        shape = (tuple(x.shape), tuple(out), self.alone)
+        return self.choices.choose(shape, x.device, lambda: self._ways(x.shape, out))
+
+    def _ways(self, inputs: torch.Size, out: torch.Size) -> dict[str, Work]:
+        """What the ways cost, the weighted sum included."""
+        b, p, t, k, groups = out[0], out[1], math.prod(out[2:]), self._filter_size(), self.module.groups
+        product, scaling, gradients = 2.0 * b * p * t * k, 8.0 * b * p * t, 4.0 * b * p * k
+        again = not self.alone and p * k * b > b * p * t + math.prod(inputs)  # kept gradients need no second product
+        later = {"matmul": product, "bytes": 2 * gradients + scaling} if again else {"bytes": 3 * gradients}
+        unfolding = later | {"bytes": later["bytes"] + 8.0 * b * t * k * groups}
+        kernel = later | {"bytes": later["bytes"] + 3 * gradients}
+        ways = {"materialize": Work(outer=product, **unfolding)}
+        if math.prod(self.module.kernel_size) > 1 and math.prod(inputs[1:]) > LEAST_KERNEL_INPUT:
+            ways["materialize/kernel"] = Work(kernel=product, calls=b, **kernel)
+        if groups > 1:
+            return ways
+        _, operations, written = self._geometry.products_work(inputs[1], inputs[2:], out[2:])
+        moved = scaling + 4.0 * b * (written + 6.0 * t * t)
+        return ways | {"gram": Work(matmul=product, gram=b * (operations + 2.0 * t * t * p), bytes=moved)}
+
+    def _products(self, saved: Saved, g: Tensor) -> Tensor:
+        """XXᵀ (B, T, T)."""
+        x = saved[0]
+        assert x is not None
+        return self._geometry.products(upcast(x), g.shape[2:])
 
     def _filter_size(self) -> int:
         """K, the weights of one filter."""
@@ -144,27 +225,21 @@ class ConvRule(LayerRule):
         m = self.module
         return rows.view(-1, *m.kernel_size, m.in_channels // m.groups).movedim(-1, 1).contiguous()
 
-    def _unfolded(self, saved: Saved, g: Tensor, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """A few examples at a time: inputs (n·groups, T, K) in one buffer, their gradients (n·groups, p/groups, T)."""
-        x, groups = saved[0], self.module.groups
-        assert x is not None
-        t, k = math.prod(g.shape[2:]), self._filter_size()
-        gradients = _positions_last(upcast(g), groups)
-        step = max(1, min(len(x), CHUNK_FLOATS // (t * k * groups), most or len(x)))
-        inner, windows = self._windows(upcast(x[:step]), g.shape[2:])
-        buffer = windows.new_empty(windows.shape)
-        for start in range(0, len(x), step):
-            part = x[start : start + step].movedim(1, -1)
-            inner[: len(part)] = part
-            columns = buffer[: len(part)].copy_(windows[: len(part)]).view(-1, t, k)
-            yield columns, gradients[start * groups : start * groups + len(columns)]
-
-    def _materialized(self, saved: Saved, g: Tensor) -> Iterator[Tensor]:
+    def _materialized(self, saved: Saved, g: Tensor, way: str) -> Iterator[Tensor]:
         """Gradients (n, p, K) of a few examples at a time, in a buffer that the next ones overwrite."""
-        p, k, groups = g.shape[1], self._filter_size(), self.module.groups
-        step = max(1, min(len(g), CHUNK_FLOATS // (p * k)))
-        buffer, filled = upcast(g).new_empty(step * groups, p // groups, k), 0
-        for columns, gradients in self._unfolded(saved, g, most=step):
+        p, k = g.shape[1], self._filter_size()
+        step = max(1, min(len(g), chunk_floats(g) // (p * k)))
+        one_by_one = way.endswith("kernel")
+        return self._by_kernel(saved, upcast(g), step) if one_by_one else self._by_unfolding(saved, upcast(g), step)
+
+    def _by_unfolding(self, saved: Saved, g: Tensor, most: int) -> Iterator[Tensor]:
+        shape, x = self._geometry, saved[0]
+        assert x is not None
+        p, k, groups, t = g.shape[1], self._filter_size(), shape.groups, math.prod(g.shape[2:])
+        step = max(1, min(most, chunk_floats(g) // (t * k * groups)))
+        buffer, filled = g.new_empty(most * groups, p // groups, k), 0
+        parts = positions_last(g, groups).split(step * groups)
+        for columns, gradients in zip(shape.unfolded(upcast(x), g.shape[2:], step), parts, strict=True):
             if filled + len(columns) > len(buffer):
                 yield buffer[:filled].view(-1, p, k)
                 filled = 0
@@ -172,23 +247,16 @@ class ConvRule(LayerRule):
             filled += len(columns)
         yield buffer[:filled].view(-1, p, k)
 
-    def _windows(self, x: Tensor, out: torch.Size) -> tuple[Tensor, Tensor]:
-        """Room for padded inputs like x (n, c, *space), and what each output position sees of them.
-
-        Returns:
-            A view (n, *space, c) to write inputs into, and one (n, groups, *out, *k, c/groups) of the same memory,
-            zeros around the inputs included.
-        """
-        m, padding, groups = self.module, self._padding(), self.module.groups
-        n, c, space = x.shape[0], x.shape[1], x.shape[2:]
-        padded = x.new_zeros(n, *(size + 2 * pad for size, pad in zip(space, padding, strict=True)), c)
-        inner = tuple(slice(pad, pad + size) for size, pad in zip(space, padding, strict=True))
-        steps = padded.stride()[1:-1]
-        moves = [a * b for a, b in zip(steps, m.stride, strict=True)]
-        taps = [a * b for a, b in zip(steps, m.dilation, strict=True)]
-        shape = (n, groups, *out, *m.kernel_size, c // groups)
-        windows = padded.as_strided(shape, (padded.stride(0), c // groups, *moves, *taps, 1))
-        return padded[(slice(None), *inner)], windows
+    def _by_kernel(self, saved: Saved, g: Tensor, most: int) -> Iterator[Tensor]:
+        x, weight = saved[:2]
+        assert x is not None and weight is not None
+        x, weight, mask = upcast(x), upcast(weight), [False, True, False]
+        buffer = g.new_empty(most, g.shape[1], self._filter_size())
+        for some_g, some_x in zip(g.split(most), x.split(most), strict=True):
+            for i in range(len(some_g)):
+                row = self._convolve_backward(some_g[i : i + 1], some_x[i : i + 1], weight, mask)[1]
+                buffer[i] = self._flatten(row)
+            yield buffer[: len(some_g)]
 
 
 def _bias_rows(g: Tensor) -> Tensor:
@@ -196,11 +264,16 @@ def _bias_rows(g: Tensor) -> Tensor:
     return upcast(g).flatten(2).sum(2)
 
 
-def _positions_last(g: Tensor, groups: int) -> Tensor:
+def positions_last(g: Tensor, groups: int) -> Tensor:
     """Output gradients (B, p, *out) -> (B·groups, p/groups, T), without a copy where the memory has channels last."""
     if groups == 1 and g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
         return g.permute(0, 2, 3, 1).flatten(1, 2).mT
     return g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1)
+
+
+def positions_first(g: Tensor) -> Tensor:
+    """Output gradients (B, p, *out) -> (B, T, p)."""
+    return positions_last(upcast(g), 1).mT
 
 
 @register_rule

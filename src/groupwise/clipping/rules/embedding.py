@@ -50,10 +50,11 @@ class EmbeddingRule(LayerRule):
         indices, g = self.rows(saved, g)
         order = indices.argsort(dim=1)
         ordered = indices.gather(1, order)
-        slot = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
-        rows = g.gather(1, order.unsqueeze(-1).expand_as(g))
-        sums = torch.zeros_like(g).scatter_add_(1, slot.unsqueeze(-1).expand_as(g), rows)
-        return sums.square().sum((1, 2))
+        first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)  # which of its distinct indices, from 0
+        slots = torch.empty_like(order).scatter_(1, order, first)
+        slots += torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
+        sums = torch.zeros_like(g).flatten(0, 1).index_add_(0, slots.flatten(), g.flatten(0, 1))
+        return torch.linalg.vector_norm(sums.view(len(g), -1), dim=1).square_()
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         indices, g = self.rows(saved, g)

@@ -2,26 +2,34 @@
 
 One example's weight gradient is GᵀX for inputs X (T, d) and output gradients G (T, p), T the product of all axes
 between batch and features. Its squared norm is Σ (XXᵀ)∘(GGᵀ) (Gram: T²(p+d) operations, T² memory) or the norm of
-GᵀX itself (materialised: T·p·d operations, p·d memory); the bias adds 1 to every entry of XXᵀ.
+GᵀX itself (materialised: T·p·d operations, p·d memory); the bias adds 1 to every entry of XXᵀ. In a group of its own a
+layer that materialises needs no second product for its clipped sum.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import drop_zero_rows, scale_rows, weigh_rows
+from groupwise.clipping.costs import Work
+from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows
 from groupwise.clipping.rules.base import (
     Clip,
+    Finish,
     Gradients,
     LayerRule,
     Saved,
     Wanted,
+    chunk_floats,
+    numbers,
     register_rule,
-    rounding_slack,
     upcast,
 )
+from groupwise.clipping.rules.gram import gram_norms
+from groupwise.clipping.rules.per_example import weigh_gradients
 
 
 @register_rule
@@ -38,6 +46,9 @@ class LinearRule(LayerRule):
         assert weight is not None
         return F.linear(x, weight.t() if self.transposed else weight, bias), (x, weight)
 
+    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
+        return g.contiguous()
+
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         _, weight = saved
         assert weight is not None
@@ -49,9 +60,11 @@ class LinearRule(LayerRule):
         assert x is not None
         return _as_rows(upcast(x)), _as_rows(upcast(g))
 
-    def _by_gram(self, x: Tensor, g: Tensor) -> bool:
-        (t, d), p = x.shape[1:], g.shape[2]
-        return t * (p + d) < p * d if self.formula == "auto" else self.formula == "gram"
+    def _materializes(self, x: Tensor, g: Tensor) -> bool:
+        """Whether the gradients themselves are the cheaper way to norms and clipped sum."""
+        (b, t, d), p = x.shape, g.shape[2]
+        once = self.alone or b * d * p <= numbers(x, g)  # fused, or kept
+        return self.choices.choose(((b, t, d), (b, t, p), once), x.device, partial(_ways, b, t, d, p, once)) != "gram"
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         x, g = self.rows(saved, g)
@@ -59,51 +72,81 @@ class LinearRule(LayerRule):
         if not weight_wanted:
             return g.sum(1).square().sum(1)
         if x.shape[1] == 1:
-            return (x.square().sum((1, 2)) + float(bias_wanted)) * g.square().sum((1, 2))
-        if self._by_gram(x, g):
-            return gram_norms(x, g, bias_wanted)
-        square = (g.mT @ x).flatten(1).square().sum(1)
-        return square + g.sum(1).square().sum(1) if bias_wanted else square
+            lengths = torch.linalg.vector_norm(x, dim=(1, 2)).square_()
+            return (lengths.add_(1) if bias_wanted else lengths) * torch.linalg.vector_norm(g, dim=(1, 2)).square_()
+        if self._materializes(x, g):
+            return torch.cat([_square(*part) for part in self._materialized(x, g, bias_wanted)])
+        return gram_norms(x, g, bias_wanted, self.shared.products)
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, g = self.rows(saved, g)
-        g = scale_rows(g, factors).flatten(0, 1)
+        weights = None if factors is None else factors.repeat_interleave(x.shape[1]).to(g.dtype)
+        x, g = drop_zero_rows(factors, x).flatten(0, 1), drop_zero_rows(factors, g).flatten(0, 1)
         weight = bias = None
-        if wanted[0]:
-            x = drop_zero_rows(factors, x).flatten(0, 1)
-            weight = x.t() @ g if self.transposed else g.t() @ x
         if wanted[1]:
-            bias = g.sum(0)
+            bias = g.sum(0) if weights is None else weights @ g
+        if wanted[0]:
+            if weights is not None:  # the smaller of the two is scaled
+                x, g = (x * weights.unsqueeze(1), g) if x.shape[1] <= g.shape[1] else (x, g * weights.unsqueeze(1))
+            weight = x.t() @ g if self.transposed else g.t() @ x
         return weight, bias
 
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
         x, rows = self.rows(saved, g)
-        if not wanted[0] or x.shape[1] == 1 or self._by_gram(x, rows):
+        if not wanted[0] or x.shape[1] == 1 or not self._materializes(x, rows):
             return super().clipped_sum(saved, g, clip, wanted)
-        weights = x.mT @ rows if self.transposed else rows.mT @ x
-        square = weights.flatten(1).square().sum(1)
-        if not wanted[1]:
-            return weigh_rows(clip(square), weights), None
-        biases = rows.sum(1)
-        factors = clip(square + biases.square().sum(1))
-        return weigh_rows(factors, weights), weigh_rows(factors, biases)
+        weight = bias = None
+        for weights, biases in self._materialized(x, rows, wanted[1]):
+            factors = clip(_square(weights, biases))
+            weight = add_weighed_rows(weight, factors, weights)
+            bias = None if biases is None else add_weighed_rows(bias, factors, biases)
+        return weight, bias
+
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
+        x, rows = self.rows(saved, g)
+        small = x.shape[0] * x.shape[2] * rows.shape[2] <= numbers(x, rows)
+        if not wanted[0] or x.shape[1] == 1 or not small or not self._materializes(x, rows):
+            return super().book_keep(saved, g, wanted)
+        gradients = self.per_example_gradients(saved, g, wanted)
+        return _square(*gradients), partial(weigh_gradients, gradients)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, g = self.rows(saved, g)
         weight = (x.mT @ g if self.transposed else g.mT @ x) if wanted[0] else None
         return weight, g.sum(1) if wanted[1] else None
 
+    def _materialized(self, x: Tensor, g: Tensor, bias: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Gradients of the weight (n, *shape) and the bias (n, p), a few examples at a time, in one buffer."""
+        step = min(len(x), max(1, chunk_floats(x) // (x.shape[2] * g.shape[2])))
+        left, right = (x, g) if self.transposed else (g, x)
+        buffer = x.new_empty(step, left.shape[2], right.shape[2])
+        for a, b, rows in zip(left.split(step), right.split(step), g.split(step), strict=True):
+            yield torch.bmm(a.mT, b, out=buffer[: len(a)]), rows.sum(1) if bias else None
+
+
+def _ways(b: int, t: int, d: int, p: int, once: bool) -> dict[str, Work]:
+    """What both formulas cost for inputs (b, t, d) and output gradients (b, t, p), the weighted sum included.
+
+    `once`: materialised gradients are still there when the factors are known, so no second product is needed.
+    """
+    product = 2.0 * b * t * d * p
+    scaling = 8.0 * b * t * min(d, p)
+    gradients = 4.0 * b * d * p
+    return {
+        "gram": Work(matmul=product, gram=2.0 * b * t * t * (p + d), bytes=scaling + 24.0 * b * t * t),
+        "materialize": Work(outer=product, bytes=3 * gradients)
+        if once
+        else Work(outer=product, matmul=product, bytes=2 * gradients + scaling),
+    }
+
+
+def _square(weights: Tensor | None, biases: Tensor | None) -> Tensor:
+    """Squared norms (n,) of gradients (n, *shape)."""
+    assert weights is not None
+    square = torch.linalg.vector_norm(weights.flatten(1), dim=1).square_()
+    return square if biases is None else square + biases.square().sum(1)
+
 
 def _as_rows(t: Tensor) -> Tensor:
     """(B, ..., n) -> (B, T, n)."""
     return t.unsqueeze(1) if t.dim() == 2 else t.reshape(t.shape[0], -1, t.shape[-1])
-
-
-def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
-    """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example from two T×T Gram matrices; x (B, T, d), g (B, T, p) -> (B,)."""
-    xx, gg = torch.bmm(x, x.mT), torch.bmm(g, g.mT)
-    if bias:
-        xx = xx.add_(1)
-    sizes = (xx.diagonal(dim1=1, dim2=2) * gg.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt().sum(1)
-    longest = max(x.shape[1], x.shape[2], g.shape[2])
-    return xx.mul_(gg).sum((1, 2)).clamp_min_(0) + rounding_slack(sizes.square(), longest)

@@ -9,11 +9,17 @@ is ⟨G, ŵ⟩, where a is 1, or 0 where eps holds s fixed. As ŵ has mean 0 (an
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from groupwise.clipping.factors import may_ask
 from groupwise.clipping.layers import STANDARDIZATION_EPS, WSConv2d, standardize_weight
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, rounding_slack, upcast
-from groupwise.clipping.rules.conv import ConvRule
+from groupwise.clipping.rules.conv import ConvRule, positions_first
+from groupwise.clipping.rules.gram import norms_from_products
+
+LEAST_GAIN = 1e-3
+"""Outputs are divided by the gain to find ⟨G, ŵ⟩; below this the gradients are materialised instead."""
 
 
 @register_rule
@@ -29,39 +35,74 @@ class WSConv2dRule(ConvRule):
         standard, scale = standardize_weight(upcast(weight))
         used = standard if gain is None else standard * gain.view(-1, 1, 1, 1)
         used = used.to(x.dtype)
-        return self._convolve(x, used, bias), (x, used, self._flatten(standard), scale.flatten(), gain)
+        y = self._convolve(x, used, bias)
+        kept = y if y.dtype == weight.dtype and self._divides(gain) and self._way((x,), y.shape) == "gram" else None
+        return y, (x, used, self._flatten(standard), scale.flatten(), gain, bias, kept)
+
+    def _divides(self, gain: Tensor | None) -> bool:
+        """Whether outputs divided by their gains can be trusted; a GPU is not asked."""
+        return gain is None or (may_ask(gain) and float(gain.detach().abs().min()) > LEAST_GAIN)
+
+    def _way(self, saved: Saved, out: torch.Size) -> str:
+        way = super()._way(saved, out)
+        if way == "gram" and len(saved) > 1 and saved[-1] is None:  # the output was not kept
+            return "materialize"
+        return way
 
     def _wants_weights(self, wanted: Wanted) -> bool:
         return wanted[0] or wanted[2]
 
-    def _by_gram(self, g: Tensor) -> bool:
-        return False  # the closed form needs G itself
-
     def _scales(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Standardised filters ŵ (p, K), gain·s (p,), and a (p,): 1 where the scale depends on the weight."""
-        _, _, standard, scale, gain = saved
+        standard, scale, gain = saved[2:5]
         assert standard is not None and scale is not None
         active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
         return standard, scale if gain is None else scale * upcast(gain), active
 
+    def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        """The same three numbers a filter without G: ⟨G, ŵ⟩ from the output, ΣG from sums over windows of the input.
+
+        Each is moved by its own rounding towards the larger norm.
+        """
+        x, _, _, _, gain, bias, y = saved
+        assert x is not None and y is not None
+        _, scale, active = self._scales(saved)
+        gain = torch.ones_like(scale) if gain is None else upcast(gain)
+        rows, k = positions_first(g), self._filter_size()
+        longest = max(rows.shape[1], k, rows.shape[2])
+        between = self._products(saved, g)
+        lengths = between.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().unsqueeze(1)
+        ones = x.new_ones(1, 1, *self.module.kernel_size, dtype=rows.dtype)
+        shape = self._geometry
+        windows = F.conv2d(upcast(x).sum(1, keepdim=True), ones, None, shape.stride, shape.padding, shape.dilation)
+        total = torch.bmm(windows.flatten(2), rows).squeeze(1)  # (B, p): ΣG
+        along, size = (rows * positions_first(y)).sum(1), torch.bmm(lengths, rows.abs()).squeeze(1)
+        if bias is not None:
+            along = along - upcast(bias) * rows.sum(1)
+            size = size + upcast(bias).abs() / gain.abs() * rows.abs().sum(1)
+        along, slack = along / gain, rounding_slack(size, longest)
+        squares = rows.new_zeros(len(rows))
+        if wanted[0]:
+            weighed = rows * scale
+            whole = norms_from_products(between, torch.bmm(weighed, weighed.mT), False, longest)
+            removed = (total.abs() / k**0.5 - slack).clamp_min(0).square()
+            removed = removed + active * (along.abs() - slack).clamp_min(0).square()
+            squares = (whole - removed @ scale.square()).clamp_min(0)
+        return squares + (along.abs() + slack).square().sum(1) if wanted[2] else squares
+
     def _terms(self, saved: Saved) -> tuple[Tensor, ...]:
-        """ŵ (p, K); ŵ and ones (p, K, 2), for two inner products in one pass; (gain·s)² and a, (p,); room (2, p, K)."""
+        """ŵ (p, 1, K), (gain·s)² and a, (p,)."""
         standard, scale, active = self._scales(saved)
-        pairs = torch.stack((standard, torch.ones_like(standard)), dim=2)
-        return standard, pairs, scale.square(), active, standard.new_empty(2, *standard.shape)
+        return standard.unsqueeze(1), scale.square(), active
 
     def _squares(self, terms: tuple[Tensor, ...], rows: Tensor, wanted: Wanted) -> Tensor:
-        standard, pairs, scale_squared, active, room = terms
-        if len(rows) > 2:
-            along, total = torch.bmm(rows.transpose(0, 1), pairs).unbind(2)  # (p, n): ⟨G, ŵ⟩ and ΣG
-        else:  # too thin for a matrix product
-            along, total = torch.mul(rows, standard, out=room[: len(rows)]).sum(2).t(), rows.sum(2).t()
-        along = along.square()
+        standard, scale_squared, active = terms
+        along = torch.bmm(standard, rows.permute(1, 2, 0)).squeeze(1).square()  # (p, n): ⟨G, ŵ⟩²; a product is fastest
         squares = rows.new_zeros(rows.shape[0])
         if wanted[0]:
-            whole = torch.linalg.vector_norm(rows, dim=2).square()
-            across = whole.t() - total.square() / rows.shape[2] - active.unsqueeze(1) * along
-            across = across.clamp_min(0) + rounding_slack(whole.t(), rows.shape[2])
+            whole = torch.linalg.vector_norm(rows, dim=2).square_().t()
+            across = whole - rows.sum(2).t().square() / rows.shape[2] - active.unsqueeze(1) * along
+            across = across.clamp_min_(0) + rounding_slack(whole, rows.shape[2])
             squares = scale_squared @ across
         return squares + along.sum(0) if wanted[2] else squares
 

@@ -1,0 +1,177 @@
+"""What each way of computing norms costs on this machine, and the choice of the cheapest.
+
+A rule describes each of its ways as `Work`: operations by kind, bytes moved, kernels started. `Rates` says how fast a
+machine does each kind; they are measured once a machine (about a second) and kept in the cache folder. Bytes count as
+much as operations: a materialised gradient of p·d numbers an example is written and read back.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from groupwise.cache import read_cache, write_cache
+from groupwise.clipping.products import LastProducts
+
+Formula = Literal["auto", "gram", "materialize"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call of a layer costs in its backward pass, one field a resource."""
+
+    matmul: float = 0.0
+    """Operations (a multiply-add is two) in one product, or one convolution, over the whole batch."""
+    gram: float = 0.0
+    """Operations in T×T products, one an example."""
+    outer: float = 0.0
+    """Operations in p×d products, one an example."""
+    kernel: float = 0.0
+    """Operations in convolution kernels that take one example at a time."""
+    bytes: float = 0.0
+    """Bytes written or read again."""
+    calls: float = 0.0
+    """Kernels started beyond one a batch."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How much of each field of `Work` a device does in a second (same fields, same order)."""
+
+    matmul: float
+    gram: float
+    outer: float
+    kernel: float
+    bytes: float
+    calls: float
+
+    def seconds(self, work: Work) -> float:
+        """Time that the work takes."""
+        return sum(amount / rate for amount, rate in zip(astuple(work), astuple(self), strict=True))
+
+
+USUAL_RATES = {
+    "cpu": Rates(matmul=9e10, gram=8e10, outer=7e10, kernel=8e10, bytes=1e10, calls=5e4),
+    "cuda": Rates(matmul=2e13, gram=8e12, outer=8e12, kernel=2e11, bytes=1e12, calls=1e5),
+}
+"""For machines whose cache folder cannot be written: choices must not change from one run to the next."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A choice, and what it was made from."""
+
+    chosen: str
+    seconds: dict[str, float]
+    work: dict[str, Work]
+    forced: bool
+
+
+class Shared:
+    """What the layers of one engine have in common: how they choose, and the inner products of the last input.
+
+    Args:
+        formula: "auto", or the formula to use wherever a layer has it.
+        rates: what arithmetic costs; None measures it, or reads what was measured.
+    """
+
+    def __init__(self, formula: Formula = "auto", rates: Rates | None = None) -> None:
+        self.formula, self.rates, self.products = formula, rates, LastProducts()
+
+    def decide(self, options: dict[str, Work], device: torch.device) -> Decision:
+        """The cheapest option; a forced formula leaves only those that bear its name (all, if none does)."""
+        named = {name: work for name, work in options.items() if name.startswith(self.formula)}  # "auto": none
+        rates = self.rates or machine_rates(device.type, device.index or 0, torch.get_num_threads())
+        seconds = {name: rates.seconds(work) for name, work in options.items()}
+        return Decision(min(named or options, key=seconds.__getitem__), seconds, options, bool(named))
+
+
+class Choices(dict[tuple[Any, ...], Decision]):
+    """One layer's decisions, by (input sizes, output sizes, whatever else the costs depend on)."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.shared = shared
+        self.last: tuple[Any, ...] | None = None
+
+    def choose(self, key: tuple[Any, ...], device: torch.device, options: Callable[[], dict[str, Work]]) -> str:
+        """The way to go for this key: decided once, then remembered."""
+        self.last = key
+        decision = self.get(key)
+        if decision is None:
+            decision = self[key] = self.shared.decide(options(), device)
+        return decision.chosen
+
+
+@lru_cache
+def machine_rates(kind: str, index: int, threads: int) -> Rates:
+    """This machine's rates for a device: cached on disk, or measured now and cached."""
+    device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else _processor()
+    key = {"device": name, "threads": threads if kind == "cpu" else None, "torch": torch.__version__, "measure": 1}
+    try:
+        return Rates(**read_cache("rates", key))  # type: ignore[arg-type]
+    except TypeError:  # nothing there, or something else
+        rates = measure_rates(device)
+    return rates if write_cache("rates", key, asdict(rates)) else USUAL_RATES.get(kind, USUAL_RATES["cuda"])
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            name = next(lines, platform.machine())
+    except OSError:
+        name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Time one typical shape of each kind of work in float32, best of five."""
+
+    def new(*shape: int) -> Tensor:
+        return torch.ones(shape, device=device)
+
+    with torch.no_grad():
+        a, b, c = new(1024, 768), new(768, 1024), new(1024, 1024)
+        rows, products = new(8, 64, 1024), new(8, 64, 64)
+        left, right, outers = new(4, 128, 256), new(4, 256, 1152), new(4, 128, 1152)
+        source, target = new(1 << 24), new(1 << 24)
+        x, w, g = new(1, 64, 32, 32), new(64, 64, 3, 3), new(1, 64, 32, 32)
+        small = new(8)
+        backward = torch.ops.aten.convolution_backward
+        mask = [False, True, False]
+        return Rates(
+            matmul=2 * a.numel() * 1024 / _seconds(lambda: torch.mm(a, b, out=c), device),
+            gram=2 * products.numel() * 1024 / _seconds(lambda: torch.bmm(rows, rows.mT, out=products), device),
+            outer=2 * outers.numel() * 256 / _seconds(lambda: torch.bmm(left, right, out=outers), device),
+            kernel=2 * w.numel() * 1024
+            / _seconds(lambda: backward(g, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask), device),
+            bytes=8 * source.numel() / _seconds(lambda: target.copy_(source), device),
+            calls=1 / _seconds(lambda: small.add_(1), device, many=100),
+        )  # fmt: skip
+
+
+def _seconds(run: Callable[[], object], device: torch.device, many: int = 5) -> float:
+    """The best of five means over `many` calls; on a CPU of processor time, so that other programs count less."""
+
+    def clock() -> float:
+        if device.type == "cpu":
+            return time.process_time() / torch.get_num_threads()
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    best = float("inf")
+    run()
+    for _ in range(5):
+        start = clock()
+        for _ in range(many):
+            run()
+        best = min(best, (clock() - start) / many)
+    return max(best, 1e-9)
