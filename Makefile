@@ -8,11 +8,16 @@ WORKERS ?= 2
 # One thread a worker: the workers share the cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
+# Options of the benchmark: make bench BENCH="workload=gpt2 rounds=3 layers=12"; --help lists them.
+BENCH ?= workload=all method=all
+BUDGET ?= 4
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow sweep-cifar-mini lint format types clean
+.PHONY: help env demo test test-slow bench bench-tiny bench-growth bench-loop bench-page figure-throughput \
+	figure-runtime_breakdown sweep-cifar-mini lint format types clean
 
 help: ## print this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z_-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## make .venv from requirements.txt (again whenever that file changes)
 
@@ -34,6 +39,27 @@ test: $(STAMP) ## the fast tests
 
 test-slow: $(STAMP) ## all tests, the slow ones too
 	$(PYTEST)
+
+bench: $(STAMP) ## speed and memory, ours and Opacus's, against non-private: all workloads, hours
+	$(BIN)/python -m benchmarks.throughput $(BENCH)
+
+bench-tiny: $(STAMP) ## the same at the smallest sizes, to see that all of it runs: minutes
+	$(BIN)/python -m benchmarks.throughput tiny=true rounds=1 steps=1 out=results/runs/bench-tiny
+
+bench-growth: $(STAMP) ## time and memory as batch, length, width and depth double: minutes
+	$(BIN)/python -m benchmarks.growth
+
+bench-loop: $(STAMP) ## the loop of run.py around the bare step, on the demo: a minute
+	$(BIN)/python -m benchmarks.loop
+
+bench-page: $(STAMP) ## the tables of docs/benchmarks.md, from the measured rows
+	$(BIN)/python -m groupwise.analysis.benchmark_tables
+
+figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows (BUDGET: GiB of its second panel)
+	$(BIN)/python -m groupwise.analysis.throughput_figure throughput --budget $(BUDGET)
+
+figure-runtime_breakdown: $(STAMP) ## the same on another machine configuration (the paper's appendix)
+	$(BIN)/python -m groupwise.analysis.throughput_figure runtime_breakdown --budget $(BUDGET)
 
 sweep-cifar-mini: $(STAMP) ## real CIFAR-10 at scale=mini, every mode, then its rows into results/measured
 	$(BIN)/python run.py -m +sweep=cifar_mini

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from groupwise.cache import read_cache, write_cache
 from groupwise.clipping.products import LastProducts
+from groupwise.clipping.rooms import Rooms
 
 Formula = Literal["auto", "gram", "materialize"]
 
@@ -74,7 +75,7 @@ class Decision:
 
 
 class Shared:
-    """What the layers of one engine have in common: how they choose, and the inner products of the last input.
+    """What the layers of one engine have in common: how they choose, the last inner products, working memory.
 
     Args:
         formula: "auto", or the formula to use wherever a layer has it.
@@ -82,7 +83,12 @@ class Shared:
     """
 
     def __init__(self, formula: Formula = "auto", rates: Rates | None = None) -> None:
-        self.formula, self.rates, self.products = formula, rates, LastProducts()
+        self.formula, self.rates, self.products, self.rooms = formula, rates, LastProducts(), Rooms()
+
+    def clear(self) -> None:
+        """Let go of what a backward pass has left behind."""
+        self.products.clear()
+        self.rooms.clear()
 
     def decide(self, options: dict[str, Work], device: torch.device) -> Decision:
         """The cheapest option; a forced formula leaves only those that bear its name (all, if none does)."""

@@ -1,5 +1,6 @@
 """The engine: attach a partition to a model, run backward passes that clip, give the model back as it was."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,8 @@ from groupwise.clipping.costs import Formula, Rates, Shared
 from groupwise.clipping.discovery import Layer, find_layers
 from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
 from groupwise.clipping.gate import GroupPass, GroupState, LayerFunction, Member, Phase, Round
-from groupwise.clipping.partition import Group, Partition, check_partition
+from groupwise.clipping.groups import build_groups
+from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.paths import check_paths
 from groupwise.clipping.rules.fallback import Call, FallbackForward, FallbackRule
 from groupwise.errors import UserError
@@ -79,8 +81,12 @@ class ClippingEngine:
         check_partition(layers, partition)
         self._shared = Shared(formula, rates)
         self.model, self.partition, self.norms = model, partition, norms
-        self.groups = _build_groups(layers, partition, clip_rule, self._shared)
+        self.groups = build_groups(layers, partition, clip_rule, self._shared)
         self.examples = 0
+        first = self.groups[0].threshold
+        self._count_at = torch.ones(len(partition), dtype=first.dtype, device=first.device)
+        self._within = torch.zeros(len(partition), dtype=torch.int64, device=first.device)
+        self._left_out = torch.zeros_like(self._within)
         self.squared_norms: dict[int, Tensor] = {}
         self._round: Round | None = None
         self._open: dict[int, GroupPass] = {}
@@ -96,7 +102,7 @@ class ClippingEngine:
     @property
     def thresholds(self) -> Tensor:
         """C_k that clips, (K,)."""
-        return torch.stack([group.threshold.detach() for group in self.groups])
+        return torch.stack([group.threshold for group in self.groups])
 
     def set_thresholds(
         self, clip: float | Sequence[float] | Tensor, count: Sequence[float] | Tensor | None = None
@@ -106,11 +112,10 @@ class ClippingEngine:
         Raises:
             UserError: not one finite positive number a group.
         """
-        for group, value, at in zip(
-            self.groups, self._spread(clip), self._spread(clip if count is None else count), strict=True
-        ):
-            group.threshold.data.fill_(value)
-            group.count_threshold.fill_(at)
+        values = self._spread(clip)
+        self._count_at.copy_(torch.tensor(values if count is None else self._spread(count), dtype=torch.float64))
+        for group, value in zip(self.groups, values, strict=True):
+            group.threshold.fill_(value)
 
     def _spread(self, values: float | Sequence[float] | Tensor) -> list[float]:
         numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
@@ -126,13 +131,12 @@ class ClippingEngine:
     @property
     def counts(self) -> Tensor:
         """b̄_k: how many examples since `reset` had ‖g_k‖ <= the count threshold, (K,) float64 on the CPU."""
-        grads = [torch.zeros_like(g.threshold) if g.threshold.grad is None else g.threshold.grad for g in self.groups]
-        return torch.stack(grads).double().cpu()
+        return self._within.double().cpu()
 
     @property
     def nonfinite(self) -> int:
         """Examples left out since `reset` because a norm was not finite (the most over groups)."""
-        return int(torch.stack([group.nonfinite for group in self.groups]).max())
+        return int(self._left_out.max())
 
     @property
     def products_reused(self) -> int:
@@ -147,9 +151,17 @@ class ClippingEngine:
     def reset(self) -> None:
         """Begin a logical batch: forget counts and examples (the parameters' .grad are the caller's to clear)."""
         self.examples = 0
-        for group in self.groups:
-            group.threshold.grad = None
-            group.nonfinite.zero_()
+        self._within.zero_()
+        self._left_out.zero_()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
+        before = self.examples, self._within.clone(), self._left_out.clone()
+        try:
+            yield
+        finally:
+            self.examples, self._within, self._left_out = before
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
@@ -175,12 +187,20 @@ class ClippingEngine:
             assert self._round is not None
             _run_backward(losses)
             self._check_reached(self._round.closed)
-            self.squared_norms = self._round.squared_norms
+            self._count(self._round.squared_norms)
         finally:
             self._round = None
             self._open.clear()
-            self._shared.products.clear()
+            self._shared.clear()
         self.examples += losses.shape[0]
+
+    def _count(self, squared_norms: dict[int, Tensor]) -> None:
+        """Count all groups at once, after the backward pass: examples within their thresholds, and those left out."""
+        self.squared_norms = squared_norms
+        squares = torch.stack([squared_norms[k].to(self._within.device) for k in range(len(self.groups))])
+        norms = squares.clamp_min(0).sqrt_()
+        self._within += (norms <= self._count_at.to(norms.dtype).unsqueeze(1)).sum(1)
+        self._left_out += (~(squares < math.inf)).sum(1)
 
     def _ghost_norms(self, losses: Tensor) -> Tensor:
         """First pass: only squared norms, as the probe's gradient; the graph stays for the second."""
@@ -198,7 +218,6 @@ class ClippingEngine:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
         with torch.no_grad():
             factors = self._open[0].clip(squares)
-            self._open[0].take_count()
         keep = (factors != 0).to(factors.dtype)
         everyone = may_ask(keep) and bool(keep.all())
         self._round = Round(Phase.SUMS, losses.shape[0], None if everyone else keep, {0: squares})
@@ -338,49 +357,3 @@ def _autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Te
         return x, parameters
     dtype = torch.get_autocast_dtype(device) if kind == "lower" else torch.float32
     return x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
-
-
-def _build_groups(
-    layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, shared: Shared
-) -> tuple[GroupState, ...]:
-    by_name = {layer.name: layer for layer in layers}
-    uses: dict[int, int] = {}
-    for layer in layers:
-        for parameter in layer.trainable.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    return tuple(_build_group(k, group, by_name, uses, clip_rule, shared) for k, group in enumerate(partition))
-
-
-def _build_group(
-    index: int, group: Group, by_name: dict[str, Layer], uses: dict[int, int], clip_rule: ClipRule, shared: Shared
-) -> GroupState:
-    parameters: list[nn.Parameter] = []
-    place: dict[int, int] = {}
-    for name in group.layers:
-        for parameter in by_name[name].trainable.values():
-            if id(parameter) not in place:
-                place[id(parameter)] = len(parameters)
-                parameters.append(parameter)
-    members = []
-    for name in group.layers:
-        layer = by_name[name]
-        rule = layer.make_rule(shared)
-        places = tuple(
-            place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
-        )
-        tied = any(uses[id(p)] > 1 for p in layer.trainable.values())
-        rule.alone = len(group.layers) == 1 and not tied
-        members.append(Member(name, rule, tuple(p is not None for p in places), places, tied))
-    dtype, device = parameters[0].dtype, parameters[0].device
-    threshold = torch.ones((), dtype=dtype, device=device, requires_grad=True)
-    nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-    return GroupState(
-        index,
-        group.name,
-        tuple(members),
-        tuple(parameters),
-        clip_rule,
-        threshold,
-        threshold.detach().clone(),
-        nonfinite,
-    )

@@ -2,8 +2,8 @@
 
 `probe = Gate.apply(pass, C_k, *parameters)` is made just before the group's first layer runs, so its backward runs
 once the backward pass has left that layer, when every member has added its squared norms to the probe's gradient. The
-gate then *returns the clipped sums as the parameters' gradients* and the number of unclipped examples as the "gradient"
-of the threshold: microbatch accumulation, hooks and reductions on gradients need no special case.
+gate then *returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and reductions on
+gradients need no special case. The norms of all groups go to the engine, which counts them at once.
 """
 
 from collections import Counter
@@ -63,9 +63,7 @@ class GroupState:
     parameters: tuple[torch.nn.Parameter, ...]
     clip_rule: ClipRule
     threshold: Tensor
-    """C_k, a leaf; its .grad adds up the counts b̄_k."""
-    count_threshold: Tensor
-    nonfinite: Tensor
+    """C_k, a scalar."""
 
 
 class GroupPass:
@@ -78,9 +76,8 @@ class GroupPass:
         self.due: list[tuple[Member, Finish]] = []
         self.sums: list[Tensor | None] = [None] * len(group.parameters)
         self.squares: list[Tensor] = []
-        self.count = group.threshold.new_zeros(())
         self.done = False
-        self.probe: Tensor | None = Gate.apply(self, device, group.threshold, *group.parameters)
+        self.probe: Tensor | None = Gate.apply(self, device, *group.parameters)
 
     def receive(self, member: Member, saved: Saved, g: Any) -> Tensor:
         """Take a layer's activations and output gradients; returns its squared norms, the probe's gradient."""
@@ -106,7 +103,7 @@ class GroupPass:
         if current.phase is Phase.CLIP and len(self.group.members) == 1 and not joint:
             self.add(member, member.rule.clipped_sum(saved, g, self.clip, member.wanted))
             self.done = True
-            return self.take_count()
+            return self.all_squares()
         if joint:
             self.entries.append(Entry(member, saved, g))
         if current.phase is Phase.NORMS:
@@ -118,17 +115,13 @@ class GroupPass:
     def clip(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
-        norms = squares.clamp_min(0).sqrt_()
-        return keep_finite(self.group.clip_rule(norms, self.group.threshold.detach().to(norms.dtype)), squares)
+        threshold = self.group.threshold
+        threshold = threshold if threshold.dtype == squares.dtype else threshold.to(squares.dtype)
+        return keep_finite(self.group.clip_rule(squares.clamp_min(0).sqrt_(), threshold), squares)
 
-    def take_count(self) -> Tensor:
-        """All squared norms (B,) of the round, once they are in; counts examples within the threshold."""
-        squares = self.squares[0] if len(self.squares) == 1 else torch.cat(self.squares)
-        self.squares = [squares]
-        at = self.group.count_threshold.to(squares.dtype)
-        self.count = (squares.clamp_min(0).sqrt_() <= at).sum()
-        self.group.nonfinite += (~torch.isfinite(squares)).sum()
-        return squares
+    def all_squares(self) -> Tensor:
+        """Squared norms (B,) of the whole round, once they are in."""
+        return self.squares[0] if len(self.squares) == 1 else torch.cat(self.squares)
 
     def close(self, squares: Tensor) -> None:
         """All members have reported: form the factors, and the weighted sums that are still due."""
@@ -142,7 +135,6 @@ class GroupPass:
         if current.phase is Phase.SUMS or self.done:
             return
         factors = self.clip(squares + self.cross_terms(squares))
-        self.take_count()
         self.entries.clear()
         while self.due:  # what a layer kept is freed as soon as its sum is made
             member, finish = self.due.pop()
@@ -166,14 +158,12 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
 
 
 class Gate(torch.autograd.Function):
-    """Opens as a probe of B zeros; its backward closes the group and returns the clipped sums and the count."""
+    """Opens as a probe of B zeros; its backward closes the group and returns the clipped sums."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group_pass: GroupPass, device: torch.device, threshold: Tensor, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, group_pass: GroupPass, device: torch.device, *parameters: Tensor) -> Tensor:
         ctx.group_pass = group_pass
-        return torch.zeros(group_pass.batch, device=device, dtype=threshold.dtype)
+        return torch.zeros(group_pass.batch, device=device, dtype=group_pass.group.threshold.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -181,9 +171,9 @@ class Gate(torch.autograd.Function):
         group_pass: GroupPass = ctx.group_pass
         group_pass.close(squares)
         if group_pass.current_round().phase is Phase.CLIP:
-            group_pass.current_round().squared_norms[group_pass.group.index] = group_pass.squares[0]
+            group_pass.current_round().squared_norms[group_pass.group.index] = group_pass.all_squares()
         sums, group_pass.sums, group_pass.probe = group_pass.sums, [], None
-        return None, None, group_pass.count.to(squares.dtype), *sums
+        return None, None, *sums
 
 
 class LayerFunction(torch.autograd.Function):

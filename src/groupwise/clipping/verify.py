@@ -39,8 +39,6 @@ def verify(
     model = engine.model
     training = {module: module.training for module in model.modules()}
     gradients = [(p, p.grad) for p in model.parameters()]
-    counted = [(group.threshold, group.threshold.grad, group.nonfinite.clone(), group) for group in engine.groups]
-    seen = engine.examples
     model.eval()
     try:
         for parameter, _ in gradients:
@@ -50,17 +48,14 @@ def verify(
             thresholds = engine.thresholds.cpu()
             rule = engine.groups[0].clip_rule
             truth = clipped_sums(model, lambda i: losses_of([i])[0], examples, engine.partition, thresholds, rule)
-        engine.backward(losses_of(examples))
+        with engine.uncounted():
+            engine.backward(losses_of(examples))
         return _check_sums(engine, truth, tolerance)
     finally:
         for module, mode in training.items():
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for threshold, count, nonfinite, group in counted:
-            threshold.grad = count
-            group.nonfinite.copy_(nonfinite)
-        engine.examples = seen
 
 
 def _check_independence(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.costs import Work
 from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows, scale_rows, weigh_rows
+from groupwise.clipping.products import self_products
 from groupwise.clipping.rules.base import (
     Clip,
     Finish,
@@ -175,7 +176,7 @@ class ConvRule(LayerRule):
         """The same, (B,), from XXᵀ and GGᵀ."""
         rows = positions_first(g)
         longest = max(rows.shape[1], self._filter_size(), rows.shape[2])
-        return norms_from_products(self._products(saved, g), torch.bmm(rows, rows.mT), False, longest)
+        return norms_from_products(self._products(saved, g), self_products(rows), False, longest)
 
     def _finish(self, saved: Saved, weights: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         """From the summed gradient (p, K) of the weight used to the gradients of the parameters."""
@@ -211,7 +212,7 @@ class ConvRule(LayerRule):
         """XXᵀ (B, T, T)."""
         x = saved[0]
         assert x is not None
-        return self._geometry.products(upcast(x), g.shape[2:])
+        return self._geometry.products(upcast(x), g.shape[2:], self.shared.rooms)
 
     def _filter_size(self) -> int:
         """K, the weights of one filter."""
@@ -223,7 +224,7 @@ class ConvRule(LayerRule):
 
     def _unflatten(self, rows: Tensor) -> Tensor:
         m = self.module
-        return rows.view(-1, *m.kernel_size, m.in_channels // m.groups).movedim(-1, 1).contiguous()
+        return rows.view(-1, *m.kernel_size, m.in_channels // m.groups).movedim(-1, 1)
 
     def _materialized(self, saved: Saved, g: Tensor, way: str) -> Iterator[Tensor]:
         """Gradients (n, p, K) of a few examples at a time, in a buffer that the next ones overwrite."""
@@ -236,10 +237,12 @@ class ConvRule(LayerRule):
         shape, x = self._geometry, saved[0]
         assert x is not None
         p, k, groups, t = g.shape[1], self._filter_size(), shape.groups, math.prod(g.shape[2:])
-        step = max(1, min(most, chunk_floats(g) // (t * k * groups)))
-        buffer, filled = g.new_empty(most * groups, p // groups, k), 0
+        step = max(1, min(most, chunk_floats(g) // max(t * k * groups, numbers(x[0]))))
+        buffer, filled = self.shared.rooms.take("gradients", g, most * groups, p // groups, k), 0
         parts = positions_last(g, groups).split(step * groups)
-        for columns, gradients in zip(shape.unfolded(upcast(x), g.shape[2:], step), parts, strict=True):
+        for columns, gradients in zip(
+            shape.unfolded(upcast(x), g.shape[2:], step, self.shared.rooms), parts, strict=True
+        ):
             if filled + len(columns) > len(buffer):
                 yield buffer[:filled].view(-1, p, k)
                 filled = 0
@@ -251,7 +254,7 @@ class ConvRule(LayerRule):
         x, weight = saved[:2]
         assert x is not None and weight is not None
         x, weight, mask = upcast(x), upcast(weight), [False, True, False]
-        buffer = g.new_empty(most, g.shape[1], self._filter_size())
+        buffer = self.shared.rooms.take("gradients", g, most, g.shape[1], self._filter_size())
         for some_g, some_x in zip(g.split(most), x.split(most), strict=True):
             for i in range(len(some_g)):
                 row = self._convolve_backward(some_g[i : i + 1], some_x[i : i + 1], weight, mask)[1]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from groupwise.clipping.products import LastProducts
+from groupwise.clipping.products import LastProducts, self_products
 from groupwise.clipping.rules.base import rounding_slack
 
 CHUNK_FLOATS = 1 << 24
@@ -16,9 +16,9 @@ def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = N
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
         return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
-    xx = torch.bmm(x, x.mT) if shared is None else shared.of(x)
+    xx = self_products(x) if shared is None else shared.of(x)
     longest = max(x.shape[1], x.shape[2], g.shape[2])
-    return norms_from_products(xx, torch.bmm(g, g.mT), bias, longest)
+    return norms_from_products(xx, self_products(g), bias, longest)
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:

@@ -31,6 +31,9 @@ from groupwise.clipping.rules.base import (
 from groupwise.clipping.rules.gram import gram_norms
 from groupwise.clipping.rules.per_example import weigh_gradients
 
+THIN = 1 << 18
+"""Weights of so few numbers (low-rank adapters) are formed the faster way round, and turned when they are done."""
+
 
 @register_rule
 class LinearRule(LayerRule):
@@ -80,15 +83,18 @@ class LinearRule(LayerRule):
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, g = self.rows(saved, g)
-        weights = None if factors is None else factors.repeat_interleave(x.shape[1]).to(g.dtype)
+        weights = None if factors is None else factors.to(g.dtype)
+        if weights is not None and x.shape[1] > 1:
+            weights = weights.repeat_interleave(x.shape[1])
         x, g = drop_zero_rows(factors, x).flatten(0, 1), drop_zero_rows(factors, g).flatten(0, 1)
         weight = bias = None
         if wanted[1]:
             bias = g.sum(0) if weights is None else weights @ g
         if wanted[0]:
             if weights is not None:  # the smaller of the two is scaled
-                x, g = (x * weights.unsqueeze(1), g) if x.shape[1] <= g.shape[1] else (x, g * weights.unsqueeze(1))
-            weight = x.t() @ g if self.transposed else g.t() @ x
+                x, g = (self._scaled(x, weights), g) if x.shape[1] <= g.shape[1] else (x, self._scaled(g, weights))
+            left, right = self._sides(x, g)
+            weight = self._turned(left.t() @ right)
         return weight, bias
 
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
@@ -100,26 +106,53 @@ class LinearRule(LayerRule):
             factors = clip(_square(weights, biases))
             weight = add_weighed_rows(weight, factors, weights)
             bias = None if biases is None else add_weighed_rows(bias, factors, biases)
-        return weight, bias
+        assert weight is not None
+        return self._turned(weight), bias
 
     def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
         x, rows = self.rows(saved, g)
         small = x.shape[0] * x.shape[2] * rows.shape[2] <= numbers(x, rows)
         if not wanted[0] or x.shape[1] == 1 or not small or not self._materializes(x, rows):
             return super().book_keep(saved, g, wanted)
-        gradients = self.per_example_gradients(saved, g, wanted)
-        return _square(*gradients), partial(weigh_gradients, gradients)
+        left, right = self._sides(x, rows)
+        kept = (left.mT @ right, rows.sum(1) if wanted[1] else None)
+
+        def finish(factors: Tensor) -> Gradients:
+            weight, bias = weigh_gradients(kept, factors)
+            assert weight is not None
+            return self._turned(weight), bias
+
+        return _square(*kept), finish
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, g = self.rows(saved, g)
         weight = (x.mT @ g if self.transposed else g.mT @ x) if wanted[0] else None
         return weight, g.sum(1) if wanted[1] else None
 
+    def _scaled(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return torch.mul(rows, weights.unsqueeze(1), out=self.shared.rooms.take("scaled", rows, *rows.shape))
+
+    def _inputs_first(self, d: int, p: int) -> bool:
+        """Whether gradients are formed as XᵀG (d, p): as the weight is stored, or the wide way for thin layers."""
+        return d <= p if d * p <= THIN else self.transposed
+
+    def _sides(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, g) if self._inputs_first(x.shape[-1], g.shape[-1]) else (g, x)
+
+    def _turned(self, weight: Tensor) -> Tensor:
+        """A gradient formed from `_sides`, as the weight is stored."""
+        rows, columns = self.module.get_parameter("weight").shape
+        d, p = (rows, columns) if self.transposed else (columns, rows)
+        return weight if self._inputs_first(d, p) == self.transposed else weight.t()
+
     def _materialized(self, x: Tensor, g: Tensor, bias: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Gradients of the weight (n, *shape) and the bias (n, p), a few examples at a time, in one buffer."""
+        """Gradients of the weight (before `_turned`) and the bias (n, p), a few examples at a time, in one buffer."""
         step = min(len(x), max(1, chunk_floats(x) // (x.shape[2] * g.shape[2])))
-        left, right = (x, g) if self.transposed else (g, x)
-        buffer = x.new_empty(step, left.shape[2], right.shape[2])
+        left, right = self._sides(x, g)
+        if step == len(x):
+            yield torch.bmm(left.mT, right), g.sum(1) if bias else None
+            return
+        buffer = self.shared.rooms.take("gradients", x, step, left.shape[2], right.shape[2])
         for a, b, rows in zip(left.split(step), right.split(step), g.split(step), strict=True):
             yield torch.bmm(a.mT, b, out=buffer[: len(a)]), rows.sum(1) if bias else None
 

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.clipping.products import self_products
+from groupwise.clipping.rooms import Rooms
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -27,30 +30,32 @@ class Geometry:
         """Sizes of the padded input."""
         return [size + 2 * pad for size, pad in zip(space, self.padding, strict=True)]
 
-    def unfolded(self, x: Tensor, out: torch.Size, step: int) -> Iterator[Tensor]:
-        """X of `step` examples at a time, (n·groups, T, K), in one buffer; x (B, c, *space), out the output's space."""
-        inner, windows = self._windows(x[:step], out)
-        buffer = windows.new_empty(windows.shape)
-        for part in x.split(step):
-            inner[: len(part)] = part.movedim(1, -1)
-            yield buffer[: len(part)].copy_(windows[: len(part)]).view(len(part) * self.groups, math.prod(out), -1)
+    def unfolded(self, x: Tensor, out: torch.Size, step: int, rooms: Rooms) -> Iterator[Tensor]:
+        """X of `step` examples at a time, (n·groups, T, K), in one room; x (B, c, *space), out the output's space."""
+        if math.prod(self.kernel) * math.prod(self.stride) * self.groups == 1 and not any(self.padding):
+            yield from x.movedim(1, -1).flatten(1, -2).split(step)  # the input as it is
+            return
+        pads = any(self.padding)
+        room = rooms.take("padded", x, min(step, len(x)) if pads else 0, *self.padded(x.shape[2:]), x.shape[1]).zero_()
+        inner = tuple(slice(pad, pad + size) for size, pad in zip(x.shape[2:], self.padding, strict=True))
+        for part in x.movedim(1, -1).split(step):
+            if pads:
+                room[: len(part)][(slice(None), *inner)] = part
+                part = room[: len(part)]
+            windows = self._windows(part.contiguous(), out)
+            yield (
+                rooms.take("columns", x, *windows.shape)
+                .copy_(windows)
+                .view(len(part) * self.groups, math.prod(out), -1)
+            )
 
-    def _windows(self, x: Tensor, out: torch.Size) -> tuple[Tensor, Tensor]:
-        """Room for padded inputs like x (n, c, *space), and what each output position sees of them.
-
-        Returns:
-            A view (n, *space, c) to write inputs into, and one (n, groups, *out, *k, c/groups) of the same memory,
-            zeros around the inputs included.
-        """
-        n, c, space = x.shape[0], x.shape[1], x.shape[2:]
-        padded = x.new_zeros(n, *self.padded(space), c)
-        inner = tuple(slice(pad, pad + size) for size, pad in zip(space, self.padding, strict=True))
-        steps = padded.stride()[1:-1]
+    def _windows(self, padded: Tensor, out: torch.Size) -> Tensor:
+        """What each output position sees of padded inputs (n, *space, c): a view (n, groups, *out, *k, c/groups)."""
+        steps, channels = padded.stride()[1:-1], padded.shape[-1] // self.groups
         moves = [a * b for a, b in zip(steps, self.stride, strict=True)]
         taps = [a * b for a, b in zip(steps, self.dilation, strict=True)]
-        shape = (n, self.groups, *out, *self.kernel, c // self.groups)
-        windows = padded.as_strided(shape, (padded.stride(0), c // self.groups, *moves, *taps, 1))
-        return padded[(slice(None), *inner)], windows
+        shape = (len(padded), self.groups, *out, *self.kernel, channels)
+        return padded.as_strided(shape, (padded.stride(0), channels, *moves, *taps, 1), padded.storage_offset())
 
     def products_work(self, channels: int, space: Sequence[int], out: Sequence[int]) -> tuple[bool, float, float]:
         """The cheaper way to XXᵀ of one example: (over pixels?, operations, numbers written)."""
@@ -60,13 +65,13 @@ class Geometry:
         over_pixels = shifting[0] + 8 * shifting[1] < unfolding[0] + 8 * unfolding[1]  # a number costs as 8 operations
         return over_pixels, *(shifting if over_pixels else unfolding)
 
-    def products(self, x: Tensor, out: torch.Size) -> Tensor:
+    def products(self, x: Tensor, out: torch.Size, rooms: Rooms) -> Tensor:
         """XXᵀ (B, T, T) of inputs x (B, c, *space) for one group of channels."""
         if not self.products_work(x.shape[1], x.shape[2:], out)[0]:
-            return torch.cat([torch.bmm(columns, columns.mT) for columns in self.unfolded(x, out, len(x))])
+            return torch.cat([self_products(columns) for columns in self.unfolded(x, out, len(x), rooms)])
         space, n = x.shape[2:], len(x)
         pixels = x.flatten(2).mT.contiguous()  # (B, ∏space, c)
-        between = torch.bmm(pixels, pixels.mT).view(n, *space, *space)
+        between = self_products(pixels).view(n, *space, *space)
         around = [pad for size in reversed(self.padding) for pad in (size, size)]
         between = F.pad(between, around * 2)
         total = between.new_zeros(n, *out, *out)

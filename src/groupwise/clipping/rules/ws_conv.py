@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import may_ask
 from groupwise.clipping.layers import STANDARDIZATION_EPS, WSConv2d, standardize_weight
+from groupwise.clipping.products import self_products
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, rounding_slack, upcast
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 from groupwise.clipping.rules.gram import norms_from_products
@@ -84,7 +85,7 @@ class WSConv2dRule(ConvRule):
         squares = rows.new_zeros(len(rows))
         if wanted[0]:
             weighed = rows * scale
-            whole = norms_from_products(between, torch.bmm(weighed, weighed.mT), False, longest)
+            whole = norms_from_products(between, self_products(weighed), False, longest)
             removed = (total.abs() / k**0.5 - slack).clamp_min(0).square()
             removed = removed + active * (along.abs() - slack).clamp_min(0).square()
             squares = (whole - removed @ scale.square()).clamp_min(0)

@@ -1,0 +1,1 @@
+"""Speed and memory: ours against non-private training and against the peers."""

@@ -1,0 +1,130 @@
+"""One workload, all methods: measure each by itself, then time all of them in interleaved rounds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.job import Job
+from benchmarks.methods import formats
+from benchmarks.peers import is_peer
+from benchmarks.process import Process
+from benchmarks.workloads import WORKLOADS
+from groupwise.errors import UserError
+
+SAME_SUMS = 1e-3  # relative; float32 sums of the same method in two memory formats differ by far less
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A job and what `measure` said about it, or why it cannot run."""
+
+    job: Job
+    facts: dict[str, Any]
+
+    @property
+    def refused(self) -> str | None:
+        """Its own words, where it does not run."""
+        return self.facts.get("refused")
+
+
+def run(case: Job, methods: Sequence[str], rounds: int, steps: int, limit: float, say: Say) -> list[dict[str, Any]]:
+    """Rows of one workload: one a round for each method and format, one alone for what does not run.
+
+    Args:
+        case: workload, sizes, device; its method and format are not looked at.
+        methods: names from `METHODS`, `none` first.
+        rounds: how often every method has its turn.
+        steps: steps on the clock in a turn.
+        limit: seconds that a turn may take.
+        say: gets a line of progress.
+
+    Raises:
+        UserError: plain training itself does not run, so there is nothing to compare with.
+    """
+    chosen: list[Measured] = []
+    for method in methods:
+        say(f"{case.workload}: memory and operations of {method}")
+        jobs = [
+            replace(case, method=method, memory_format=memory_format)
+            for memory_format in formats(method, WORKLOADS[case.workload].channels_last)
+        ]
+        measured = [_measure(job, limit) for job in jobs]
+        if method == "none" and all(one.refused for one in measured):
+            raise UserError(f"workload={case.workload} does not run here without clipping: {measured[0].refused}.")
+        if method == "none":  # the sizes that the workload has by itself hold for all methods
+            facts = next(one.facts for one in measured if not one.refused)
+            sizes = {"batch": facts["batch"], "layers": facts["layers"]}
+            case = replace(case, **sizes)
+            measured = [Measured(replace(one.job, **sizes), one.facts) for one in measured]
+        chosen += [_faster(measured)] if is_peer(method) else measured
+    return _rounds(chosen, rounds, steps, limit, say)
+
+
+def _measure(job: Job, limit: float) -> Measured:
+    with Process(job, limit) as process:
+        return Measured(job, process.ask(do="measure"))
+
+
+def _faster(formats: list[Measured]) -> Measured:
+    """A peer's faster format among those in which it runs and clips to the sums of contiguous images, the first."""
+    first = formats[0]
+    running = [
+        candidate
+        for candidate in formats
+        if not candidate.refused
+        and (first.refused or abs(candidate.facts["sums"] / first.facts["sums"] - 1) < SAME_SUMS)
+    ]
+    return min(running, key=lambda candidate: candidate.facts["seconds"], default=first)
+
+
+def _rounds(chosen: list[Measured], rounds: int, steps: int, limit: float, say: Say) -> list[dict[str, Any]]:
+    rows = []
+    with ExitStack() as stack:
+        running = [(one, stack.enter_context(Process(one.job, limit))) for one in chosen if not one.refused]
+        for number in range(rounds):
+            for one, process in list(running):
+                say(f"{one.job.workload}: round {number + 1} of {rounds}, {one.job.method}")
+                answer = process.ask(do="round", steps=steps)
+                rows.append(_row(one, number, steps, answer))
+                if "refused" in answer:
+                    running.remove((one, process))
+    return rows + [_row(one, 0, 0, {}) for one in chosen if one.refused]
+
+
+def _row(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> dict[str, Any]:
+    job, facts = one.job, one.facts
+    refused = one.refused or answer.get("refused")
+    # One thread on a processor that others use too: its CPU time is the wall time that it would have alone.
+    clock = "cpu_seconds" if job.device == "cpu" and job.threads == 1 else "wall_seconds"
+    seconds = answer.get(clock)
+    return {
+        "workload": f"{job.workload} (tiny)" if job.tiny else job.workload,
+        "method": job.method,
+        "memory_format": job.memory_format,
+        "batch": job.batch,
+        "layers": job.layers,
+        "parameters": facts.get("parameters"),
+        "device": job.device,
+        "threads": job.threads,
+        "dtype": job.dtype,
+        "round": number,
+        "steps": steps,
+        "cpu_seconds": answer.get("cpu_seconds"),
+        "wall_seconds": answer.get("wall_seconds"),
+        "noise_seconds": answer.get("noise_seconds"),
+        "examples_per_second": job.batch / seconds if seconds and job.batch else None,
+        "peak_bytes": facts.get("peak_bytes"),
+        "flops": facts.get("flops"),
+        "status": f"refused: {refused}" if refused else "ok",
+    }
+
+
+def progress(line: str) -> None:
+    """Say it on stderr."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""Two small networks of plain layers whose every size can be doubled alone: a transformer and a convolutional one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.workloads import Workload
+
+VOCABULARY, CLASSES = 512, 10
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What can grow: examples, tokens (or pixels a side), features (or channels), blocks (or convolutions)."""
+
+    batch: int
+    length: int
+    width: int
+    layers: int
+
+    def grown(self, axis: str, doublings: int) -> Sizes:
+        """The same with one of them doubled so many times."""
+        return replace(self, **{axis: getattr(self, axis) << doublings})
+
+
+class Block(nn.Module):
+    """A transformer block (pre-norm, causal, heads of 32 features)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 32)
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        b, t, width = x.shape
+        heads = self.qkv(self.norm_attention(x)).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(b, t, width))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+class Transformer(nn.Module):
+    """A language model; the positions come in from outside, one row an example."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, sizes.width)
+        self.positions = nn.Embedding(sizes.length, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes.width) for _ in range(sizes.layers))
+        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, VOCABULARY)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Two of (B, T) to logits (B, T, VOCABULARY)."""
+        x = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def transformer(sizes: Sizes, device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """The model, and what gives its losses (B,): next-token, the mean over an example."""
+    ids = torch.randint(VOCABULARY, (sizes.batch, sizes.length), device=device)
+    positions = torch.arange(sizes.length, device=device).repeat(sizes.batch, 1)
+
+    def losses(model: nn.Module) -> Tensor:
+        logits = model(ids, positions).float()
+        return F.cross_entropy(logits.transpose(1, 2), ids.roll(-1, 1), reduction="none").mean(1)
+
+    return Transformer(sizes).to(device), losses
+
+
+def conv(sizes: Sizes, device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """3 × 3 convolutions with GroupNorm, all of one width, and what gives the losses (B,)."""
+    layers: list[nn.Module] = [nn.Conv2d(3, sizes.width, 3, padding=1)]
+    for _ in range(sizes.layers):
+        layers += [nn.GroupNorm(4, sizes.width), nn.ReLU(), nn.Conv2d(sizes.width, sizes.width, 3, padding=1)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(sizes.width, CLASSES)]
+    images = torch.randn(sizes.batch, 3, sizes.length, sizes.length, device=device)
+    labels = torch.randint(CLASSES, (sizes.batch,), device=device)
+
+    def losses(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(images).float(), labels, reduction="none")
+
+    return nn.Sequential(*layers).to(device), losses
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, the sizes it starts from and the axes it grows along."""
+
+    make: Callable[[Sizes, str], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
+    start: Sizes
+    axes: tuple[str, ...]
+
+
+NETWORKS = {
+    "transformer": Network(
+        transformer, Sizes(batch=8, length=32, width=128, layers=2), ("batch", "length", "width", "layers")
+    ),
+    "conv": Network(conv, Sizes(batch=8, length=16, width=16, layers=4), ("batch", "width", "layers")),
+}
+
+
+def build(network: str, sizes: Sizes, *, device: str = "cpu", dtype: str = "float32") -> Workload:
+    """A network of these sizes with weights and data from one seed; bfloat16 runs it in autocast."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, losses = NETWORKS[network].make(sizes, device)
+
+    def loss() -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            return losses(model)
+
+    return Workload(network, model, loss, sizes.batch, sizes.layers, channels_last=False)

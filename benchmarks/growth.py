@@ -1,0 +1,136 @@
+"""What doubling a size costs:  python -m benchmarks.growth network=transformer axis=length
+
+Step time and peak memory as batch, sequence length, width and number of layers double, beside non-private training.
+`--help` lists the options.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.options import check_device, read, split
+from groupwise.errors import UserError
+from groupwise.suggestions import did_you_mean
+
+MISTAKE, INTERRUPTED = 2, 130
+FILE = "growth.csv"
+KEY = ("network", "axis", "method", "threads", "device", "hardware", "dtype")  # all sizes of an axis are replaced
+COLUMNS = (
+    *("network", "axis", "value", "method", "batch", "length", "width", "layers", "parameters"),
+    *("device", "hardware", "threads", "dtype", "round", "steps", "cpu_seconds", "wall_seconds", "peak_bytes"),
+    *("status", "commit", "dirty", "torch", "python", "date"),
+)
+HELP = """python -m benchmarks.growth [key=value ...]
+
+  network=all      transformer, conv; several by commas
+  axis=all         batch, length, width, layers (conv: no length); several by commas
+  method=none,adaptive_layer,flat,ghost
+  doublings=4      of each size, from the network's own
+  rounds=5         how often each method has its turn at each size
+  steps=2          steps on the clock in a turn, after one to warm up
+  threads=1        of torch
+  device=cpu       or cuda
+  dtype=float32    or bfloat16 (autocast)
+  limit=20         seconds: an axis ends before a step would take longer
+  out=results/measured/benchmarks   the folder of growth.csv"""
+
+
+@dataclass
+class GrowthOptions:
+    """What the command line may say; see `HELP`."""
+
+    network: str = "all"
+    axis: str = "all"
+    method: str = "none,adaptive_layer,flat,ghost"
+    doublings: int = 4
+    rounds: int = 5
+    steps: int = 2
+    threads: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    limit: float = 20.0
+    out: str = "results/measured/benchmarks"
+
+    @property
+    def methods(self) -> list[str]:
+        """The names asked for, `none` first: factors are shown beside its own."""
+        return list(dict.fromkeys(["none", *split(self.method)]))
+
+    @property
+    def cases(self) -> list[tuple[str, str]]:
+        """Networks and axes."""
+        from benchmarks.growing import NETWORKS
+
+        networks = list(NETWORKS) if self.network == "all" else split(self.network)
+        return [
+            (network, axis)
+            for network in networks
+            for axis in (NETWORKS[network].axes if self.axis == "all" else split(self.axis))
+        ]
+
+
+def parse(arguments: Sequence[str]) -> GrowthOptions:
+    """Read and check the command line.
+
+    Raises:
+        UserError: an unknown key or value, an axis that a network has not, an absent GPU.
+    """
+    from benchmarks import methods
+    from benchmarks.growing import NETWORKS
+
+    options = read(GrowthOptions, arguments)
+    for name in ("doublings", "rounds", "steps", "threads", "limit"):
+        if not getattr(options, name) > 0:
+            raise UserError(f"{name}={getattr(options, name)} was given; use a number above 0.")
+    for name in options.methods:
+        methods.check(name)
+    for name in [] if options.network == "all" else split(options.network):
+        if name not in NETWORKS:
+            raise UserError(f"network={name} is unknown{did_you_mean(name, NETWORKS)}: give {', '.join(NETWORKS)}.")
+    for network, axis in options.cases:
+        if axis not in NETWORKS[network].axes:
+            raise UserError(f"axis={axis} is none of network={network}: give {', '.join(NETWORKS[network].axes)}.")
+    if options.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={options.dtype} is unknown: give float32 or bfloat16.")
+    check_device(options.device)
+    return options
+
+
+def run(options: GrowthOptions) -> None:
+    """Measure every axis; its rows are written and its factors printed as soon as it is done."""
+    from benchmarks.doublings import measure, summary
+    from benchmarks.results import merge, provenance
+
+    path = Path(options.out) / FILE
+    source = provenance(options.device)
+    for network, axis in options.cases:
+        rows = measure(network, axis, options)
+        rows = [row | {name: source[name] for name in COLUMNS if name in source} for row in rows]
+        merge(path, rows, COLUMNS, KEY)
+        print(summary(rows), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 2 for a mistake, 130 when interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(given):
+        print(HELP)
+        return 0
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which measures memory, talks
+    try:
+        run(parse(given))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted: the axes that were done are written", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""What a process of the benchmark is asked to run; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method on one workload, in one memory format."""
+
+    workload: str
+    method: str
+    memory_format: str = "contiguous"
+    batch: int | None = None
+    layers: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    tiny: bool = False
+
+    def dump(self) -> str:
+        """As one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, line: str) -> Job:
+        """Back from `dump`."""
+        return cls(**json.loads(line))

@@ -1,0 +1,123 @@
+"""The language-model workloads: RoBERTa-base and GPT-2 shapes with fresh weights, and LoRA on GPT-2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.data.torchvision_compat import import_torchvision
+
+TINY_TOKENS, TINY_VOCABULARY = 7, 97
+IGNORED = -100
+
+
+@dataclass
+class Built:
+    """A model, its batch (names -> tensors, batch first) and the losses (B,) of one on the other."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    losses: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+
+def roberta(batch: int, layers: int, tiny: bool) -> Built:
+    """RoBERTa-base for two classes, T 64 (`tiny`: width 48, T 7)."""
+    transformers = _transformers()
+    tokens = TINY_TOKENS if tiny else 64
+    small: dict[str, Any] = {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": TINY_VOCABULARY,
+    }
+    config = transformers.RobertaConfig(
+        num_hidden_layers=layers,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        layer_norm_eps=1e-5,
+        num_labels=2,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        **(small if tiny else {"vocab_size": 50265}),
+    )
+    data = {
+        "input_ids": torch.randint(3, config.vocab_size, (batch, tokens)),
+        "position_ids": torch.arange(2, tokens + 2).repeat(batch, 1),
+        "token_type_ids": torch.zeros(batch, tokens, dtype=torch.long),
+        "labels": torch.randint(0, 2, (batch,)),
+    }
+    return Built(transformers.RobertaForSequenceClassification(config), data, _classification)
+
+
+def gpt2(batch: int, layers: int, tiny: bool, *, tied: bool) -> Built:
+    """GPT-2 with its 768 wide layers, T 100 (`tiny`: width 48, T 7); `tied`: the head is the token embedding."""
+    transformers = _transformers()
+    tokens = TINY_TOKENS if tiny else 100
+    small: dict[str, Any] = {"n_embd": 48, "n_head": 4, "vocab_size": TINY_VOCABULARY} if tiny else {}
+    config = transformers.GPT2Config(
+        n_layer=layers,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        **small,
+    )
+    ids = torch.randint(0, config.vocab_size, (batch, tokens))
+    data = {
+        "input_ids": ids,
+        "position_ids": torch.arange(tokens).repeat(batch, 1),
+        "labels": torch.cat([ids[:, 1:], torch.full((batch, 1), IGNORED)], dim=1),
+    }
+    return Built(transformers.GPT2LMHeadModel(config), data, _next_token)
+
+
+def lora_gpt2(batch: int, layers: int, tiny: bool) -> Built:
+    """Tied GPT-2, all frozen but LoRA of rank 16 on the four Conv1D of each block (`tiny`: rank 4)."""
+    built = gpt2(batch, layers, tiny, tied=True)
+    import peft
+
+    rank = 4 if tiny else 16
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=0.0,
+        target_modules=["c_attn", "c_proj", "c_fc"],
+        fan_in_fan_out=True,
+    )
+    built.model = peft.get_peft_model(built.model, config)
+    for name, parameter in built.model.named_parameters():
+        if "lora_B" in name:  # fresh ones are 0, and then no gradient reaches lora_A
+            nn.init.normal_(parameter, std=0.02)
+    return built
+
+
+def _transformers() -> Any:
+    """The transformers library, also beside a CPU-only torch; imported here, as it takes seconds."""
+    import_torchvision()
+    import transformers
+
+    return transformers
+
+
+def _classification(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return F.cross_entropy(model(**inputs).logits, batch["labels"], reduction="none")
+
+
+def _next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over an example's T - 1 predicted tokens; the labels are shifted already, so no logits are copied."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits
+    labels = batch["labels"]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(labels.shape).sum(1) / (labels.shape[1] - 1)

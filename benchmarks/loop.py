@@ -1,0 +1,132 @@
+"""What the loop of run.py costs around the bare step:  python -m benchmarks.loop scale=mini train.batch_size=256
+
+A run is composed, checked and trained exactly as by `run.py`. Between rounds of its steps its clock stops, and the same
+model takes as many bare steps on the same examples. `--help` lists the options.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.options import read
+from groupwise.config import RunConfig
+from groupwise.errors import UserError
+from groupwise.launch.compose import compose_run
+from groupwise.launch.keys import groups
+from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence
+
+MISTAKE, INTERRUPTED = 2, 130
+CONF = Path(__file__).resolve().parents[1] / "conf"
+DEFAULTS = {"task": "cifar", "clip": "adaptive_layer", "scale": "demo"}
+NEVER = ("eval.every", "paths.results", "tracker", "resume", "overwrite")
+FILE = "loop.csv"
+KEY = ("task", "scale", "clip", "parameters", "batch", "microbatch", "threads", "device", "hardware", "dtype")
+MEASURED = (
+    "loop_cpu_seconds",
+    "bare_cpu_seconds",
+    "loop_wall_seconds",
+    "bare_wall_seconds",
+    "ratio",
+    "wall_ratio",
+)
+COLUMNS = (*KEY, "round", "steps", *MEASURED, "commit", "dirty", "torch", "python", "date")
+HELP = """python -m benchmarks.loop [key=value ...]
+
+The loop of run.py (sampling, loading, logging, progress bar, threshold update, accounting) against the bare step
+(losses, clipped backward, noise, optimiser): one process, the same examples, interleaved rounds.
+
+  rounds=5         rounds of each, after one to warm up
+  steps=5          steps in a round
+  out=results/measured/benchmarks   the folder of loop.csv
+  any key of run.py; unless told task=cifar clip=adaptive_layer scale=demo, which needs no data
+
+  python -m benchmarks.loop
+  python -m benchmarks.loop scale=mini rounds=9
+  python -m benchmarks.loop scale=paper train.batch_size=64 train.microbatch=32 train.threads=1 steps=2"""
+
+
+@dataclass
+class LoopOptions:
+    """What the command line may say beside the keys of `run.py`."""
+
+    rounds: int = 5
+    steps: int = 5
+    out: str = "results/measured/benchmarks"
+
+
+def parse(arguments: Sequence[str]) -> tuple[LoopOptions, RunConfig]:
+    """Read the command line: options of the benchmark, and the run that they are about.
+
+    Raises:
+        UserError: an unknown key or value; a key that the benchmark sets itself.
+    """
+    own = [item for item in arguments if item.partition("=")[0] in ("rounds", "steps", "out")]
+    options = read(LoopOptions, own)
+    for name in ("rounds", "steps"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{name}={getattr(options, name)} was given; use a whole number of at least 1.")
+    rest = [item for item in arguments if item not in own]
+    given = {item.partition("=")[0].lstrip("+") for item in rest}
+    if taken := sorted(given & set(NEVER)):
+        raise UserError(f"{taken[0]} is not for this benchmark, which keeps nothing of the run: leave it out.")
+    defaults = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
+    try:
+        return options, compose_run([*defaults, *rest], CONF)
+    except COMPOSITION_ERRORS as error:
+        raise UserError(in_one_sentence(error, tuple(groups(CONF)))) from None
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """What the command prints: medians over rounds."""
+    first = rows[0]
+    seconds = "wall" if first["device"] == "cuda" else "cpu"
+    loop, bare = (1e3 * median(row[f"{kind}_{seconds}_seconds"] for row in rows) for kind in ("loop", "bare"))
+    title = " ".join(f"{key}={first[key]}" for key in ("task", "scale", "clip"))
+    return "\n".join(
+        [
+            f"{title}: B {first['batch']} in microbatches of {first['microbatch']}, {first['parameters']} parameters, "
+            f"{first['device']}, {first['threads']} threads, {first['dtype']}",
+            f"bare step {bare:.2f} ms, step of the loop {loop:.2f} ms ({seconds} time)",
+            *(_range(rows, name) for name in ("ratio", "wall_ratio")),
+        ]
+    )
+
+
+def _range(rows: Sequence[dict[str, Any]], name: str) -> str:
+    values = [row[name] for row in rows]
+    label = "ratio (bare / loop)" if name == "ratio" else "of wall times"
+    return f"{label} {median(values):.3f} [{min(values):.3f} .. {max(values):.3f}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 2 for a mistake, 130 when interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(given):
+        print(HELP)
+        return 0
+    try:
+        options, config = parse(given)
+        from benchmarks.loop_rounds import measure
+        from benchmarks.results import merge, provenance
+
+        rows = measure(config, options.rounds, options.steps)
+        source = provenance(rows[0]["device"])
+        rows = [row | {name: source[name] for name in COLUMNS if name in source} for row in rows]
+        merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
+        print(summary(rows))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

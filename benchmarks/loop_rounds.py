@@ -1,0 +1,129 @@
+"""A run of run.py with its clock: rounds of the loop, and rounds of bare steps on the same examples between them."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.bare import BareStep, Microbatch
+from benchmarks.stopwatch import Seconds, Stopwatch
+from groupwise.config import RunConfig
+from groupwise.errors import UserError
+from groupwise.launch import run as launch
+from groupwise.training.loop import Trainer
+from groupwise.training.session import train
+
+
+class Measured(Exception):
+    """All rounds are done: leaves the run without its last evaluation."""
+
+
+class Rounds:
+    """Stands in for `Trainer.step`: stops the loop's clock between rounds, and times bare steps meanwhile.
+
+    The first round warms up and does not count. A round of the loop goes from its first call to the next round's, so
+    everything that the session does between its steps is in it.
+    """
+
+    def __init__(self, trainer: Trainer, config: RunConfig, rounds: int, steps: int) -> None:
+        needed = (rounds + 1) * steps + 1
+        if trainer.plan.steps < needed:
+            raise UserError(
+                f"The run has {trainer.plan.steps} steps, and {rounds} rounds of {steps} need {needed}: give "
+                f"train.steps={needed}, or fewer rounds."
+            )
+        self.trainer, self.rounds, self.steps = trainer, rounds, steps
+        self.pairs: list[tuple[Seconds, Seconds]] = []
+        self._step = trainer.step
+        self._bare = BareStep(trainer, config.train.precision)
+        self._bare_seconds: Seconds | None = None
+        self._watch: Stopwatch | None = None
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step of the loop; between two rounds, a round of bare steps first."""
+        if step % self.steps == 0:
+            if self._watch is not None and self._bare_seconds is not None:
+                self.pairs.append((self._watch.read(self.steps), self._bare_seconds))
+            if len(self.pairs) == self.rounds + 1:
+                raise Measured
+            self._bare_seconds = self._time_bare(range(step, step + self.steps))
+            self._watch = Stopwatch(self.trainer.device)
+        return self._step(step)
+
+    def _time_bare(self, steps: Sequence[int]) -> Seconds:
+        batches = [self._bare.load(self.trainer.sampler.indices(step)) for step in steps]
+        self._run_bare(steps, batches)  # loading has moved memory and caches: steps after it are a few per cent slower
+        watch = Stopwatch(self.trainer.device)
+        self._run_bare(steps, batches)
+        return watch.read(len(batches))
+
+    def _run_bare(self, steps: Sequence[int], batches: list[list[Microbatch]]) -> None:
+        for step, batch in zip(steps, batches, strict=True):
+            self._bare.step(step, batch)
+
+
+class _Terminal(io.StringIO):
+    """A terminal that nobody looks at, so that the bar draws as it would on a real one."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def measure(config: RunConfig, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Run `config` for as many rounds as asked and return one row a round.
+
+    Raises:
+        UserError: what `run.py` refuses; a run too short for the rounds; a compiled model.
+    """
+    if config.train.compile:
+        raise UserError("train.compile=true cannot be compared with the bare step: leave it out.")
+    found: list[Rounds] = []
+
+    def session(config: RunConfig, record: Any, trainer: Trainer, start: int, state: dict[str, Any]) -> dict[str, Any]:
+        found.append(Rounds(trainer, config, rounds, steps))
+        trainer.step = found[0].step  # type: ignore[method-assign]
+        return train(config, record, trainer, start, state)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(launch, "train", session),
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(_Terminal()),
+    ):
+        config.paths.results, config.eval.every = folder, None
+        with suppress(Measured):
+            launch.run(config)
+    trainer = found[0].trainer
+    return [_row(config, trainer, number, steps, *pair) for number, pair in enumerate(found[0].pairs[1:])]
+
+
+def _row(config: RunConfig, trainer: Trainer, number: int, steps: int, loop: Seconds, bare: Seconds) -> dict[str, Any]:
+    cpu, wall = bare.cpu / loop.cpu, bare.wall / loop.wall
+    return {
+        "task": config.task,
+        "scale": config.scale,
+        "clip": config.clip.name,
+        "parameters": sum(p.numel() for p in trainer.task.model.parameters()),
+        "batch": config.train.batch_size,
+        "microbatch": trainer.microbatch,
+        "threads": torch.get_num_threads(),
+        "device": trainer.device.type,
+        "dtype": config.train.precision,
+        "round": number,
+        "steps": steps,
+        "loop_cpu_seconds": loop.cpu,
+        "bare_cpu_seconds": bare.cpu,
+        "loop_wall_seconds": loop.wall,
+        "bare_wall_seconds": bare.wall,
+        "ratio": wall if trainer.device.type == "cuda" else cpu,
+        "wall_ratio": wall,
+    }

@@ -1,0 +1,154 @@
+"""What is measured: one step of each way to train, ours here and Opacus's in `peers`.
+
+A step clears the gradients, runs forward and backward and leaves the clipped sums (plain sums for `none`) in `.grad`.
+Noise is apart, as it comes once per logical batch; there is no update of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from benchmarks import peers
+from benchmarks.workloads import Workload
+from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping.partition import Partition
+from groupwise.errors import UserError
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
+from groupwise.suggestions import did_you_mean
+
+THRESHOLD = 0.1  # C of flat clipping; K groups get C/√K each
+NOISE_MULTIPLIER = 1.0
+COUNT_NOISE_MULTIPLIER = 10.0
+TARGET_QUANTILE = 0.5
+QUANTILE_LEARNING_RATE = 0.3  # the paper's η
+
+
+class Method(Protocol):
+    """One way to train a workload."""
+
+    def step(self) -> None:
+        """Clear gradients, run forward and backward, leave clipped sums in `.grad`."""
+
+    def noise(self) -> None:
+        """Add noise to the sums of the last `step`; once a step at most."""
+
+    def clear(self) -> None:
+        """Give back the memory of gradients."""
+
+
+class NonPrivate:
+    """Plain training: forward, backward."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def step(self) -> None:
+        """Sums of gradients, not clipped."""
+        self.clear()
+        self._workload.loss().sum().backward()
+
+    def noise(self) -> None:
+        """None."""
+
+    def clear(self) -> None:
+        """Forget the sums."""
+        for parameter in self._workload.trainable:
+            parameter.grad = None
+
+
+class Ours:
+    """Group-wise clipping by `groupwise.clipping`, thresholds and noise by `groupwise.privacy`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        partition: Callable[..., Partition],
+        *,
+        adaptive: bool = False,
+        norms: str = "bookkeeping",
+    ) -> None:
+        self._workload = workload
+        groups = partition(workload.model)
+        start = [THRESHOLD / math.sqrt(len(groups))] * len(groups)
+        self._thresholds: AdaptiveThresholds | FixedThresholds = FixedThresholds(start)
+        if adaptive:
+            self._thresholds = AdaptiveThresholds(
+                start,
+                target_quantile=TARGET_QUANTILE,
+                learning_rate=QUANTILE_LEARNING_RATE,
+                count_noise_multiplier=COUNT_NOISE_MULTIPLIER,
+                expected_batch_size=workload.batch,
+            )
+        self._adaptive = adaptive
+        self._engine = attach(workload.model, groups, start, norms=norms)  # type: ignore[arg-type]
+        self._noise = NoiseSource.from_seed(0)
+        self._clipped_at = self._thresholds.clip_thresholds
+        self._steps = 0
+
+    def step(self) -> None:
+        """Clipped sums; adaptive: thresholds set before, and moved by the counts after, as in every step of a run."""
+        self.clear()
+        self._engine.reset()
+        if self._adaptive:
+            self._clipped_at = self._thresholds.clip_thresholds
+            self._engine.set_thresholds(self._clipped_at, self._thresholds.count_thresholds)
+        self._engine.backward(self._workload.loss())
+        if self._adaptive:
+            self._thresholds.update(self._engine.counts, self._workload.batch, self._noise, self._steps)
+        self._steps += 1
+
+    def noise(self) -> None:
+        """N(0, std_k²) in place, then division by B."""
+        release_gradients(
+            [group.parameters for group in self._engine.groups],
+            self._clipped_at,
+            allocation="global",
+            noise_multiplier=NOISE_MULTIPLIER,
+            expected_batch_size=self._workload.batch,
+            noise=self._noise,
+            step=self._steps,
+        )
+
+    def clear(self) -> None:
+        """Forget the sums."""
+        for parameter in self._workload.trainable:
+            parameter.grad = None
+
+
+METHODS: dict[str, Callable[[Workload], Method]] = {
+    "none": NonPrivate,
+    "flat": lambda workload: Ours(workload, flat),
+    "ghost": lambda workload: Ours(workload, flat, norms="ghost"),
+    "fixed_layer": lambda workload: Ours(workload, per_layer),
+    "adaptive_layer": lambda workload: Ours(workload, per_layer, adaptive=True),
+    "block": lambda workload: Ours(workload, per_block, adaptive=True),
+    "opacus_hooks": lambda workload: peers.hooks(workload, THRESHOLD, NOISE_MULTIPLIER),
+    "opacus_functorch": lambda workload: peers.functorch(workload, THRESHOLD, NOISE_MULTIPLIER),
+    "opacus_ghost": lambda workload: peers.ghost(workload, THRESHOLD, NOISE_MULTIPLIER),
+    "opacus_per_layer": lambda workload: peers.per_layer(workload, THRESHOLD, NOISE_MULTIPLIER),
+}
+
+
+def check(name: str) -> None:
+    """Refuse an unknown method.
+
+    Raises:
+        UserError: naming those there are.
+    """
+    if name not in METHODS:
+        raise UserError(f"method={name} is unknown{did_you_mean(name, METHODS)}: give all, or {', '.join(METHODS)}.")
+
+
+def formats(method: str, channels_last: bool) -> tuple[str, ...]:
+    """The memory formats in which to measure a method: none in both, ours in channels_last, a peer in its faster."""
+    if not channels_last:
+        return ("contiguous",)
+    return ("contiguous", "channels_last") if method == "none" or peers.is_peer(method) else ("channels_last",)
+
+
+def make(name: str, workload: Workload) -> Method:
+    """Prepare the workload's model for a method; a model serves one method only."""
+    check(name)
+    return METHODS[name](workload)

@@ -1,0 +1,162 @@
+"""What is trained: six networks of the paper's kind, with fresh weights and random data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.language import Built, gpt2, lora_gpt2, roberta
+from groupwise.errors import UserError
+from groupwise.suggestions import did_you_mean
+
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a workload's name stands for: who makes it, and its sizes unless told otherwise."""
+
+    make: Callable[..., Built]
+    batch: int
+    layers: int | None = None  # None: the depth is no option
+    channels_last: bool = False
+
+
+@dataclass
+class Workload:
+    """A model in training mode and its per-example losses.
+
+    Args:
+        name: one of `WORKLOADS`.
+        model: on its device, in its memory format.
+        loss: runs the model on the one batch and returns losses (B,).
+        batch: B.
+        layers: transformer blocks; None where the depth is no option.
+        channels_last: whether that memory format is an option.
+    """
+
+    name: str
+    model: nn.Module
+    loss: Callable[[], Tensor]
+    batch: int
+    layers: int | None
+    channels_last: bool
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that train, each once."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+def build(
+    name: str,
+    *,
+    batch: int | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+    tiny: bool = False,
+    device: str = "cpu",
+    dtype: str = "float32",
+    channels_last: bool = False,
+) -> Workload:
+    """Make a workload; equal arguments give equal weights and data.
+
+    Args:
+        name: one of `WORKLOADS`.
+        batch: B; None takes the workload's own.
+        layers: transformer blocks; None takes 12 (the full shape).
+        seed: of weights and data.
+        tiny: the same layers at sizes for tests.
+        device: "cpu", "cuda".
+        dtype: "float32", "float64", or "bfloat16", which keeps float32 parameters and runs the model in autocast.
+        channels_last: put images and convolutions into that memory format.
+
+    Raises:
+        UserError: an unknown name or dtype; a depth, or channels_last, where that is no option; a size below 1.
+    """
+    kind = check(name, batch=batch, layers=layers, dtype=dtype, channels_last=channels_last)
+    size = batch or (4 if tiny else kind.batch)
+    depth = None if kind.layers is None else layers or (2 if tiny else kind.layers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        built = kind.make(size, tiny) if depth is None else kind.make(size, depth, tiny)
+    model, data = built.model.train(), built.batch
+    model.to(device)
+    data = {key: value.to(device) for key, value in data.items()}
+    if dtype == "float64":
+        model.double()
+        data = {key: value.double() if value.is_floating_point() else value for key, value in data.items()}
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        data = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in data.items()}
+
+    def loss() -> Tensor:
+        if dtype != "bfloat16":
+            return built.losses(model, data)
+        with torch.autocast(device, torch.bfloat16):
+            return built.losses(model, data)
+
+    return Workload(name, model, loss, size, depth, kind.channels_last)
+
+
+def check(
+    name: str, *, batch: int | None, layers: int | None, dtype: str = "float32", channels_last: bool = False
+) -> Kind:
+    """Refuse what `build` cannot make, without making anything.
+
+    Raises:
+        UserError: see `build`.
+    """
+    if name not in WORKLOADS:
+        raise UserError(f"workload={name} is unknown{did_you_mean(name, WORKLOADS)}: give {', '.join(WORKLOADS)}.")
+    kind = WORKLOADS[name]
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype} is unknown{did_you_mean(dtype, DTYPES)}: give {', '.join(DTYPES)}.")
+    if layers is not None and kind.layers is None:
+        raise UserError(f"layers={layers} was given, but the depth of workload={name} is no option: leave it out.")
+    for key, value in (("batch", batch), ("layers", layers)):
+        if value is not None and value < 1:
+            raise UserError(f"{key}={value} was given; use a whole number of at least 1.")
+    if channels_last and not kind.channels_last:
+        raise UserError(f"channels_last was asked for, but workload={name} has no images.")
+    return kind
+
+
+def _wide_resnet(batch: int, tiny: bool, *, weight_standardization: bool) -> Built:
+    from groupwise.models import wide_resnet
+
+    model = wide_resnet(
+        depth=10 if tiny else 16,
+        width=1 if tiny else 4,
+        block_order="deepmind",
+        weight_standardization=weight_standardization,
+    )
+    edge = 8 if tiny else 32
+    return Built(model, {"x": torch.randn(batch, 3, edge, edge), "y": torch.randint(0, 10, (batch,))}, _cross_entropy)
+
+
+def _mlp(batch: int, tiny: bool) -> Built:
+    inputs, width = (12, 16) if tiny else (784, 1024)
+    layers = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+    data = {"x": torch.randn(batch, inputs), "y": torch.randint(0, 10, (batch,))}
+    return Built(nn.Sequential(*layers), data, _cross_entropy)
+
+
+def _cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+WORKLOADS = {
+    "wrn16_4_ws": Kind(partial(_wide_resnet, weight_standardization=True), batch=32, channels_last=True),
+    "wrn16_4_conv": Kind(partial(_wide_resnet, weight_standardization=False), batch=32, channels_last=True),
+    "roberta_base": Kind(roberta, batch=8, layers=12),
+    "gpt2": Kind(partial(gpt2, tied=True), batch=4, layers=12),
+    "gpt2_untied": Kind(partial(gpt2, tied=False), batch=4, layers=12),
+    "mlp": Kind(_mlp, batch=256),
+    "lora_gpt2": Kind(lora_gpt2, batch=4, layers=12),
+}

@@ -1,0 +1,169 @@
+"""Rows of the benchmarks, and what several rounds of one measurement come to."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from groupwise.errors import UserError
+
+MACHINE = ("device", "hardware", "threads", "dtype")
+"""What makes two measurements of one workload comparable."""
+CELL = ("workload", "batch", "layers", *MACHINE, "method", "memory_format")
+"""What makes rows rounds of one measurement."""
+THROUGHPUT = (
+    *CELL,
+    "parameters",
+    "round",
+    "steps",
+    "cpu_seconds",
+    "wall_seconds",
+    "examples_per_second",
+    "noise_seconds",
+    "peak_bytes",
+    "flops",
+    "ratio",
+    "memory_ratio",
+    "floor",
+    "status",
+    "commit",
+    "dirty",
+    "torch",
+    "opacus",
+    "transformers",
+    "python",
+    "date",
+)
+GROWTH = (
+    "network",
+    "axis",
+    "value",
+    *MACHINE,
+    "method",
+    "round",
+    "cpu_seconds",
+    "wall_seconds",
+    "peak_bytes",
+    "status",
+)
+"""The columns of growth.csv that are read: one row a network, axis, value, method and round."""
+LOOP_CELL = ("task", "scale", "clip", "parameters", "batch", "microbatch", *MACHINE)
+LOOP = (*LOOP_CELL, "round", "loop_cpu_seconds", "bare_cpu_seconds", "loop_wall_seconds", "bare_wall_seconds", "ratio")
+"""The columns of loop.csv that are read: one row a round."""
+METHODS = {
+    "none": "non-private",
+    "adaptive_layer": "adaptive per layer",
+    "fixed_layer": "fixed per layer",
+    "block": "per block",
+    "fixed_block": "fixed per block",
+    "adaptive_block": "adaptive per block",
+    "flat": "flat, book-keeping",
+    "ghost": "flat, ghost",
+    "opacus_hooks": "Opacus, hooks",
+    "opacus_functorch": "Opacus, functorch",
+    "opacus_ghost": "Opacus, ghost",
+    "opacus_per_layer": "Opacus, per layer",
+}
+"""Methods in the order of tables, with what they are called there."""
+
+
+def read_rows(path: Path, columns: tuple[str, ...] = THROUGHPUT) -> pd.DataFrame:
+    """The rows of a benchmark's CSV.
+
+    Raises:
+        UserError: there is no such file, or a column is missing.
+    """
+    if not path.is_file():
+        raise UserError(f"There are no measurements in {path}: run the benchmark first (make bench).")
+    frame = pd.read_csv(path)
+    if missing := [name for name in columns if name not in frame]:
+        raise UserError(f"{path} has no column {missing[0]!r}: it is not what this benchmark writes.")
+    return frame
+
+
+def cells(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line for each measurement of `throughput.csv`, in the order of tables.
+
+    Columns: those of `CELL`; ``rounds``; medians over the rounds of ``examples_per_second``, ``noise_seconds``,
+    ``peak_bytes``, ``ratio``, ``memory_ratio``, ``floor``; ``ratio_least`` and ``ratio_most``; ``status``: "ok", or the
+    words of the first round that was not; ``commit``, ``dirty`` and the versions of the last round.
+    """
+    numbers = ["examples_per_second", "noise_seconds", "peak_bytes", "ratio", "memory_ratio", "floor", "parameters"]
+    rows = rows.sort_values("round", kind="stable")
+    for name in numbers:  # a column without a single number is read as text
+        rows[name] = pd.to_numeric(rows[name], errors="coerce")
+    groups = rows.groupby(list(CELL), dropna=False, sort=False)
+    table = groups[numbers].median()
+    table["ratio_least"], table["ratio_most"] = groups["ratio"].min(), groups["ratio"].max()
+    table["rounds"] = groups["ratio"].count()
+    table["status"] = groups["status"].agg(lambda column: next((text for text in column if text != "ok"), "ok"))
+    last = ["commit", "dirty", "torch", "opacus", "transformers", "python", "date"]
+    table[last] = groups[last].agg(lambda column: column.iloc[-1])
+    table = table.reset_index()
+    place = {name: number for number, name in enumerate(in_order(table["method"].unique()))}
+    table["_order"] = table["method"].map(place)
+    order = ["workload", *MACHINE, "layers", "batch", "_order", "memory_format"]
+    return table.sort_values(order, kind="stable").drop(columns="_order").reset_index(drop=True)
+
+
+def growth_factors(rows: pd.DataFrame) -> pd.DataFrame:
+    """What doubling costs, from growth.csv: one line for each step from a value to the next.
+
+    Columns: `MACHINE`, ``network``, ``axis``, ``method``, ``start``, ``end``, ``time`` and ``memory`` (factors from
+    start to end, of medians over rounds; CPU time on a CPU, else wall time), and those of non-private training beside
+    them, ``none_time`` and ``none_memory``.
+    """
+    rows = rows.assign(seconds=rows["cpu_seconds"].where(rows["device"] == "cpu", rows["wall_seconds"]))
+    place = [*MACHINE, "network", "axis"]
+    medians = rows.groupby([*place, "method", "value"], sort=False)[["seconds", "peak_bytes"]].median().dropna()
+    medians = medians.reset_index().sort_values([*place, "method", "value"], kind="stable")
+    before = medians.groupby([*place, "method"], sort=False)[["value", "seconds", "peak_bytes"]].shift()
+    steps = medians.assign(
+        start=before["value"],
+        end=medians["value"],
+        time=medians["seconds"] / before["seconds"],
+        memory=medians["peak_bytes"] / before["peak_bytes"],
+    ).dropna(subset="start")
+    steps = steps[[*place, "method", "start", "end", "time", "memory"]]
+    none = steps[steps["method"] == "none"].drop(columns="method")
+    none = none.rename(columns={"time": "none_time", "memory": "none_memory"})
+    return steps.merge(none, on=[*place, "start", "end"], how="left")
+
+
+def loop_cells(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line for each run of loop.csv.
+
+    Columns: `LOOP_CELL`; medians over rounds of the seconds a step, ``loop`` and ``bare``, and of ``ratio``;
+    ``ratio_least``, ``ratio_most``, ``rounds``.
+    """
+    gpu = rows["device"] == "cuda"
+    rows = rows.assign(
+        loop=rows["loop_cpu_seconds"].where(~gpu, rows["loop_wall_seconds"]),
+        bare=rows["bare_cpu_seconds"].where(~gpu, rows["bare_wall_seconds"]),
+    )
+    groups = rows.groupby(list(LOOP_CELL), sort=True)
+    table = groups[["loop", "bare", "ratio"]].median()
+    table["ratio_least"], table["ratio_most"] = groups["ratio"].min(), groups["ratio"].max()
+    table["rounds"] = groups["ratio"].count()
+    return table.reset_index()
+
+
+def in_order(methods: Iterable[str]) -> list[str]:
+    """Names of methods in the order of tables, others last."""
+    return sorted(methods, key=lambda name: list(METHODS).index(name) if name in METHODS else len(METHODS))
+
+
+def was_measured(table: pd.DataFrame) -> pd.Series:
+    """Which lines of `cells` hold a measurement, rather than the reason why there is none."""
+    return table["status"] == "ok"
+
+
+def in_words(machine: tuple[Any, ...]) -> str:
+    """A machine configuration, in the order of `MACHINE`, for captions."""
+    device, hardware, threads, dtype = machine
+    return f"{hardware}, {dtype}" if device == "cuda" else f"{hardware}, {_threads(threads)}, {dtype}"
+
+
+def _threads(number: float) -> str:
+    return "1 thread" if number == 1 else f"{number:g} threads"

@@ -1,0 +1,193 @@
+"""The tables of docs/benchmarks.md, written between its markers:  python -m groupwise.analysis.benchmark_tables"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from groupwise.analysis.benchmark_rows import (
+    GROWTH,
+    LOOP,
+    MACHINE,
+    METHODS,
+    THROUGHPUT,
+    cells,
+    growth_factors,
+    in_order,
+    in_words,
+    loop_cells,
+    read_rows,
+    was_measured,
+)
+from groupwise.atomic import write_text
+from groupwise.errors import UserError
+
+WORKLOADS = {
+    "wrn16_4_ws": "WRN16-4, weight-standardised, 3 × 32 × 32",
+    "wrn16_4_conv": "WRN16-4, plain convolutions, 3 × 32 × 32",
+    "roberta_base": "RoBERTa-base shape, 64 tokens",
+    "gpt2": "GPT-2 shape, tied, 100 tokens",
+    "gpt2_untied": "GPT-2 shape, untied, 100 tokens",
+    "mlp": "MLP 784-1024-1024-10",
+    "lora_gpt2": "LoRA, rank 16, on GPT-2",
+}
+FULL_DEPTH = 12
+"""Layers of the language models' base shape."""
+FIGURES = {
+    "throughput": "Memory against batch size, and throughput at the largest batch that fits",
+    "runtime_breakdown": "The same on another machine configuration",
+}
+
+
+def throughput_tables(rows: pd.DataFrame) -> str:
+    """One table for each workload and machine configuration, at the batch size that most methods were measured at."""
+    table = cells(rows)
+    order = {name: place for place, name in enumerate(WORKLOADS)}
+    groups = table.groupby(["workload", *MACHINE, "layers"], dropna=False, sort=False)
+    chosen = sorted(groups, key=lambda group: order.get(str(group[0][0]), len(order)))
+    return "\n\n".join(_throughput_table(_main_batch(lines)) for _, lines in chosen)
+
+
+def _main_batch(lines: pd.DataFrame) -> pd.DataFrame:
+    methods = lines.groupby("batch")["method"].nunique()
+    return lines[lines["batch"] == methods[methods == methods.max()].index.max()]
+
+
+def _throughput_table(lines: pd.DataFrame) -> str:
+    first = lines.iloc[0]
+    formats = lines["memory_format"].nunique() > 1
+    rows = []
+    for line, measured in zip(lines.to_dict("records"), was_measured(lines), strict=True):
+        name = METHODS.get(line["method"], line["method"])
+        name += f" ({line['memory_format']})" if formats else ""
+        if not measured:
+            rows.append([name, str(line["status"]).replace("|", "\\|"), "", "", "", ""])
+            continue
+        spread = f"{line['ratio']:.3f} [{line['ratio_least']:.3f}..{line['ratio_most']:.3f}]"
+        noise = _number(1e3 * line["noise_seconds"], ".1f")
+        speed, memory, floor = line["examples_per_second"], line["memory_ratio"], line["floor"]
+        rows.append([name, f"{speed:.4g}", spread, _number(memory, ".2f"), _number(floor, ".3f"), noise])
+    head = ["method", "examples/s", "speed ratio", "memory ratio", "floor", "noise, ms"]
+    return f"{_caption(first, lines)}\n\n{markdown(head, rows)}"
+
+
+def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
+    parts = [f"batch {first['batch']:g}"]
+    if first["layers"] < FULL_DEPTH:  # never so where the depth is no option: NaN
+        parts.append(f"reduced to {first['layers']:g} of {FULL_DEPTH} layers")
+    parts.append(f"{lines['rounds'].max()} rounds")
+    versions = [f"{name} {first[name]}" for name in ("torch", "opacus") if isinstance(first[name], str)]
+    commits = sorted({f"`{str(line.commit)[:7]}`{' + changes' if line.dirty else ''}" for line in lines.itertuples()})
+    where = in_words(tuple(first[name] for name in MACHINE))
+    title = WORKLOADS.get(first["workload"], first["workload"])
+    return f"**{title}**: {', '.join(parts)}. {where}; {', '.join(versions)}; commit {', '.join(commits)}."
+
+
+def growth_tables(rows: pd.DataFrame) -> str:
+    """One table for each network and axis: the factors of time and memory for each doubling."""
+    table = growth_factors(rows)
+    written = []
+    for at, steps in table.groupby([*MACHINE, "network", "axis"], sort=False):
+        network, axis, machine = at[-2], at[-1], in_words(at[: len(MACHINE)])  # type: ignore[index]
+        spans = sorted({(start, end) for start, end in zip(steps["start"], steps["end"], strict=True)})
+        lines = []
+        for method in in_order(steps["method"].unique()):
+            own = steps[steps["method"] == method].set_index(["start", "end"])
+            whole = f"{own['time'].prod():.3g} / {own['memory'].prod():.3g}" if len(own) == len(spans) else "–"
+            lines.append([METHODS.get(method, method), *(_factors(own, span) for span in spans), whole])
+        head = [axis, *(f"{start:g} → {end:g}" for start, end in spans), "all"]
+        written.append(f"**{network}, {axis}** ({machine})\n\n{markdown(head, lines)}")
+    return "\n\n".join(written)
+
+
+def _factors(own: pd.DataFrame, span: tuple[float, float]) -> str:
+    return f"{own.loc[span, 'time']:.2f} / {own.loc[span, 'memory']:.2f}" if span in own.index else "–"
+
+
+def loop_table(rows: pd.DataFrame) -> str:
+    """One line a run."""
+    lines = []
+    for line in loop_cells(rows).to_dict("records"):
+        spread = f"{line['ratio']:.3f} [{line['ratio_least']:.3f}..{line['ratio_most']:.3f}]"
+        run = f"`task={line['task']} scale={line['scale']} clip={line['clip']}`"
+        batch = f"{line['batch']} ({line['microbatch']})"
+        times = [f"{1e3 * line['bare']:.1f}", f"{1e3 * line['loop']:.1f}"]
+        lines.append([run, f"{line['parameters']:,}", batch, *times, spread, str(line["rounds"])])
+    head = ["run", "parameters", "batch (microbatch)", "bare step, ms", "step of the loop, ms", "ratio", "rounds"]
+    return markdown(head, lines)
+
+
+def figure_links(figures: Path, page: Path) -> str:
+    """The figures that are there; for the others, the command that makes them."""
+    lines = []
+    for name, title in FIGURES.items():
+        file = figures / f"{name}.svg"
+        place = Path(os.path.relpath(file, page.parent)).as_posix()
+        link = f"![{title}]({place})" if file.is_file() else "Not drawn yet."
+        lines.append(f"{title} (`make figure-{name}`):\n\n{link}")
+    return "\n\n".join(lines)
+
+
+def fill(text: str, page: Path, measured: Path, figures: Path) -> str:
+    """The text of `page` with its markers filled from the CSVs under `measured` and the files under `figures`.
+
+    Raises:
+        UserError: a marker is missing, or a CSV is not what its benchmark writes.
+    """
+    sources: dict[str, tuple[tuple[str, ...], Callable[[pd.DataFrame], str]]] = {
+        "throughput": (THROUGHPUT, throughput_tables),
+        "growth": (GROWTH, growth_tables),
+        "loop": (LOOP, loop_table),
+    }
+    for name, (columns, make) in sources.items():
+        path = measured / f"{name}.csv"
+        content = make(read_rows(path, columns)) if path.is_file() else "Not measured yet."
+        text = between_markers(text, name, content, page)
+    return between_markers(text, "figures", figure_links(figures, page), page)
+
+
+def between_markers(text: str, name: str, content: str, page: Path) -> str:
+    """`text` with what stands between `<!-- begin NAME … -->` and `<!-- end NAME -->` replaced by `content`."""
+    pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise UserError(f"{page} must have one pair of markers <!-- begin {name} --> and <!-- end {name} -->.")
+    return pattern.sub(lambda match: f"{match[1]}\n{content}\n\n{match[2]}", text)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _number(value: float, how: str) -> str:
+    return "–" if pd.isna(value) else format(value, how)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.benchmark_tables")
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
+    parser.add_argument("--measured", type=Path, default=Path("results/measured/benchmarks"))
+    parser.add_argument("--figures", type=Path, default=Path("results/figures"))
+    given = parser.parse_args(arguments)
+    try:
+        if not given.page.is_file():
+            raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
+        before = given.page.read_text(encoding="utf-8")
+        text = fill(before, given.page, given.measured, given.figures)
+        if text != before:
+            write_text(given.page, text)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{given.page} shows what {given.measured} holds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

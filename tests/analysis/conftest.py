@@ -1,0 +1,121 @@
+"""Made-up rows of the benchmarks, with easy numbers."""
+
+import pandas as pd
+import pytest
+
+PROVENANCE = {
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "torch": "2.13.0",
+    "opacus": "1.6.0",
+    "transformers": "5.23.0",
+    "python": "3.11.7",
+    "date": "2026-01-02",
+}
+SPEED = {"none": 100.0, "adaptive_layer": 96.0, "ghost": 60.0, "flat": 88.0, "opacus_hooks": 40.0}
+MEMORY = {"none": 1.0, "adaptive_layer": 1.01, "ghost": 1.05, "flat": 1.5, "opacus_hooks": 4.0}
+GIB = 2**30
+
+
+def throughput_row(method: str, round_: int, **given: object) -> dict[str, object]:
+    """A row at batch b takes b/2 GiB times the method's factor; round r is r % faster for everyone but `none`."""
+    batch = int(given.get("batch", 4))  # type: ignore[call-overload]
+    speed = SPEED[method] * (1.0 if method == "none" else 1.0 + 0.01 * round_)
+    row = {
+        "workload": "gpt2",
+        "method": method,
+        "memory_format": "contiguous",
+        "batch": batch,
+        "layers": 4,
+        "parameters": 1000,
+        "device": "cpu",
+        "hardware": "Made-up CPU",
+        "threads": 1,
+        "dtype": "float32",
+        "round": round_,
+        "steps": 3,
+        "cpu_seconds": batch / speed,
+        "wall_seconds": batch / speed,
+        "examples_per_second": speed,
+        "noise_seconds": 0.0 if method == "none" else 0.012,
+        "peak_bytes": int(batch / 2 * MEMORY[method] * GIB),
+        "flops": 10**9,
+        "ratio": speed / 100.0,
+        "memory_ratio": MEMORY[method],
+        "floor": 1.0 if method == "none" else 0.99,
+        "status": "ok",
+    }
+    return row | PROVENANCE | given
+
+
+def refusal(method: str, status: str, **given: object) -> dict[str, object]:
+    """A row of a method that could not run."""
+    numbers = ("cpu_seconds", "wall_seconds", "examples_per_second", "noise_seconds", "peak_bytes", "flops", "ratio")
+    empty = dict.fromkeys((*numbers, "memory_ratio", "floor"))
+    return throughput_row("none", 0) | empty | {"status": status, "method": method} | given
+
+
+@pytest.fixture
+def throughput() -> pd.DataFrame:
+    """GPT-2 at batches 1 to 8 on one thread, and on two threads at twice the speed; Opacus ghost refuses."""
+    rows = [throughput_row(m, r, batch=b) for b in (1, 2, 4, 8) for m in SPEED for r in range(3)]
+    rows += [
+        throughput_row(m, r, batch=b, threads=2, examples_per_second=2 * SPEED[m])
+        for b in (1, 2, 4)
+        for m in SPEED
+        for r in range(3)
+    ]
+    rows.append(refusal("opacus_ghost", "refused: tied weights | no", batch=4))
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture
+def growth() -> pd.DataFrame:
+    """Non-private doubles its time and memory with the batch; flat takes 2.2 times as long and 2.5 times the memory."""
+    factors = {"none": (2.0, 2.0), "flat": (2.2, 2.5)}
+    return pd.DataFrame(
+        {
+            "network": "transformer",
+            "axis": "batch",
+            "value": 2 * 2**doubling,
+            "device": "cpu",
+            "hardware": "Made-up CPU",
+            "threads": 1,
+            "dtype": "float32",
+            "method": method,
+            "round": round_,
+            "cpu_seconds": time**doubling * (10 if round_ == 2 else 1),  # an outlier that the median forgets
+            "wall_seconds": 1.0,
+            "peak_bytes": 1000 * memory**doubling,
+            "status": "ok",
+        }
+        for method, (time, memory) in factors.items()
+        for doubling in range(3)
+        for round_ in range(3)
+    )
+
+
+@pytest.fixture
+def loop() -> pd.DataFrame:
+    """Three rounds of one run."""
+    return pd.DataFrame(
+        {
+            "task": "cifar",
+            "scale": "demo",
+            "clip": "adaptive_layer",
+            "parameters": 78650,
+            "batch": 256,
+            "microbatch": 128,
+            "device": "cpu",
+            "hardware": "Made-up CPU",
+            "threads": 1,
+            "dtype": "float32",
+            "round": number,
+            "loop_cpu_seconds": 0.1 / ratio,
+            "bare_cpu_seconds": 0.1,
+            "loop_wall_seconds": 1.0,
+            "bare_wall_seconds": 1.0,
+            "ratio": ratio,
+        }
+        for number, ratio in enumerate((0.96, 0.99, 0.98))
+    )

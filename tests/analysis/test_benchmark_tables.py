@@ -1,0 +1,76 @@
+"""The page's tables say what the CSVs say; docs/benchmarks.md is up to date."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from groupwise.analysis.benchmark_tables import fill, growth_tables, loop_table, main, throughput_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("throughput", "growth", "loop", "figures")
+
+
+def blank(path: Path) -> Path:
+    path.write_text("# Page\n" + "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\nkept\n" for name in NAMES))
+    return path
+
+
+def test_the_committed_page_shows_the_committed_rows():
+    page, results = ROOT / "docs" / "benchmarks.md", ROOT / "results"
+    shown = fill(page.read_text(), page, results / "measured" / "benchmarks", results / "figures")
+    assert page.read_text() == shown, "run python -m groupwise.analysis.benchmark_tables"
+
+
+def test_a_throughput_table(throughput):
+    text = throughput_tables(throughput)
+    assert text.count("**GPT-2 shape, tied, 100 tokens**") == 2  # one thread, two threads
+    assert "batch 4, reduced to 4 of 12 layers, 3 rounds" in text and "commit `0123456`" in text
+    assert "| adaptive per layer | 96.96 | 0.970 [0.960..0.979] | 1.01 | 0.990 | 12.0 |" in text
+    assert "| Opacus, ghost | refused: tied weights \\| no |  |  |  |  |" in text
+
+
+def test_two_formats_are_told_apart(throughput):
+    both = throughput[throughput["method"] == "none"].assign(memory_format="channels_last")
+    assert "| non-private (channels_last) |" in throughput_tables(pd.concat([throughput, both]))
+
+
+def test_full_depth_is_not_called_reduced(throughput):
+    assert "reduced" not in throughput_tables(throughput.assign(layers=12))
+
+
+def test_a_growth_table(growth):
+    text = growth_tables(growth)
+    assert "| batch | 2 → 4 | 4 → 8 | all |" in text
+    assert "| flat, book-keeping | 2.20 / 2.50 | 2.20 / 2.50 | 4.84 / 6.25 |" in text
+    assert text.index("non-private") < text.index("book-keeping")
+
+
+def test_the_loop_table(loop):
+    assert "| 78,650 | 256 (128) | 100.0 | 102.0 | 0.980 [0.960..0.990] | 3 |" in loop_table(loop)
+
+
+def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop):
+    page, measured, figures = blank(tmp_path / "page.md"), tmp_path / "measured", tmp_path / "figures"
+    measured.mkdir()
+    command = ["--page", str(page), "--measured", str(measured), "--figures", str(figures)]
+    assert main(command) == 0
+    text = page.read_text()
+    assert text.count("Not measured yet.") == 3 and text.count("kept") == 4 and "old" not in text
+    for name, rows in (("throughput", throughput), ("growth", growth), ("loop", loop)):
+        rows.to_csv(measured / f"{name}.csv", index=False)
+    figures.mkdir()
+    (figures / "throughput.svg").write_text("")
+    assert main(command) == 0
+    text = page.read_text()
+    assert "Not measured yet." not in text and "](figures/throughput.svg)" in text
+    assert throughput_tables(pd.read_csv(measured / "throughput.csv")) in text
+    assert main(command) == 0 and page.read_text() == text
+
+
+def test_mistakes_are_one_sentence(tmp_path, capsys):
+    assert main(["--page", str(tmp_path / "none.md")]) == 2
+    (tmp_path / "bare.md").write_text("no markers")
+    assert main(["--page", str(tmp_path / "bare.md"), "--measured", str(tmp_path)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all(line.startswith("error: ") for line in errors)
+    assert "begin throughput" in errors[1]

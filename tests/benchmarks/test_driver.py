@@ -1,0 +1,109 @@
+"""The driver, with processes that only pretend: interleaving, formats of a peer, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import driver
+from benchmarks.job import Job
+from groupwise.errors import UserError
+
+asked: list[tuple[str, str, str]] = []
+
+
+class Pretended:
+    """Answers from a table: method -> what `measure` says in each format, or a refusal at a round."""
+
+    facts: dict[tuple[str, str], dict[str, Any]] = {}  # noqa: RUF012
+    dies_at: dict[str, int] = {}  # noqa: RUF012
+
+    def __init__(self, job: Job, limit: float) -> None:
+        self.job, self.rounds = job, 0
+
+    def ask(self, do: str, steps: int = 0) -> dict[str, Any]:
+        asked.append((do, self.job.method, self.job.memory_format))
+        if do == "measure":
+            usual = {"peak_bytes": 10, "flops": 5, "seconds": 1.0, "sums": 2.0, "parameters": 7}
+            usual |= {"batch": 4, "layers": 2}
+            return usual | self.facts.get((self.job.method, self.job.memory_format), {})
+        self.rounds += 1
+        if self.dies_at.get(self.job.method) == self.rounds:
+            return {"refused": "killed"}
+        return {"cpu_seconds": 1.0, "wall_seconds": 2.0, "noise_seconds": 0.1}
+
+    def __enter__(self) -> Pretended:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.clear()
+    monkeypatch.setattr(driver, "Process", Pretended)
+    monkeypatch.setattr(Pretended, "facts", {})
+    monkeypatch.setattr(Pretended, "dies_at", {})
+
+
+def rows(workload: str, *methods: str, rounds: int = 2) -> list[dict[str, Any]]:
+    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, lambda line: None)
+
+
+def test_rounds_are_interleaved() -> None:
+    found = rows("mlp", "none", "flat")
+    assert [method for do, method, _ in asked if do == "round"] == ["none", "flat", "none", "flat"]
+    assert [(row["method"], row["round"]) for row in found] == [("none", 0), ("flat", 0), ("none", 1), ("flat", 1)]
+    assert found[0]["examples_per_second"] == 4.0 and found[0]["steps"] == 3 and found[0]["status"] == "ok"
+
+
+def test_plain_training_is_timed_in_both_formats_and_ours_in_channels_last() -> None:
+    found = rows("wrn16_4_ws", "none", "flat", rounds=1)
+    assert [(row["method"], row["memory_format"]) for row in found] == [
+        ("none", "contiguous"),
+        ("none", "channels_last"),
+        ("flat", "channels_last"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("contiguous", "last", "chosen"),
+    [
+        ({"seconds": 2.0}, {"seconds": 1.0}, "channels_last"),
+        ({"seconds": 1.0}, {"seconds": 2.0}, "contiguous"),
+        ({"seconds": 2.0}, {"seconds": 1.0, "sums": 2.1}, "contiguous"),  # fast and wrong
+        ({"refused": "no"}, {"seconds": 1.0}, "channels_last"),
+        ({"seconds": 2.0}, {"refused": "no"}, "contiguous"),
+    ],
+)
+def test_a_peer_gets_its_faster_format_that_is_right(contiguous: dict, last: dict, chosen: str) -> None:
+    Pretended.facts = {("opacus_hooks", "contiguous"): contiguous, ("opacus_hooks", "channels_last"): last}
+    found = rows("wrn16_4_conv", "none", "opacus_hooks", rounds=1)
+    assert [row["memory_format"] for row in found if row["method"] == "opacus_hooks"] == [chosen]
+
+
+def test_a_refusal_is_one_row_and_the_others_go_on() -> None:
+    Pretended.facts = {("opacus_ghost", "contiguous"): {"refused": "tied weights"}}
+    found = rows("gpt2", "none", "opacus_ghost")
+    refused = [row for row in found if row["method"] == "opacus_ghost"]
+    assert [row["status"] for row in refused] == ["refused: tied weights"]
+    assert refused[0]["cpu_seconds"] is None and (refused[0]["batch"], refused[0]["layers"]) == (4, 2)
+    assert [row["status"] for row in found if row["method"] == "none"] == ["ok", "ok"]
+
+
+def test_a_death_in_a_round_ends_that_method_alone() -> None:
+    Pretended.dies_at = {"flat": 2}
+    found = rows("mlp", "none", "flat", rounds=3)
+    assert [(row["round"], row["status"]) for row in found if row["method"] == "flat"] == [
+        (0, "ok"),
+        (1, "refused: killed"),
+    ]
+    assert [row["round"] for row in found if row["method"] == "none"] == [0, 1, 2]
+
+
+def test_without_plain_training_there_is_nothing_to_compare() -> None:
+    Pretended.facts = {("none", "contiguous"): {"refused": "out of memory"}}
+    with pytest.raises(UserError, match="out of memory"):
+        rows("mlp", "none", "flat")

@@ -1,0 +1,41 @@
+"""Floors: counted operations, no time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.floor import count_operations, floor
+from benchmarks.methods import make
+from benchmarks.workloads import build
+
+
+def test_operations_of_a_linear_layer() -> None:
+    layer, x = torch.nn.Linear(3, 5), torch.randn(7, 3)
+    product = 2 * 7 * 3 * 5
+    assert count_operations(lambda: layer(x)) == product
+    assert count_operations(lambda: layer(x).sum().backward()) == 2 * product  # x needs no gradient
+
+
+def test_a_second_backward_pass_shows_in_the_floor() -> None:
+    none, flat, ghost = (
+        count_operations(make(name, build("mlp", tiny=True)).step) for name in ("none", "flat", "ghost")
+    )
+    assert floor(none, none) == 1.0
+    assert 0.9 < floor(none, flat) <= 1.0  # the norms of vectors take little or nothing
+    assert 0.4 < floor(none, ghost) < 0.9
+
+
+def test_what_is_not_counted_has_no_floor() -> None:
+    assert floor(None, 3) is floor(3, None) is None
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_grouped_convolution_is_counted_as_one(groups: int, stride: int) -> None:
+    conv = torch.nn.Conv2d(16, 16, 3, stride=stride, padding=1, groups=groups)
+    x = torch.randn(2, 16, 8, 8, requires_grad=True)
+    forward = 2 * 2 * 16 * (16 // groups) * 9 * (8 // stride) ** 2
+    assert count_operations(lambda: conv(x)) == forward
+    assert count_operations(lambda: conv(x).sum().backward()) == 3 * forward
+    assert count_operations(lambda: conv(x.detach()).sum().backward()) == 2 * forward

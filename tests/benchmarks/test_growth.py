@@ -1,0 +1,95 @@
+"""The growth benchmark doubles one size at a time, measures every method there and ends before it takes too long."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import doublings, growing, growth
+from benchmarks.growing import NETWORKS, Sizes, build
+from benchmarks.methods import make
+
+TINY = {
+    "transformer": Sizes(batch=2, length=4, width=8, layers=1),
+    "conv": Sizes(batch=2, length=4, width=4, layers=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    small = {name: replace(network, start=TINY[name]) for name, network in NETWORKS.items()}
+    for module in (growing, doublings):
+        monkeypatch.setattr(module, "NETWORKS", small)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("network", TINY)
+def test_each_axis_doubles_one_size_and_changes_no_other(network):
+    for axis in NETWORKS[network].axes:
+        grown = TINY[network].grown(axis, 2)
+        assert getattr(grown, axis) == 4 * getattr(TINY[network], axis)
+        assert replace(grown, **{axis: getattr(TINY[network], axis)}) == TINY[network]
+        assert build(network, grown).loss().shape == (grown.batch,)
+
+
+@pytest.mark.parametrize("network", TINY)
+def test_networks_can_be_clipped_and_each_example_has_its_own_loss(network):
+    workload = build(network, TINY[network])
+    method = make("adaptive_layer", workload)
+    method.step()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.trainable)
+    assert torch.equal(build(network, TINY[network]).loss(), build(network, TINY[network]).loss())
+    loss = build(network, TINY[network], dtype="bfloat16").loss()
+    assert loss.dtype == torch.float32
+
+
+def test_rows_and_factors(tmp_path, capsys):
+    command = ["network=transformer", "axis=batch,layers", "method=flat", "doublings=1", "rounds=2", "steps=1"]
+    assert growth.main([*command, f"out={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "transformer, batch" in printed and "transformer, layers" in printed and "2 to 4" in printed
+    rows = pd.read_csv(tmp_path / "growth.csv")
+    assert list(rows.columns) == list(growth.COLUMNS)
+    assert len(rows) == 2 * 2 * 2 * 2  # axes, sizes, methods, rounds
+    assert set(rows["method"]) == {"none", "flat"} and (rows[["cpu_seconds", "peak_bytes"]] > 0).all(axis=None)
+    batch = rows[rows["axis"] == "batch"]
+    assert set(batch["batch"]) == {2, 4} and set(batch["layers"]) == {1} and (batch["value"] == batch["batch"]).all()
+    assert growth.main([*command, f"out={tmp_path}"]) == 0
+    assert len(pd.read_csv(tmp_path / "growth.csv")) == len(rows)
+
+
+def test_memory_grows_with_the_batch_and_not_with_what_ran_before(capsys):
+    options = growth.parse(["network=conv", "axis=batch", "method=flat", "doublings=2", "rounds=1", "steps=1"])
+    rows, again = (pd.DataFrame(doublings.measure("conv", "batch", options)) for _ in range(2))
+    for _, one in rows.groupby("method"):
+        assert one["peak_bytes"].is_monotonic_increasing and one["peak_bytes"].nunique() == 3
+    assert rows["peak_bytes"].tolist() == again["peak_bytes"].tolist()
+
+
+def test_an_axis_ends_before_a_step_takes_too_long(capsys):
+    options = growth.parse(["network=conv", "axis=batch", "method=none", "doublings=3", "rounds=1", "limit=1e-9"])
+    assert {row["value"] for row in doublings.measure("conv", "batch", options)} == {TINY["conv"].batch}
+    assert "batch ends here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("axis=length", "network=conv"),
+        ("axis=depth", "batch, length"),
+        ("network=transformed", "did you mean transformer"),
+        ("method=flut", "did you mean flat"),
+        ("rounds=0", "above 0"),
+        ("doubling=1", "did you mean doublings"),
+        ("device=tpu", "cpu or cuda"),
+        ("dtype=int8", "float32"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(argument, words, tmp_path, capsys):
+    assert growth.main([argument, f"out={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

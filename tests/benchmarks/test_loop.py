@@ -1,0 +1,126 @@
+"""The loop's benchmark runs the real session, and counts all of it and nothing else."""
+
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import loop, loop_rounds
+from benchmarks.bare import BareStep
+from groupwise.errors import UserError
+from groupwise.training import session
+from groupwise.training.trackers import FilesTracker
+
+SMOKE = ["scale=smoke", "train.steps=40", "train.batch_size=8"]
+
+
+def test_rounds_become_rows_and_nothing_of_the_run_stays(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = [*SMOKE, "rounds=2", "steps=2", "out=out"]
+    assert loop.main(command) == 0
+    printed = capsys.readouterr().out
+    rows = pd.read_csv("out/loop.csv")
+    assert "task=cifar scale=smoke clip=adaptive_layer" in printed and "Privacy:" not in printed
+    assert list(rows.columns) == list(loop.COLUMNS) and rows["round"].tolist() == [0, 1]
+    assert (rows[list(loop.MEASURED)] > 0).all(axis=None)
+    assert rows["ratio"].tolist() == pytest.approx((rows["bare_cpu_seconds"] / rows["loop_cpu_seconds"]).tolist(), 1e-4)
+    assert rows["torch"].notna().all() and rows["hardware"].notna().all()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert loop.main(command) == 0
+    assert len(pd.read_csv("out/loop.csv")) == 2
+
+
+def test_the_loop_s_clock_covers_what_happens_between_steps_and_the_bare_one_does_not(tmp_path, monkeypatch):
+    logged = FilesTracker.log
+
+    def slow(self, step, metrics):
+        time.sleep(0.05)
+        logged(self, step, metrics)
+
+    monkeypatch.setattr(FilesTracker, "log", slow)
+    _, config = loop.parse(SMOKE)
+    rows = loop_rounds.measure(config, rounds=2, steps=2)
+    for row in rows:
+        assert row["loop_wall_seconds"] > 0.05
+        assert row["loop_wall_seconds"] - row["loop_cpu_seconds"] > 0.04  # a sleep takes no CPU time
+        assert row["bare_wall_seconds"] < row["loop_wall_seconds"]
+
+
+def test_evaluation_is_no_part_of_a_step(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr(session, "evaluate", refuse)
+    _, config = loop.parse(SMOKE)
+    assert len(loop_rounds.measure(config, rounds=1, steps=1)) == 1
+
+
+@pytest.mark.parametrize("clip", ["adaptive_layer", "ghost", "none"])
+def test_a_bare_step_clips_noises_and_updates_the_very_same_microbatches(clip, monkeypatch):
+    seen = []
+
+    class Spy(BareStep):
+        def step(self, step, batch):
+            trainer = self._trainer
+            drawn = trainer.sampler.indices(step)
+            before = [p.detach().clone() for p in trainer.task.model.parameters()]
+            super().step(step, batch)
+            moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.task.model.parameters(), strict=True))
+            sizes = [len(labels) for _, labels in batch]
+            seen.append((len(drawn), sizes, moved, trainer.microbatch))
+            if trainer.engine is not None:
+                assert trainer.engine.examples == len(drawn)
+            (inputs,), _ = batch[0]
+            caught = []
+            handle = trainer.task.model.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
+            with torch.no_grad():
+                trainer.task.losses(drawn[: trainer.microbatch])
+            handle.remove()
+            assert torch.equal(inputs, caught[0])
+
+    monkeypatch.setattr(loop_rounds, "BareStep", Spy)
+    _, config = loop.parse([*SMOKE, f"clip={clip}", "train.microbatch=4"])
+    loop_rounds.measure(config, rounds=1, steps=2)
+    assert seen
+    for drawn, sizes, moved, microbatch in seen:
+        assert sum(sizes) == drawn and microbatch == 4
+        assert max(sizes, default=0) <= 4 and moved
+
+
+def test_an_empty_batch_is_a_bare_step_too(monkeypatch):
+    class Empty(BareStep):
+        def load(self, examples):
+            return super().load(np.empty(0, dtype=np.int64))
+
+    monkeypatch.setattr(loop_rounds, "BareStep", Empty)
+    _, config = loop.parse(SMOKE)
+    assert len(loop_rounds.measure(config, rounds=1, steps=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rounds=0"], "at least 1"),
+        (["rounds=many"], "rounds"),
+        (["clip=flut"], "did you mean flat"),
+        (["train.batchsize=3"], "train.batch_size"),
+        (["resume=here"], "leave it out"),
+        (["tracker=wandb"], "leave it out"),
+        (["train.compile=true", *SMOKE], "compile"),
+        (["scale=smoke", "rounds=50"], "train.steps="),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, tmp_path, capsys):
+    assert loop.main([*arguments, f"out={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_defaults_need_no_data():
+    _, config = loop.parse([])
+    assert (config.data.name, config.clip.name) == ("digits", "adaptive_layer")
+    with pytest.raises(UserError):
+        loop.parse(["nonsense"])

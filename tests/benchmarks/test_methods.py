@@ -1,0 +1,106 @@
+"""A fair comparison: every flat method gives the same clipped sums, ours and Opacus's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.methods import METHODS, THRESHOLD, formats, make
+from benchmarks.workloads import build
+from groupwise.errors import UserError
+
+# Opacus divides by norm + 1e-6, so its sums are up to 1e-6/norm too small.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-9}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Full backward hook"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def sums(workload_name: str, method_name: str, **options: object) -> dict[str, torch.Tensor]:
+    """What one step of a method leaves in `.grad`, by the parameter's place."""
+    workload = build(workload_name, tiny=True, dtype="float64", **options)
+    method = make(method_name, workload)
+    method.step()
+    return {str(place): p.grad.clone() for place, p in enumerate(workload.trainable)}
+
+
+@pytest.mark.parametrize("workload", ["mlp", "wrn16_4_ws", "wrn16_4_conv", "gpt2", "gpt2_untied", "lora_gpt2"])
+@pytest.mark.parametrize("method", ["ghost", "opacus_hooks", "opacus_functorch", "opacus_ghost"])
+def test_flat_methods_give_the_same_sums(workload: str, method: str) -> None:
+    if (workload, method) == ("gpt2", "opacus_ghost"):
+        pytest.skip("refused: see below")
+    ours = sums(workload, "flat")
+    assert any(bool(value.any()) for value in ours.values())
+    torch.testing.assert_close(sums(workload, method), ours, **TOLERANCE)
+
+
+def test_the_threshold_clips() -> None:
+    flat, plain = sums("mlp", "flat"), sums("mlp", "none")
+    assert sum(float(value.square().sum()) for value in flat.values()) ** 0.5 <= 4 * THRESHOLD
+    assert sum(float(value.square().sum()) for value in plain.values()) ** 0.5 > 4 * THRESHOLD
+
+
+def test_opacus_per_layer_is_ours_with_one_group_a_parameter() -> None:
+    theirs, plain = sums("mlp", "opacus_per_layer", batch=1), sums("mlp", "none", batch=1)
+    bound = THRESHOLD / math.sqrt(len(plain))
+    for name, gradient in plain.items():
+        expected = gradient * min(1.0, bound / float(gradient.norm()))
+        torch.testing.assert_close(theirs[name], expected, **TOLERANCE)
+
+
+def test_fixed_and_adaptive_layers_begin_with_the_same_thresholds() -> None:
+    torch.testing.assert_close(sums("mlp", "fixed_layer"), sums("mlp", "adaptive_layer"))
+
+
+def test_adaptive_thresholds_move() -> None:
+    workload = build("mlp", tiny=True, dtype="float64")
+    method = make("adaptive_layer", workload)
+    found = []
+    for _ in range(2):
+        method.step()
+        found.append(workload.trainable[0].grad.clone())
+    assert not torch.allclose(*found)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "none"])
+def test_noise_is_added_apart_and_a_step_forgets_it(name: str) -> None:
+    workload = build("mlp", tiny=True)
+    method = make(name, workload)
+    method.step()
+    before = torch.cat([p.grad.flatten() for p in workload.trainable])
+    method.noise()
+    noise = torch.cat([p.grad.flatten() for p in workload.trainable])
+    noise = noise - before if name.startswith("opacus") else noise * workload.batch - before
+    assert noise.std() == pytest.approx(THRESHOLD, rel=0.15)
+    method.step()
+    after = torch.cat([p.grad.flatten() for p in workload.trainable])
+    assert float((after - before).norm()) < 0.5 * float(noise.norm())
+    method.clear()
+    assert all(p.grad is None for p in workload.trainable)
+
+
+def test_opacus_ghost_refuses_tied_weights() -> None:
+    with pytest.raises(NotImplementedError, match="tying"):
+        sums("gpt2", "opacus_ghost")
+
+
+def test_opacus_clips_convolutions_in_channels_last_wrongly() -> None:
+    """Why a peer's format is checked: it says nothing, and the sums differ."""
+    right, wrong = (sums("wrn16_4_conv", "opacus_hooks", channels_last=last) for last in (False, True))
+    assert any(not torch.allclose(right[name], wrong[name], rtol=1e-3) for name in right)
+    ours = sums("wrn16_4_conv", "flat", channels_last=True)
+    torch.testing.assert_close(ours, right, **TOLERANCE)
+
+
+def test_formats() -> None:
+    assert formats("none", True) == formats("opacus_hooks", True) == ("contiguous", "channels_last")
+    assert formats("flat", True) == ("channels_last",)
+    assert {formats(name, False) for name in METHODS} == {("contiguous",)}
+
+
+def test_an_unknown_method_is_told() -> None:
+    with pytest.raises(UserError, match=r"did you mean ghost\?"):
+        make("gohst", build("mlp", tiny=True))

@@ -1,0 +1,90 @@
+"""The table of results: ratios within a round, and a file in which nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.results import COLUMNS, merge, processor, provenance, with_ratios
+
+
+def row(method: str = "none", number: int = 0, seconds: float | None = 2.0, **more: Any) -> dict[str, Any]:
+    return {
+        "workload": "mlp",
+        "method": method,
+        "memory_format": "contiguous",
+        "batch": 4,
+        "layers": None,
+        "device": "cpu",
+        "hardware": "a processor",
+        "threads": 1,
+        "dtype": "float32",
+        "round": number,
+        "cpu_seconds": seconds,
+        "wall_seconds": None if seconds is None else 10 * seconds,
+        "peak_bytes": 100,
+        "flops": 50,
+        "status": "ok" if seconds else "refused: no",
+        **more,
+    }
+
+
+def test_the_ratio_is_to_the_faster_plain_row_of_the_same_round() -> None:
+    rows = [
+        row(number=0, seconds=2.0),
+        row(number=0, seconds=1.0, memory_format="channels_last", peak_bytes=80),
+        row(number=1, seconds=2.0),
+        row(number=1, seconds=4.0, memory_format="channels_last", peak_bytes=80),
+        row("flat", 0, 4.0, peak_bytes=120, flops=100),
+        row("flat", 1, 4.0, peak_bytes=120, flops=None),
+    ]
+    found = with_ratios(rows)
+    assert [one["ratio"] for one in found] == [0.5, 1.0, 1.0, 0.5, 0.25, 0.5]
+    assert [one["memory_ratio"] for one in found[-2:]] == [1.5, 1.5]  # to the smaller one
+    assert [one["floor"] for one in found[-2:]] == [0.5, None]
+
+
+def test_a_gpu_is_timed_by_its_events() -> None:
+    rows = [row(device="cuda"), row("flat", seconds=2.0, device="cuda", wall_seconds=40.0)]
+    assert [one["ratio"] for one in with_ratios(rows)] == [1.0, 0.5]
+
+
+def test_a_refusal_has_no_ratio() -> None:
+    found = with_ratios([row(), row("opacus_ghost", seconds=None, peak_bytes=None, flops=None)])[1]
+    assert found["ratio"] is found["memory_ratio"] is found["floor"] is None
+
+
+def test_rows_of_the_same_measurement_are_replaced_and_others_kept(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "throughput.csv"
+    merge(file, [row(number=0), row(number=1), row("flat", 0, batch=8), row("flat", 0, layers=4), row("ghost")])
+    merge(file, [row(seconds=1 / 3), row("flat", 0, 5.0, memory_format="channels_last"), row(hardware="another")])
+    table = pd.read_csv(file)
+    assert list(table.columns) == COLUMNS
+    told = table[["method", "batch", "hardware", "round", "cpu_seconds"]].fillna("").to_records(index=False).tolist()
+    assert told == [
+        ("flat", 8, "a processor", 0, 2.0),
+        ("flat", 4, "a processor", 0, 2.0),
+        ("ghost", 4, "a processor", 0, 2.0),
+        ("none", 4, "a processor", 0, 0.333333),
+        ("flat", 4, "a processor", 0, 5.0),
+        ("none", 4, "another", 0, 2.0),
+    ]
+
+
+def test_merging_the_same_rows_again_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "throughput.csv"
+    rows = [row(), row("flat", seconds=1 / 7, layers=4, dirty=True)]
+    merge(file, rows)
+    before = file.read_text()
+    merge(file, rows)
+    assert file.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["throughput.csv"]
+
+
+def test_provenance_names_machine_and_versions() -> None:
+    found = provenance("cpu")
+    assert set(found) <= set(COLUMNS)
+    assert found["hardware"] == processor() != ""
+    assert found["opacus"][0].isdigit() and found["date"].endswith("Z")

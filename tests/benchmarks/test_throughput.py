@@ -1,0 +1,55 @@
+"""The command: a table and a file; nothing finished is lost, a mistake costs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks import driver
+from benchmarks.throughput import main
+
+
+def test_two_methods_on_the_smallest_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tiny=true", "workload=mlp", "method=flat", "rounds=2", "steps=1", f"out={tmp_path}"]
+    assert main(arguments) == 0
+    printed, told = capsys.readouterr()
+    assert "mlp (tiny): B 4" in printed and "ratio" in printed
+    assert [line.split()[0] for line in printed.splitlines()[3:]] == ["none", "flat"]
+    assert "round 2 of 2" in told
+    rows = pd.read_csv(tmp_path / "throughput.csv")
+    assert rows["method"].tolist() == ["none", "flat", "none", "flat"]
+    assert (rows["status"] == "ok").all() and (rows["ratio"] > 0).all() and (rows["memory_ratio"] >= 1).all()
+
+
+def test_an_interruption_keeps_what_was_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = {"method": "none", "memory_format": "contiguous", "status": "ok", "round": 0, "batch": 4, "layers": None}
+    numbers = {"cpu_seconds": 1.0, "wall_seconds": 1.0, "noise_seconds": 0.0, "examples_per_second": 4.0}
+    done = []
+
+    def run(case, *_: object) -> list[dict]:
+        if done:
+            raise KeyboardInterrupt
+        done.append(case.workload)
+        machine = {"workload": case.workload, "device": "cpu", "threads": 1, "dtype": "float32"}
+        return [{**plain, **numbers, **machine, "peak_bytes": 1, "flops": 1}]
+
+    monkeypatch.setattr(driver, "run", run)
+    assert main(["workload=mlp,gpt2", f"out={tmp_path}"]) == 130
+    assert pd.read_csv(tmp_path / "throughput.csv")["workload"].tolist() == ["mlp"]
+    assert "mlp" in capsys.readouterr().out
+
+
+def test_a_mistake_is_one_sentence_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload=mpl", f"out={tmp_path / 'here'}"]) == 2
+    printed, told = capsys.readouterr()
+    assert printed == "" and told.startswith("error: ") and told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "workload=all" in capsys.readouterr().out

@@ -1,0 +1,44 @@
+"""The worker: numbers for what runs, words for what does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.job import Job
+from benchmarks.worker import Bench, answer
+
+
+def test_a_measurement_and_a_round() -> None:
+    bench = Bench(Job("mlp", "flat", tiny=True))
+    facts = answer(bench, {"do": "measure"})
+    assert facts["parameters"] == 650 and facts["batch"] == 4 and facts["layers"] is None
+    assert facts["peak_bytes"] > 2 * 4 * 650 and facts["flops"] > 0 and facts["sums"] > 0
+    taken = answer(bench, {"do": "round", "steps": 2})
+    assert set(taken) == {"cpu_seconds", "wall_seconds", "noise_seconds"}
+    assert all(seconds > 0 for seconds in taken.values())
+
+
+def test_the_sums_of_equal_methods_agree() -> None:
+    flat, ghost, none = (
+        answer(Bench(Job("mlp", name, tiny=True)), {"do": "measure"}) for name in ("flat", "ghost", "none")
+    )
+    assert flat["sums"] == pytest.approx(ghost["sums"], rel=1e-5)
+    assert none["sums"] > flat["sums"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NotImplementedError("Parameter tying is not supported\nat all"), "Parameter tying is not supported"),
+        (ValueError(), "ValueError"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+    ],
+)
+def test_a_failure_is_an_answer(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Bench, "measure", fail)
+    assert answer(Bench(Job("mlp", "flat")), {"do": "measure"}) == {"refused": words}
