@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.command import command
 from benchmarks.options import check_device, read, split
 from groupwise.errors import UserError
 from groupwise.suggestions import did_you_mean
 
-MISTAKE, INTERRUPTED = 2, 130
 FILE = "growth.csv"
 KEY = ("network", "axis", "method", "threads", "device", "hardware", "dtype")  # all sizes of an axis are replaced
 COLUMNS = (
@@ -115,21 +115,9 @@ def run(options: GrowthOptions) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 2 for a mistake, 130 when interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
-        print(HELP)
-        return 0
+    """The command line; returns its exit code."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which measures memory, talks
-    try:
-        run(parse(given))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted: the axes that were done are written", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    return command(lambda given: run(parse(given)), HELP, "the axes that were done are written", arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.command import command
 from benchmarks.options import read
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
@@ -20,7 +21,6 @@ from groupwise.launch.compose import compose_run
 from groupwise.launch.keys import groups
 from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence
 
-MISTAKE, INTERRUPTED = 2, 130
 CONF = Path(__file__).resolve().parents[1] / "conf"
 DEFAULTS = {"task": "cifar", "clip": "adaptive_layer", "scale": "demo"}
 NEVER = ("eval.every", "paths.results", "tracker", "resume", "overwrite")
@@ -103,29 +103,22 @@ def _range(rows: Sequence[dict[str, Any]], name: str) -> str:
     return f"{label} {median(values):.3f} [{min(values):.3f} .. {max(values):.3f}]"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 2 for a mistake, 130 when interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
-        print(HELP)
-        return 0
-    try:
-        options, config = parse(given)
-        from benchmarks.loop_rounds import measure
-        from benchmarks.results import merge, provenance
+def run(arguments: Sequence[str]) -> None:
+    """Measure, write the rows, print what they come to."""
+    options, config = parse(arguments)
+    from benchmarks.loop_rounds import measure
+    from benchmarks.results import merge, provenance
 
-        rows = measure(config, options.rounds, options.steps)
-        source = provenance(rows[0]["device"])
-        rows = [row | {name: source[name] for name in COLUMNS if name in source} for row in rows]
-        merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
-        print(summary(rows))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    rows = measure(config, options.rounds, options.steps)
+    source = provenance(rows[0]["device"])
+    rows = [row | {name: source[name] for name in COLUMNS if name in source} for row in rows]
+    merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
+    print(summary(rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    return command(run, HELP, "nothing was written", arguments)
 
 
 if __name__ == "__main__":

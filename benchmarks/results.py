@@ -14,40 +14,11 @@ import pandas as pd
 import torch
 
 from benchmarks.floor import floor
+from groupwise.analysis.benchmark_rows import THROUGHPUT
 from groupwise.atomic import write_text
 from groupwise.training.provenance import git_state
 
-COLUMNS = [
-    "workload",
-    "method",
-    "memory_format",
-    "batch",
-    "layers",
-    "parameters",
-    "device",
-    "hardware",
-    "threads",
-    "dtype",
-    "round",
-    "steps",
-    "cpu_seconds",
-    "wall_seconds",
-    "examples_per_second",
-    "noise_seconds",
-    "peak_bytes",
-    "flops",
-    "ratio",
-    "memory_ratio",
-    "floor",
-    "status",
-    "commit",
-    "dirty",
-    "torch",
-    "opacus",
-    "transformers",
-    "python",
-    "date",
-]
+COLUMNS = list(THROUGHPUT)
 KEY = ["workload", "method", "batch", "layers", "threads", "device", "hardware", "dtype"]
 FILE = "throughput.csv"
 ROOT = Path(__file__).resolve().parents[1]

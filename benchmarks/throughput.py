@@ -10,10 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command import command
 from benchmarks.options import HELP, Options, cases, parse
-from groupwise.errors import UserError
-
-MISTAKE, INTERRUPTED = 2, 130
 
 
 def measure(options: Options) -> None:
@@ -30,20 +28,9 @@ def measure(options: Options) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 2 for a mistake, 130 when interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
-        print(HELP)
-        return 0
-    try:
-        measure(parse(given))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted: the workloads that were done are written", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    """The command line; returns its exit code."""
+    kept = "the workloads that were done are written"
+    return command(lambda given: measure(parse(given)), HELP, kept, arguments)
 
 
 if __name__ == "__main__":

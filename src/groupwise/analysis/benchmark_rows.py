@@ -13,8 +13,16 @@ MACHINE = ("device", "hardware", "threads", "dtype")
 CELL = ("workload", "batch", "layers", *MACHINE, "method", "memory_format")
 """What makes rows rounds of one measurement."""
 THROUGHPUT = (
-    *CELL,
+    "workload",
+    "method",
+    "memory_format",
+    "batch",
+    "layers",
     "parameters",
+    "device",
+    "hardware",
+    "threads",
+    "dtype",
     "round",
     "steps",
     "cpu_seconds",
@@ -35,6 +43,7 @@ THROUGHPUT = (
     "python",
     "date",
 )
+"""The columns of throughput.csv: one row a round."""
 GROWTH = (
     "network",
     "axis",

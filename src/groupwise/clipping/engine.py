@@ -81,7 +81,7 @@ class ClippingEngine:
         check_partition(layers, partition)
         self._shared = Shared(formula, rates)
         self.model, self.partition, self.norms = model, partition, norms
-        self.groups = build_groups(layers, partition, clip_rule, self._shared)
+        self.groups = build_groups(layers, partition, clip_rule, self._shared, thrifty=norms == "ghost")
         self.examples = 0
         first = self.groups[0].threshold
         self._count_at = torch.ones(len(partition), dtype=first.dtype, device=first.device)

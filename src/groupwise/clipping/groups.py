@@ -11,14 +11,18 @@ from groupwise.clipping.partition import Group, Partition
 
 
 def build_groups(
-    layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, shared: Shared
+    layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, shared: Shared, thrifty: bool
 ) -> tuple[GroupState, ...]:
+    """One `GroupState` a group; `thrifty` layers keep nothing for the sake of speed."""
     by_name = {layer.name: layer for layer in layers}
     uses: dict[int, int] = {}
     for layer in layers:
         for parameter in layer.trainable.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    return tuple(_build_group(k, group, by_name, uses, clip_rule, shared) for k, group in enumerate(partition))
+    groups = tuple(_build_group(k, group, by_name, uses, clip_rule, shared) for k, group in enumerate(partition))
+    for member in (member for group in groups for member in group.members):
+        member.rule.thrifty = thrifty
+    return groups
 
 
 def _build_group(

@@ -36,6 +36,8 @@ class LayerRule(ABC):
     """Which of the saved tensors have the batch as their first axis."""
     alone = False
     """Whether the engine gave the layer a group of its own: clipped sums can then be fused with the norms."""
+    thrifty = False
+    """Whether nothing may be kept for the sake of speed: set for ghost clipping, which is there to save memory."""
 
     def __init__(self, module: nn.Module, shared: Shared | None = None) -> None:
         self.module = module

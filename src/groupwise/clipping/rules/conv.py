@@ -98,7 +98,9 @@ class ConvRule(LayerRule):
             return _bias_rows(g).square().sum(1)
         way = self._way(saved, g.shape)
         if way == "gram":
-            total = self._squares_from_products(saved, g, wanted)
+            step = max(1, chunk_floats(g) // self._product_numbers(saved, g))
+            parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
+            total = torch.cat([self._squares_from_products(*part, wanted) for part in parts])
         else:
             terms = self._terms(saved)
             total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g, way)])
@@ -207,6 +209,13 @@ class ConvRule(LayerRule):
         _, operations, written = self._geometry.products_work(inputs[1], inputs[2:], out[2:])
         moved = scaling + 4.0 * b * (written + 6.0 * t * t)
         return ways | {"gram": Work(matmul=product, gram=b * (operations + 2.0 * t * t * p), bytes=moved)}
+
+    def _product_numbers(self, saved: Saved, g: Tensor) -> int:
+        """Numbers that XXᵀ, GGᵀ and what leads to them take for one example."""
+        x = saved[0]
+        assert x is not None
+        written = self._geometry.products_work(x.shape[1], x.shape[2:], g.shape[2:])[2]
+        return int(written) + 3 * math.prod(g.shape[2:]) ** 2
 
     def _products(self, saved: Saved, g: Tensor) -> Tensor:
         """XXᵀ (B, T, T)."""

@@ -29,6 +29,7 @@ class WSConv2dRule(ConvRule):
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "gain")
+    batched: ClassVar[tuple[int, ...]] = (0, 6)
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias, gain = parameters
@@ -37,7 +38,8 @@ class WSConv2dRule(ConvRule):
         used = standard if gain is None else standard * gain.view(-1, 1, 1, 1)
         used = used.to(x.dtype)
         y = self._convolve(x, used, bias)
-        kept = y if y.dtype == weight.dtype and self._divides(gain) and self._way((x,), y.shape) == "gram" else None
+        keeps = not self.thrifty and y.dtype == weight.dtype and self._divides(gain)
+        kept = y if keeps and self._way((x,), y.shape) == "gram" else None
         return y, (x, used, self._flatten(standard), scale.flatten(), gain, bias, kept)
 
     def _divides(self, gain: Tensor | None) -> bool:
