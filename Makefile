@@ -14,10 +14,10 @@ BUDGET ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow bench bench-tiny bench-growth bench-loop bench-page figure-throughput \
-	figure-runtime_breakdown sweep-cifar-mini lint format types clean
+	figure-runtime_breakdown pretrain sweep-cifar-mini sweep-sst2-mini sweep-e2e-mini sweep-samsum-mini lint format types clean
 
 help: ## print this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z_-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## make .venv from requirements.txt (again whenever that file changes)
 
@@ -61,9 +61,25 @@ figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows (BUD
 figure-runtime_breakdown: $(STAMP) ## the same on another machine configuration (the paper's appendix)
 	$(BIN)/python -m groupwise.analysis.throughput_figure runtime_breakdown --budget $(BUDGET)
 
+pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWISE_DATA/corpus, into pretrained/: an hour on two cores
+	$(BIN)/python run.py task=pretrain_masked clip=none scale=mini export=pretrained/roberta_mini
+	$(BIN)/python run.py task=pretrain_causal clip=none scale=mini export=pretrained/gpt2_mini
+
 sweep-cifar-mini: $(STAMP) ## real CIFAR-10 at scale=mini, every mode, then its rows into results/measured
 	$(BIN)/python run.py -m +sweep=cifar_mini
 	$(BIN)/python -m groupwise.analysis.collect results/measured/cifar_mini.csv task=cifar scale=mini
+
+sweep-sst2-mini: $(STAMP) ## real SST-2 on the mini RoBERTa: 36 runs, an hour on two cores, then its rows into results/measured
+	$(BIN)/python run.py -m +sweep=sst2_mini
+	$(BIN)/python -m groupwise.analysis.collect results/measured/sst2_mini.csv task=sst2 scale=mini
+
+sweep-e2e-mini: $(STAMP) ## real E2E on the mini GPT-2: 3 runs, then its rows into results/measured
+	$(BIN)/python run.py -m +sweep=e2e_mini
+	$(BIN)/python -m groupwise.analysis.collect results/measured/e2e_mini.csv task=e2e scale=mini
+
+sweep-samsum-mini: $(STAMP) ## real SAMSum with LoRA on the mini GPT-2: 3 runs, then its rows into results/measured
+	$(BIN)/python run.py -m +sweep=samsum_mini
+	$(BIN)/python -m groupwise.analysis.collect results/measured/samsum_mini.csv task=samsum scale=mini
 
 lint: $(STAMP) ## ruff: style and likely mistakes
 	$(BIN)/ruff check .

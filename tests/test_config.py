@@ -22,7 +22,14 @@ from groupwise.training.identity import config_hash
 
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = groups(CONF)
-CELLS = list(itertools.product(*(OPTIONS[name] for name in ("task", "clip", "noise", "scale"))))
+PRETRAINING = ("pretrain_masked", "pretrain_causal")
+TASKS = [task for task in OPTIONS["task"] if task not in PRETRAINING]
+ONE_OF_EACH_FAMILY = ("cifar", "sst2", "e2e", "samsum")
+CELLS = [
+    *itertools.product(ONE_OF_EACH_FAMILY, OPTIONS["clip"], OPTIONS["scale"]),
+    *itertools.product(sorted({*TASKS} - {*ONE_OF_EACH_FAMILY}), ["adaptive_layer"], OPTIONS["scale"]),
+    *itertools.product(PRETRAINING, ["none"], ["mini", "smoke"]),
+]
 
 
 @cache  # composing costs a tenth of a second, and no test changes what it gets
@@ -30,20 +37,18 @@ def run(*overrides: str) -> RunConfig:
     return compose_run(list(overrides), CONF)
 
 
-@pytest.mark.parametrize(("task", "clip", "scale"), sorted({(t, c, s) for t, c, _, s in CELLS}))
+@pytest.mark.parametrize(("task", "clip", "scale"), CELLS)
 def test_every_cell_composes_into_the_schema_and_says_what_it_is(task: str, clip: str, scale: str) -> None:
-    hashes = set()
-    for noise in OPTIONS["noise"]:
-        config = run(f"task={task}", f"clip={clip}", f"noise={noise}", f"scale={scale}")
-        assert isinstance(config, RunConfig)
-        assert (config.task, config.clip.name, config.noise.allocation, config.scale) == (
-            task,
-            clip,
-            noise,
-            scale,
-        )
-        hashes.add(config_hash(config))
-    assert len(hashes) == len(OPTIONS["noise"])
+    config = run(f"task={task}", f"clip={clip}", f"scale={scale}")
+    assert isinstance(config, RunConfig)
+    assert (config.task, config.clip.name, config.scale) == (task, clip, scale)
+
+
+def test_each_choice_makes_another_experiment() -> None:
+    choices = [f"{group}={option}" for group in ("task", "noise", "scale") for option in OPTIONS[group]]
+    choices = [choice for choice in choices if choice.removeprefix("task=") not in PRETRAINING]
+    hashes = [config_hash(run(choice)) for choice in choices]
+    assert len({*hashes}) == len(hashes) - 2  # noise=global and scale=paper are the default, as task=cifar is
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,62 @@ def test_adaptive_per_layer_clipping_is_the_papers() -> None:
     assert run("task=cifar", "clip=adaptive_layer").optim.learning_rate in {2, 4}
 
 
+# --- the paper, appendices A.2 and A.3, tables of hyperparameters ---
+
+GLUE = {"sst2": 67349, "qnli": 104743, "qqp": 363846, "mnli": 392702}
+
+
+@pytest.mark.parametrize("task", GLUE)
+@pytest.mark.parametrize("model", ["roberta_base", "roberta_large"])
+@pytest.mark.parametrize("clip", ["adaptive_layer", "fixed_layer", "flat", "adaptive_flat"])
+def test_what_all_modes_share_on_glue_is_the_papers(task: str, model: str, clip: str) -> None:
+    config = run(f"task={task}", f"model={model}", f"clip={clip}")
+    optim = config.optim
+    assert (optim.name, optim.beta1, optim.beta2, optim.eps, optim.weight_decay) == ("adam", 0.9, 0.98, 1e-6, 0)
+    assert (optim.schedule, optim.warmup) == ("linear", 0.06)
+    assert (config.model.dropout, config.model.attention_dropout) == (0.1, 0.1)
+    assert (config.train.epochs, config.train.batch_size, config.privacy.delta) == (20, None, None)
+    assert config.noise.allocation == "global"
+    assert not config.clip.rescale or config.clip.policy == "fixed"
+
+
+@pytest.mark.parametrize(("model", "batch_size"), [("roberta_base", 1024), ("roberta_large", 512)])
+def test_adaptive_per_layer_clipping_on_glue_is_the_papers(model: str, batch_size: int) -> None:
+    config = run("task=sst2", f"model={model}", "clip=adaptive_layer")
+    assert config.train.sample_rate is not None
+    assert round(config.train.sample_rate * GLUE["sst2"]) == batch_size
+    assert all(run(f"task={task}", f"model={model}").train.sample_rate == config.train.sample_rate for task in GLUE)
+    clip = config.clip
+    assert (clip.initial_threshold, clip.target_quantile, clip.quantile_budget) == (1.0, 0.85, 0.1)
+    assert (clip.quantile_learning_rate, config.optim.learning_rate) == (0.3, 2e-4)
+
+
+@pytest.mark.parametrize(("model", "rate", "threshold"), [("roberta_base", 1e-4, 0.1), ("roberta_large", 2e-4, 1.0)])
+def test_fixed_per_layer_clipping_on_glue_is_the_papers(model: str, rate: float, threshold: float) -> None:
+    config = run("task=sst2", f"model={model}", "clip=fixed_layer")
+    assert (config.optim.learning_rate, config.clip.threshold) == (rate, threshold)
+    assert config.train.sample_rate is not None and round(config.train.sample_rate * GLUE["sst2"]) == 512
+
+
+@pytest.mark.parametrize(("task", "batch_size", "epochs", "delta"), [("e2e", 1000, 10, 8e-6), ("dart", 1500, 15, 1e-5)])
+def test_adaptive_per_layer_clipping_of_gpt2_is_the_papers(
+    task: str, batch_size: int, epochs: int, delta: float
+) -> None:
+    config = run(f"task={task}", "model=gpt2", "clip=adaptive_layer")
+    optim, clip = config.optim, config.clip
+    assert (optim.name, optim.beta1, optim.beta2, optim.eps, optim.weight_decay) == ("adam", 0.9, 0.999, 1e-8, 0)
+    assert (optim.learning_rate, optim.schedule, optim.warmup) == (2e-3, "linear", 0)
+    assert (config.train.batch_size, config.train.epochs, config.privacy.delta) == (batch_size, epochs, delta)
+    assert (clip.initial_threshold, clip.target_quantile, clip.quantile_budget) == (0.01, 0.3, 0.01)
+    assert (clip.quantile_learning_rate, clip.rescale, config.noise.allocation) == (0.3, False, "global")
+
+
+def test_samsum_is_lora_on_gpt2_xl_for_five_epochs_with_a_beam_of_four() -> None:
+    config = run("task=samsum", "clip=flat")
+    assert (config.model.name, config.model.trains, config.train.epochs) == ("gpt2_xl", "lora", 5)
+    assert config.eval.generate.beams == 4
+
+
 # --- choosing ---
 
 
@@ -160,12 +221,14 @@ def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsi
 
 def test_the_keys_of_all_files_are_keys_of_the_schema() -> None:
     # Composition checks this for chosen files; here, a file that no choice reaches is a file too many.
-    tasks = OPTIONS["task"]
-    for task in tasks:
-        assert sorted(f.stem for f in (CONF / "recipe" / task).glob("*.yaml")) == OPTIONS["clip"]
-        assert sorted(f.stem for f in (CONF / "size" / task).glob("*.yaml")) == OPTIONS["scale"]
+    families = [file.stem for file in (CONF / "family").glob("*.yaml")]
+    for family in families:
+        pretrains = family == "pretrain"
+        recipes, sizes = (sorted(f.stem for f in (CONF / part / family).glob("*.yaml")) for part in ("recipe", "size"))
+        assert recipes == (["none"] if pretrains else OPTIONS["clip"])
+        assert sizes == (["mini", "smoke"] if pretrains else OPTIONS["scale"])
     tuned = {tuple(f.relative_to(CONF / "tuned").with_suffix("").parts) for f in (CONF / "tuned").rglob("*.yaml")}
-    assert tuned <= set(itertools.product(tasks, OPTIONS["scale"], OPTIONS["clip"]))
+    assert tuned <= set(itertools.product(families, OPTIONS["scale"], OPTIONS["clip"]))
     assert yaml.safe_load((CONF / "config.yaml").read_text())["seed"] == 0
 
 
@@ -183,6 +246,18 @@ REFUSED = [
     ("clip.quantile_budget=1", "share of the privacy budget"),
     ("clip.target_quantile=1.5", "between 0 and 1"),
     ("train.batch_size=0", "greater than zero"),
+    ("train.sample_rate=0.1", "both given"),
+    ("train.batch_size=null", "both null"),
+    ("train.batch_size=null train.sample_rate=2", "probability"),
+    ("eval.shots=4", "nothing to clip"),
+    ("eval.shots=-1 clip=none", "zero or more"),
+    ("eval.prompt_set=3", "not one of 0, 1, 2"),
+    ("model.trains=heads", "attention, bias, lora"),
+    ("model.lora.rank=0", "greater than zero"),
+    ("model.dropout=1", "[0, 1)"),
+    ("data.holdout=1.2", "[0, 1)"),
+    ("train.token_loss=max", "mean, sum"),
+    ("model.frozen_dtype=bfloat16", "needs train.precision=bfloat16"),
     ("train.microbatch=0", "greater than zero"),
     ("train.steps=-3", "greater than zero"),
     ("train.epochs=inf", "finite"),

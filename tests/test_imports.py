@@ -11,10 +11,11 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "groupwise"
 MAY_IMPORT = {
     "clipping": {"clipping", "cache", "errors"},
     "privacy": {"privacy", "cache", "errors"},
-    "models": {"models", "clipping", "errors"},
+    "models": {"models", "clipping", "config", "data", "errors", "suggestions"},
     "data": {"data", "errors"},
     "training": {"training", "clipping", "privacy", "config", "atomic", "errors"},
-    "tasks": {"tasks", "training", "models", "data", "config", "errors"},
+    "metrics": {"metrics", "errors"},
+    "tasks": {"tasks", "training", "models", "data", "metrics", "config", "atomic", "errors"},
     "analysis": {"analysis", "training", "atomic", "errors"},
 }
 

@@ -7,13 +7,49 @@ Every field is a key of the command line (``clip.target_quantile=0.7``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (`model.trains=lora`)."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=list)
+    """Ends of the names of layers that get an adapter, such as c_attn; empty takes peft's choice for the model."""
 
 
 @dataclass
 class ModelConfig:
-    """The network, trained from scratch."""
+    """The network: a wide residual network from scratch, or a language model of the transformers library."""
 
     name: str = "wide_resnet"
+    """wide_resnet for images; for text a label, such as roberta_base, that recipes and tables go by."""
+    source: str | None = None
+    """Text: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub."""
+    fresh: bool = False
+    """Text: random weights, in the shape of `architecture` and `shape`, or of `source` where those are not given."""
+    architecture: str | None = None
+    """Text: transformers' model_type, such as roberta or gpt2, for fresh weights."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Text: arguments of that type's configuration, such as {n_layer: 2}."""
+    tokenizer: str | None = None
+    """Text: a folder or a name on the hub, or a folder with GPT-2's encoder.json and vocab.bpe; null takes `source`."""
+    trains: str = "all"
+    """Text: all | attention (self-attention and head) | bias (biases and head) | lora (adapters and head)."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    untie: bool = False
+    """Text: give the head a copy of the token embedding, where the two are one parameter."""
+    dropout: float | None = None
+    """Text: of embeddings and residuals; null keeps the model's own."""
+    attention_dropout: float | None = None
+    attention: str = "sdpa"
+    """Text: sdpa | eager."""
+    frozen_dtype: str = "float32"
+    """Text: float32 | bfloat16, of the parameters that do not train; those that train are float32."""
     depth: int = 16
     """Layers, 6n + 4."""
     width: int = 4
@@ -31,11 +67,22 @@ class DataConfig:
     """The examples."""
 
     name: str = "cifar10"
-    """cifar10 | digits (embedded, no network)."""
+    """Images: cifar10 | digits (embedded, no network). Text: files (or the hub, for GLUE) | synthetic (made up here, no
+    network)."""
     image_size: int | None = None
     """Side in pixels after average pooling; null keeps the images as they are."""
     train_limit: int | None = None
-    """Keep only this many training examples, the first of each class; null keeps all."""
+    """Keep only this many training examples, the first of each class (text: a fixed random choice); null keeps all."""
+    train_file: str | None = None
+    """Text: another training file, in the folder of the data set; null takes the usual name."""
+    corpus: str | None = None
+    """Pretraining: a text file, or a folder of them (.txt, .gz, .xz); null takes corpus/ in `paths.data`."""
+    hub: str = "nyu-mll/glue"
+    """GLUE: the data set on the hub (or a local copy of its folder) that is read when there are no tsv files."""
+    holdout: float | None = None
+    """Text: set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
+    max_length: int = 256
+    """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
 
 
 @dataclass
@@ -91,7 +138,8 @@ class PrivacyConfig:
 
     epsilon: float | None = 8.0
     """inf means no noise and no guarantee."""
-    delta: float = 1e-5
+    delta: float | None = 1e-5
+    """null: 1/N^1.1, N the number of training examples."""
     noise_multiplier: float | None = None
     sampling: str = "poisson"
     """poisson | shuffle (as published: its epsilon is not a guarantee)."""
@@ -123,13 +171,17 @@ class OptimConfig:
 class TrainConfig:
     """The loop."""
 
-    batch_size: int = 4096
-    """B: the expected logical batch size; one noisy update each."""
+    batch_size: int | None = 4096
+    """B: the expected logical batch size; one noisy update each. null: it follows from sample_rate."""
+    sample_rate: float | None = None
+    """rho: the probability that an example is drawn at a step, B = rho N; instead of batch_size."""
     epochs: float = 300.0
     steps: int | None = None
     """T: null means round(epochs * N / B)."""
     microbatch: int | None = None
     """Examples in memory at once; null chooses. It never changes the update."""
+    token_loss: str = "mean"
+    """Text: mean | sum of an example's losses over that example's own tokens; losses are summed over examples."""
     precision: str = "float32"
     """float32 | bfloat16 (autocast; norms, sums and noise stay float32)."""
     compile: bool = False
@@ -144,14 +196,33 @@ class TrainConfig:
 
 
 @dataclass
+class GenerateConfig:
+    """Beam search on the inputs of the validation or test set, at the end of a run (E2E, DART, SAMSum)."""
+
+    beams: int = 4
+    max_new_tokens: int = 100
+    length_penalty: float = 1.0
+    no_repeat_ngram: int = 0
+    """No sequence of this many tokens twice; 0 allows it."""
+    batch_size: int = 16
+    limit: int | None = None
+    """Generate for the first inputs only; 0 for none; null for all."""
+
+
+@dataclass
 class EvalConfig:
-    """Evaluation on the training and the validation set."""
+    """Evaluation on the training and the validation set, and on the test set where there is one."""
 
     every: float | None = None
     """Epochs between evaluations; null evaluates only at the end, which always happens."""
     train_limit: int | None = None
     """Evaluate on this many training examples only; null takes all."""
     batch_size: int = 1000
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    shots: int | None = None
+    """Train nothing, and generate from a prompt with this many training examples before the input; null trains."""
+    prompt_set: int = 0
+    """Which of the sets of examples is in the prompt (the paper averages over three)."""
 
 
 @dataclass
@@ -205,6 +276,8 @@ class RunConfig:
     """The folder of an unfinished run to take up again."""
     overwrite: bool = False
     """Throw away what this very configuration left behind, finished or not, and start afresh."""
+    export: str | None = None
+    """Text: also write the trained model as a transformers folder, with its tokenizer, recipe and hash."""
     explain: bool = False
     """Print how each layer's norms are computed, and why; then stop, with nothing trained or written."""
 

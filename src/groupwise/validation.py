@@ -13,6 +13,9 @@ CHOICES = {
     "scale": ("paper", "mini", "demo", "smoke"),
     "model.block_order": ("classic", "deepmind", "order3"),
     "model.norm": ("group", "batch"),
+    "model.trains": ("all", "attention", "bias", "lora"),
+    "model.attention": ("sdpa", "eager"),
+    "model.frozen_dtype": ("float32", "bfloat16"),
     "clip.grouping": ("none", "flat", "layer", "block", "custom"),
     "clip.norms": ("bookkeeping", "ghost"),
     "clip.policy": ("fixed", "adaptive"),
@@ -24,6 +27,7 @@ CHOICES = {
     "privacy.accountant": ("prv", "pld", "rdp"),
     "optim.name": ("sgd", "adam", "adamw"),
     "optim.schedule": ("constant", "linear", "cosine"),
+    "train.token_loss": ("mean", "sum"),
     "train.precision": ("float32", "bfloat16"),
     "train.device": ("auto", "cpu", "cuda"),
     "tracker.name": ("files", "wandb", "tensorboard"),
@@ -31,22 +35,28 @@ CHOICES = {
 }
 
 POSITIVE = (
-    "model.depth", "model.width", "model.norm_groups", "data.image_size", "data.train_limit",
+    "model.depth", "model.width", "model.norm_groups", "model.lora.rank", "model.lora.alpha",
+    "data.image_size", "data.train_limit", "data.max_length",
     "clip.threshold", "clip.initial_threshold", "clip.quantile_learning_rate", "clip.minimum", "clip.maximum",
     "privacy.epsilon", "optim.learning_rate", "optim.eps",
-    "train.batch_size", "train.epochs", "train.steps", "train.microbatch",
+    "train.batch_size", "train.sample_rate", "train.epochs", "train.steps", "train.microbatch",
     "eval.every", "eval.train_limit", "eval.batch_size",
+    "eval.generate.beams", "eval.generate.max_new_tokens", "eval.generate.batch_size",
 )  # fmt: skip
 MAY_BE_INFINITE = ("privacy.epsilon",)
 NOT_NEGATIVE = (
     "privacy.noise_multiplier", "optim.weight_decay", "clip.gamma", "train.checkpoint_every", "seed",
+    "eval.generate.no_repeat_ngram", "eval.generate.limit", "eval.shots",
 )  # fmt: skip
-BELOW_ONE = ("optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup")
+BELOW_ONE = (
+    "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
+    "model.dropout", "model.attention_dropout", "model.lora.dropout", "data.holdout",
+)  # fmt: skip
 
 
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
-    for check in (_choices, _ranges, _resume, _privacy, _clipping):
+    for check in (_choices, _ranges, _resume, _batch, _precision, _evaluation, _privacy, _clipping):
         for problem in check(config):
             raise UserError(problem)
 
@@ -81,7 +91,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must be zero or more, and finite."
     for key in BELOW_ONE:
         value = value_at(config, key)
-        if not 0 <= value < 1:  # type: ignore[operator]
+        if value is not None and not 0 <= value < 1:  # type: ignore[operator]
             yield f"{key}={value} must lie in [0, 1)."
 
 
@@ -90,9 +100,30 @@ def _resume(config: RunConfig) -> Iterator[str]:
         yield (f"resume={config.resume} with overwrite=true would throw away what is to be resumed: drop one of them.")
 
 
+def _batch(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    if (train.batch_size is None) == (train.sample_rate is None):
+        both = "null" if train.batch_size is None else "given"
+        yield f"train.batch_size and train.sample_rate are both {both}: give one, the other null."
+    if train.sample_rate is not None and train.sample_rate > 1:
+        yield f"train.sample_rate={train.sample_rate} is a probability: give at most 1."
+
+
+def _precision(config: RunConfig) -> Iterator[str]:
+    if config.model.frozen_dtype == "bfloat16" and config.train.precision != "bfloat16":
+        yield "model.frozen_dtype=bfloat16 needs train.precision=bfloat16, as float32 layers meet frozen ones."
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.eval.shots is not None and config.clip.grouping != "none":
+        yield "eval.shots trains nothing, so there is nothing to clip: add clip=none."
+    if config.eval.prompt_set not in (0, 1, 2):
+        yield f"eval.prompt_set={config.eval.prompt_set} is not one of 0, 1, 2."
+
+
 def _privacy(config: RunConfig) -> Iterator[str]:
     privacy = config.privacy
-    if not 0 < privacy.delta < 1:
+    if privacy.delta is not None and not 0 < privacy.delta < 1:
         yield (
             f"privacy.delta={privacy.delta} must lie strictly between 0 and 1, "
             "and well below one over the number of training examples."

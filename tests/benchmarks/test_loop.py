@@ -102,7 +102,7 @@ def test_an_empty_batch_is_a_bare_step_too(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["rounds=0"], "at least 1"),
+        (["rounds=0"], "above 0"),
         (["rounds=many"], "rounds"),
         (["clip=flut"], "did you mean flat"),
         (["train.batchsize=3"], "train.batch_size"),

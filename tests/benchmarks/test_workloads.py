@@ -62,6 +62,22 @@ def test_the_depth_is_an_option_of_language_models() -> None:
     assert WORKLOADS["roberta_base"].layers == 12
 
 
+def test_tokens_are_an_option_of_language_models() -> None:
+    assert (build("gpt2", tiny=True).tokens, build("gpt2", tiny=True, tokens=11).tokens) == (7, 11)
+    assert build("roberta_base", tiny=True, tokens=512).loss().isfinite().all()
+    assert build("mlp", tiny=True).tokens is None
+
+
+def test_gpt2_xl_is_frozen_in_bfloat16_and_trains_float32_adapters() -> None:
+    model = build("lora_gpt2_xl", device="meta").model  # the full shape, without its memory
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in frozen) == 1_557_611_200  # that of openai-community/gpt2-xl
+    assert {p.dtype for p in frozen} == {torch.bfloat16}
+    assert sum(p.numel() for p in trained) == 48 * 32 * (1600 + 3 * 1600)
+    assert {p.dtype for p in trained} == {torch.float32}
+
+
 def test_channels_last_changes_the_layout_and_nothing_else() -> None:
     plain, last = (build("wrn16_4_conv", tiny=True, dtype="float64", channels_last=c) for c in (False, True))
     torch.testing.assert_close(plain.loss(), last.loss())
@@ -80,6 +96,8 @@ def test_bfloat16_keeps_float32_parameters_and_losses() -> None:
     [
         ("gpt3", {}, "did you mean gpt2?"),
         ("mlp", {"layers": 3}, "no option"),
+        ("mlp", {"tokens": 3}, "no option"),
+        ("gpt2", {"tokens": 1025}, "1024 positions"),
         ("mlp", {"batch": 0}, "at least 1"),
         ("mlp", {"channels_last": True}, "no images"),
         ("mlp", {"dtype": "float16"}, "did you mean"),

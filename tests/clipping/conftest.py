@@ -172,6 +172,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "layer_norm_two_axes": (lambda: nn.LayerNorm((3, 5)), _floats(2, 3, 5)),
     "group_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)), _floats(5)),
     "group_norm_4d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 2), nn.GroupNorm(3, 6)), _floats(3, 4, 4)),
+    "group_norm_channels_last": (  # the mean's gradient is one number for all places, in neither layout
+        lambda: nn.Sequential(nn.Conv2d(3, 6, 2), nn.GroupNorm(3, 6), nn.AdaptiveAvgPool2d(1)).to(
+            memory_format=torch.channels_last  # type: ignore[call-overload]
+        ),
+        _floats(3, 4, 4),
+    ),
     "fallback_own_parameter": (lambda: nn.Sequential(nn.Linear(5, 4), Scale(4)), _floats(3, 5)),
     "fallback_attention": (Attention, _floats(3, 8)),
     "fallback_recurrent_reused": (Recurrent, _floats(3, 5)),

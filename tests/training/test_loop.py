@@ -14,6 +14,7 @@ from groupwise.training import loop
 from groupwise.training.clipping import make_engine, make_thresholds
 from groupwise.training.loop import Trainer
 from groupwise.training.optim import make_optimizer, make_schedule
+from groupwise.training.task import Task
 
 EXAMPLES, BATCH, STEPS = 96, 32, 3
 FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
@@ -25,7 +26,7 @@ FIXED_LAYER = ClipConfig("fixed_layer", policy="fixed", threshold=0.5)
 NONE = ClipConfig("none", grouping="none", policy="fixed")
 
 
-class ToyTask:
+class ToyTask(Task):
     """Classification of random points by a small float64 network."""
 
     train_size = EXAMPLES
@@ -39,7 +40,7 @@ class ToyTask:
         rows = torch.as_tensor(np.asarray(examples))
         return F.cross_entropy(self.model(self.x[rows]), self.y[rows], reduction="none")
 
-    def evaluate(self, split, batch_size, limit=None):
+    def evaluate(self, split, batch_size, limit=None, final=False):
         return {}
 
     def describe_data(self):
@@ -170,3 +171,18 @@ def test_state_goes_back_and_forth():
 def make_trainer_rate(optim: OptimConfig, step: int) -> float:
     trainer = make_trainer(NONE, optim=optim)
     return [trainer.step(s)["learning_rate"] for s in range(step + 1)][-1]
+
+
+def test_the_task_orders_a_batch_and_looks_at_each_update(monkeypatch):
+    trainer, seen = make_trainer(FLAT), []
+    checked: list[int] = []
+
+    def losses(examples):
+        seen.extend(examples)
+        return ToyTask.losses(trainer.task, examples)
+
+    monkeypatch.setattr(trainer.task, "order", lambda examples: -np.sort(-examples))
+    monkeypatch.setattr(trainer.task, "losses", losses)
+    monkeypatch.setattr(trainer.task, "check_update", checked.append)
+    trainer.step(0)
+    assert seen == sorted(trainer.sampler.indices(0), reverse=True) and checked == [0]

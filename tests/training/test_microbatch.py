@@ -1,5 +1,6 @@
 """The automatic physical batch: a power of two, smaller for larger activations, the same each time."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,11 +11,12 @@ from groupwise.training.microbatch import choose_microbatch
 
 def losses_of(width: int):
     model, x = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)), torch.randn(1024, 8)
-    return lambda examples: model(x[list(examples)]).square().sum(1)
+    return model, lambda examples: model(x[list(examples)]).square().sum(1)
 
 
 def chosen(width: int, most: int = 1024) -> int:
-    return choose_microbatch(losses_of(width), torch.device("cpu"), most)
+    model, losses = losses_of(width)
+    return choose_microbatch(losses, model, torch.device("cpu"), np.arange(most))
 
 
 def test_it_is_a_power_of_two_within_the_limits(monkeypatch):
@@ -36,12 +38,24 @@ def test_it_leaves_the_random_numbers_alone():
     expected = torch.rand(1)
     torch.manual_seed(3)
     drop = nn.Dropout(0.5)
-    losses, x = losses_of(16), torch.randn(4, requires_grad=True)
+    (model, losses), x = losses_of(16), torch.randn(4, requires_grad=True)
     torch.manual_seed(3)
-    choose_microbatch(lambda rows: drop(losses(rows)) + x[: len(rows)], torch.device("cpu"), 64)
+    choose_microbatch(lambda rows: drop(losses(rows)) + x[: len(rows)], model, torch.device("cpu"), np.arange(64))
     assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_tiny_data_set(most):
     assert chosen(16, most=most) <= most
+
+
+def test_the_largest_examples_are_weighed_and_the_weights_are_not(monkeypatch):
+    monkeypatch.setattr(microbatch, "CPU_BUDGET", 1 << 20)
+    model, asked = nn.Linear(1 << 18, 1), []  # 1 MiB of weights
+
+    def losses(examples):
+        asked.append(list(examples))
+        return (model.weight[0, : len(examples)] * 2).sum().expand(len(examples))
+
+    assert choose_microbatch(losses, model, torch.device("cpu"), np.arange(64)[::-1]) == 64
+    assert asked == [[63, 62]]

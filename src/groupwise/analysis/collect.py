@@ -14,8 +14,8 @@ import pandas as pd
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
 
-FIRST = ("task", "scale", "clip.name", "privacy.epsilon", "seed", "optim.learning_rate")
-LAST = ("valid/accuracy", "nonprivate/train_accuracy")
+FIRST = ("task", "scale", "model.name", "model.fresh", "clip.name", "privacy.epsilon", "seed", "optim.learning_rate")
+METRICS = ("valid/", "test/", "nonprivate/train_")
 
 
 def collect(runs: Path, table: Path, **chosen: str) -> pd.DataFrame:
@@ -35,11 +35,17 @@ def collect(runs: Path, table: Path, **chosen: str) -> pd.DataFrame:
         old = pd.read_csv(table)
         frame = pd.concat([old[~old["hash"].isin(frame["hash"])], frame])
     first = [name for name in FIRST if name in frame]
-    rest = sorted(set(frame) - set(first) - set(LAST))
-    frame = frame[[*first, *(name for name in LAST if name in frame), *rest]].sort_values([*first, "hash"])
+    metrics = metric_columns(frame)
+    rest = sorted(set(frame) - {*first, *metrics})
+    frame = frame[[*first, *metrics, *rest]].sort_values([*first, "hash"])
     table.parent.mkdir(parents=True, exist_ok=True)
     write_text(table, frame.to_csv(index=False))
     return frame
+
+
+def metric_columns(frame: pd.DataFrame) -> list[str]:
+    """What a run was evaluated by, validation set first."""
+    return [name for prefix in METRICS for name in sorted(frame) if name.startswith(prefix)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    shown = [name for name in FIRST + LAST if name in frame]
+    shown = [name for name in FIRST if name in frame] + [n for n in metric_columns(frame) if "loss" not in n]
     print(frame[shown].to_string(index=False))
     return 0
 

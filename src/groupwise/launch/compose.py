@@ -15,17 +15,27 @@ from groupwise.launch.epsilon_table import at_epsilon
 from groupwise.launch.keys import key_types
 from groupwise.launch.mistakes import in_one_sentence, unknown_key
 
+FREE_KEYS = ("clip.mapping.", "model.shape.")
+
 
 def register() -> None:
-    """Give Hydra the schema, first in `conf/config.yaml`, and the resolver ``at_epsilon``; repeatable."""
+    """Give Hydra the schema, first in `conf/config.yaml`, and the resolvers ``at_epsilon`` and ``at``; repeatable."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=RunConfig)
     OmegaConf.register_new_resolver("at_epsilon", _at_epsilon, replace=True)
+    OmegaConf.register_new_resolver("at", _at, replace=True)
 
 
 def _at_epsilon(table: dict[float, Any], *, _root_: DictConfig) -> Any:
     return at_epsilon(table, _root_.privacy.epsilon)
+
+
+def _at(name: str, table: dict[str, Any]) -> Any:
+    """``${at:${model.name},{roberta_large:512,other:1024}}``: the entry of that name, else that of ``other``."""
+    if name not in table and "other" not in table:
+        raise UserError(f"{name} is not one of {', '.join(table)}: give the value that depends on it yourself.")
+    return table.get(name, table.get("other"))
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:
@@ -36,7 +46,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     """
     known = key_types()
     for key in _keys(composed):
-        if key not in known and not key.startswith("clip.mapping."):
+        if key not in known and not key.startswith(FREE_KEYS):
             raise UserError(unknown_key(key))
     try:
         config = OmegaConf.to_object(composed)

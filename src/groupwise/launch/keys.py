@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from groupwise.config import RunConfig
 
@@ -29,14 +29,16 @@ def expected(key: str) -> str:
     kind = key_types().get(key)
     if is_dataclass(kind):
         return f"{key}.<key>=<value>"
-    if kind == dict[str, str]:
-        return "{name:text,...}"
+    if get_origin(kind) is dict:
+        return "{name:value,...}"
+    if get_origin(kind) is list:
+        return "[name,...]"
     return " or ".join(IN_WORDS[part] for part in get_args(kind) or (kind,))
 
 
 def groups(conf: Path) -> dict[str, list[str]]:
     """The groups of `conf/` that a person chooses from, with their options."""
-    inner = ("recipe", "size", "tuned")  # these follow from task, clip and scale
+    inner = ("family", "recipe", "size", "tuned")  # these follow from task, clip and scale
     return {
         folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
         for folder in sorted(conf.iterdir())

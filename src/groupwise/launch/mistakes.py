@@ -16,6 +16,9 @@ from groupwise.errors import UserError
 from groupwise.launch.keys import expected, key_types
 from groupwise.suggestions import did_you_mean
 
+DERIVED = {"recipe": "clip", "size": "scale"}
+"""Folders of conf/ that follow from the task, and the choice that was made."""
+
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException)
 
 
@@ -23,6 +26,8 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
     """The sentence for a key that the schema lacks, with the key that was probably meant."""
     if key.startswith("clip.mapping."):
         return "clip.mapping has no entries yet, and new ones take a plus: '+clip.mapping={stem*:early,*:late}'."
+    if key.startswith("model.shape."):
+        return "model.shape has no entries yet, and new ones take a plus: '+model.shape={n_layer:2}'."
     known = key_types()
     section, _, last = key.rpartition(".")
     same_end = [name for name in known if name.rpartition(".")[2] == last]
@@ -63,6 +68,9 @@ def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
 
 def _missing_config(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    folder, _, family = group.partition("/")
+    if folder in DERIVED and family:
+        return f"{DERIVED[folder]}={option} does not go with this task: conf/{group}/ holds what does."
     if not error.options:
         return f"conf/{error.missing_cfg_file}.yaml does not exist: a file of that name is needed."
     return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from groupwise.clipping import ClippingEngine, explain
 from groupwise.clipping.verify import verify
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
+from groupwise.launch.in_context import evaluate_in_context
 from groupwise.privacy import NoiseSource, PoissonSampler, PrivacyPlan, ShuffleSampler, make_plan
 from groupwise.tasks import make_task
 from groupwise.training.checkpoint import load_checkpoint
@@ -36,6 +38,13 @@ def run(config: RunConfig) -> dict[str, Any]:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     task = make_task(config, device)
+    described = task.describe_data()
+    if "generated" in described:
+        print(f"Data: {described['source']}; {described['generated']}.")
+    if config.export is not None and not task.exports:
+        raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
+    if config.eval.shots is not None:
+        return evaluate_in_context(config, record, task, device)
     engine = make_engine(task.model, config.clip)
     plan = plan_run(config, task.train_size, engine)
     print(plan.statement())
@@ -83,11 +92,7 @@ def choose_device(name: str) -> torch.device:
 
 def plan_run(config: RunConfig, train_size: int, engine: ClippingEngine | None) -> PrivacyPlan:
     """The privacy plan: B and T from the configuration, K from the engine; without clipping, no guarantee."""
-    batch_size = config.train.batch_size
-    if batch_size > train_size:
-        raise UserError(
-            f"train.batch_size={batch_size} is larger than the training data ({train_size} examples): make it smaller."
-        )
+    batch_size = _expected_batch_size(config, train_size)
     steps = config.train.steps
     if steps is None:
         steps = round(config.train.epochs * train_size / batch_size)
@@ -99,7 +104,7 @@ def plan_run(config: RunConfig, train_size: int, engine: ClippingEngine | None) 
         dataset_size=train_size,
         expected_batch_size=batch_size,
         steps=max(1, steps),
-        delta=config.privacy.delta,
+        delta=train_size**-1.1 if config.privacy.delta is None else config.privacy.delta,
         epsilon=epsilon if multiplier is None else None,
         noise_multiplier=multiplier,
         num_groups=1 if engine is None else len(engine.groups),
@@ -107,6 +112,19 @@ def plan_run(config: RunConfig, train_size: int, engine: ClippingEngine | None) 
         sampling=config.privacy.sampling,
         accountant=config.privacy.accountant,
     )
+
+
+def _expected_batch_size(config: RunConfig, train_size: int) -> int:
+    """B as it is given, or rho N."""
+    if config.train.sample_rate is not None:
+        return max(1, round(config.train.sample_rate * train_size))
+    batch_size = config.train.batch_size
+    assert batch_size is not None, "validate() asks for one of the two"
+    if batch_size > train_size:
+        raise UserError(
+            f"train.batch_size={batch_size} is larger than the training data ({train_size} examples): make it smaller."
+        )
+    return batch_size
 
 
 def _make_trainer(
@@ -128,10 +146,10 @@ def _make_trainer(
     if plan.sampling == "poisson":
         sampler = PoissonSampler(plan.dataset_size, plan.sample_rate, noise.derive("sampling"))
     else:
-        sampler = ShuffleSampler(plan.dataset_size, config.train.batch_size, noise.derive("sampling"))
+        sampler = ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), noise.derive("sampling"))
     microbatch = config.train.microbatch
     if microbatch is None and state is None:
-        microbatch = choose_microbatch(task.losses, device, task.train_size)
+        microbatch = choose_microbatch(task.losses, task.model, device, task.order(np.arange(task.train_size)))
     return Trainer(
         task=task,
         engine=engine,

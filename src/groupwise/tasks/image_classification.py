@@ -15,12 +15,12 @@ from groupwise.data import ImageData, channel_statistics, load_images, normalize
 from groupwise.errors import UserError
 from groupwise.models import wide_resnet
 from groupwise.training.precision import autocast
-from groupwise.training.task import Split
+from groupwise.training.task import Split, Task
 
 Images = tuple[Tensor, Tensor]
 
 
-class ImageClassification:
+class ImageClassification(Task):
     """Cross-entropy and accuracy on images that stay in memory as uint8, on the device."""
 
     def __init__(
@@ -46,8 +46,10 @@ class ImageClassification:
         return self._losses(images[rows], labels[rows])[0]
 
     @torch.no_grad()
-    def evaluate(self, split: Split, batch_size: int, limit: int | None = None) -> dict[str, float]:
-        """{"accuracy": percent, "loss": mean cross-entropy}."""
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """{"accuracy": percent, "loss": mean cross-entropy}; `final` adds nothing."""
         images, labels = self._splits[split]
         training = self.model.training
         self.model.eval()

@@ -8,14 +8,39 @@ from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.training.task import Task
 
+Maker = Callable[[RunConfig, torch.device], Task]
 
-def _cifar(config: RunConfig, device: torch.device) -> Task:
+
+def _images(config: RunConfig, device: torch.device) -> Task:
     from groupwise.tasks.image_classification import make_image_classification
 
     return make_image_classification(config, device)
 
 
-TASKS: dict[str, Callable[[RunConfig, torch.device], Task]] = {"cifar": _cifar}
+def _classification(config: RunConfig, device: torch.device) -> Task:
+    from groupwise.tasks.text_classification import make_text_classification
+
+    return make_text_classification(config, device)
+
+
+def _generation(config: RunConfig, device: torch.device) -> Task:
+    from groupwise.tasks.text_generation import make_text_generation
+
+    return make_text_generation(config, device)
+
+
+def _pretraining(config: RunConfig, device: torch.device) -> Task:
+    from groupwise.tasks.pretraining import make_pretraining
+
+    return make_pretraining(config, device)
+
+
+TASKS: dict[str, Maker] = {
+    "cifar": _images,
+    **dict.fromkeys(("sst2", "qnli", "qqp", "mnli"), _classification),
+    **dict.fromkeys(("e2e", "dart", "samsum"), _generation),
+    **dict.fromkeys(("pretrain_masked", "pretrain_causal"), _pretraining),
+}
 
 
 def make_task(config: RunConfig, device: torch.device) -> Task:

@@ -15,9 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 
-VOLATILE = ("paths.", "tracker.", "resume", "overwrite", "explain", "train.checkpoint_every", "clip.formula")
+VOLATILE = ("paths.", "tracker.", "resume", "overwrite", "explain", "export", "train.checkpoint_every", "clip.formula")
 """Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
 as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
+
+
+FREE_MAPPINGS = ("clip.mapping", "model.shape")
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
@@ -26,11 +29,11 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; a list, or a mapping whose order matters, becomes JSON text."""
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; a list, or a mapping with keys of the user's own, becomes JSON text."""
     flat: dict[str, Any] = {}
     for name, value in nested.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key != "clip.mapping":
+        if isinstance(value, Mapping) and key not in FREE_MAPPINGS:
             flat |= flatten(value, f"{key}.")
         else:
             flat[key] = json.dumps(value) if isinstance(value, list | tuple | Mapping) else value

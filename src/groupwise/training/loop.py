@@ -42,7 +42,7 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """Run step `step` (0-based) and return what it may log; what is no private release is `nonprivate/`."""
-        examples = self.sampler.indices(step)
+        examples = self.task.order(self.sampler.indices(step))
         if self.engine is not None and self.thresholds is not None:
             self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
         self._accumulate(examples)
@@ -50,6 +50,7 @@ class Trainer:
         rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
+        self.task.check_update(step)
         return {"learning_rate": rate, **noise_norm, **self._report(examples, step)}
 
     def _accumulate(self, examples: np.ndarray) -> None:

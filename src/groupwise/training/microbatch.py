@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 PROBE = 2
@@ -16,7 +17,12 @@ CPU_MOST = 256
 """More examples at once leave the caches and make a CPU no faster."""
 
 
-def choose_microbatch(losses_of: Callable[[Sequence[int]], Tensor], device: torch.device, most: int) -> int:
+def choose_microbatch(
+    losses_of: Callable[[Sequence[int] | np.ndarray], Tensor],
+    model: nn.Module,
+    device: torch.device,
+    examples: np.ndarray,
+) -> int:
     """The largest power of two whose activations fit the budget, from the bytes that a small forward pass saves.
 
     The budget is an eighth of the machine's memory and at most 2 GiB on a CPU (never what happens to be free, so that
@@ -24,21 +30,25 @@ def choose_microbatch(losses_of: Callable[[Sequence[int]], Tensor], device: torc
 
     Args:
         losses_of: indices of training examples -> losses, with gradients on.
-        device: where the model is.
-        most: an upper limit, such as the number of examples.
+        model: the model, whose own weights are not activations.
+        device: where it is.
+        examples: all training examples, the largest first.
     """
     held: dict[int, int] = {}
+    most = len(examples)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def weigh(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         saved_tensors_hooks(weigh, lambda t: t),
     ):
-        losses = losses_of(range(PROBE))
+        losses = losses_of(examples[:PROBE])
     per_example = max(sum(held.values()) / losses.shape[0], 1.0)
     if device.type == "cuda":
         budget, limit = 0.6 * torch.cuda.mem_get_info(device)[0], most

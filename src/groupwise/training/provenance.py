@@ -24,6 +24,12 @@ PACKAGES = (
     "dp-accounting",
     "hydra-core",
     "omegaconf",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "datasets",
+    "sacrebleu",
+    "rouge-score",
 )
 
 

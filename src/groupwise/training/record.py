@@ -5,6 +5,7 @@ config.hash   its hash, in full               seeds.json    every seed, and whet
 git.json      commit, dirty or not            privacy.json  plan, executed steps, epsilon
 diff.patch    what was not committed          metrics.jsonl one line a record, {"step": ...}
 environment.json                              system.json   wall time, throughput, peak memory
+outputs-test.jsonl  texts that the model made, where it makes any
 checkpoint.pt                                 result.json   one flat row with all of the above
 DONE          written last: a folder without it does not exist for the analysis
 """
@@ -80,6 +81,10 @@ class RunRecord:
         """Is there a checkpoint to go on from, other than one that overwrite=true will throw away?"""
         return self.checkpoint.is_file() and not (self.config.overwrite and self._lock is None)
 
+    def git(self) -> dict[str, Any]:
+        """Where the code came from: sha, dirty and more."""
+        return self._read("git.json")
+
     def result(self) -> dict[str, Any]:
         """The flat row of a finished run."""
         return self._read("result.json")
@@ -104,6 +109,12 @@ class RunRecord:
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write ``<name>.json`` atomically (privacy, seeds, system, ...)."""
         write_json(self.folder / f"{name}.json", content)
+
+    def write_outputs(self, outputs: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Write outputs-<split>.jsonl: the texts that the model made, one line each."""
+        for split, rows in outputs.items():
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            write_text(self.folder / f"outputs-{split}.jsonl", lines)
 
     def write_data(self, description: Mapping[str, Any]) -> None:
         """Write data.json; raises `UserError` when a resumed run had other data."""
@@ -148,9 +159,9 @@ class RunRecord:
         row |= {
             key: value
             for key, value in flat_config(self.config).items()
-            if key not in ("resume", "overwrite", "explain")
+            if key not in ("resume", "overwrite", "explain", "export")
         }
-        git = {key: value for key, value in self._read("git.json").items() if key != "untracked"}
+        git = {key: value for key, value in self.git().items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self._read("environment.json")}
         for name in ("data", "seeds"):
             if (self.folder / f"{name}.json").is_file():

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
 from groupwise.training.checkpoint import save_checkpoint
+from groupwise.training.identity import flat_config
 from groupwise.training.loop import Trainer
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import device_name, peak_memory_bytes, usable_cores
 from groupwise.training.record import RunRecord
+from groupwise.training.task import Task
 from groupwise.training.trackers import make_tracker
 
 
@@ -32,7 +35,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
         UserError: more was spent than planned, or something cannot be written.
         KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step.
     """
-    plan, noise = trainer.plan, trainer.noise
+    plan, noise, headline = trainer.plan, trainer.noise, trainer.task.headline
     private = plan.is_private and noise.is_secret
     replayed = int(state.get("replayed_steps", 0)) + max([row["step"] - start for row in record.metrics()] + [0])
     record.cut_metrics(start)
@@ -63,7 +66,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
             note = ""
             if _evaluates(config, plan, step + 1):
                 metrics |= evaluate(config, trainer)
-                note = f"valid accuracy {metrics['valid/accuracy']:.1f} %"
+                note = f"valid {headline} {metrics[f'valid/{headline}']:.1f}"
             tracker.log(step + 1, {**metrics, "epsilon_estimate": plan.progress(step + 1)})
             bar.update(step + 1, drawn, note)
             if time.monotonic() - saved >= config.train.checkpoint_every or stop:
@@ -73,8 +76,9 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
                 raise KeyboardInterrupt
         throughput = bar.examples_per_second
     seconds = elapsed + time.monotonic() - began
-    final = evaluate(config, trainer)
+    final = evaluate(config, trainer, final=True)
     tracker.log(plan.steps, final)
+    record.write_outputs(trainer.task.outputs())
     tracker.finish()
     return _close(record, trainer, final, private, replayed, seconds, throughput)
 
@@ -91,11 +95,14 @@ def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
     return step % between == 0
 
 
-def evaluate(config: RunConfig, trainer: Trainer) -> dict[str, float]:
-    """Metrics on both splits; those of the training set are not private releases."""
-    valid = trainer.task.evaluate("valid", config.eval.batch_size)
-    train = trainer.task.evaluate("train", config.eval.batch_size, config.eval.train_limit)
-    return {f"valid/{k}": v for k, v in valid.items()} | {f"nonprivate/train_{k}": v for k, v in train.items()}
+def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:
+    """Metrics on all splits (before the end: validation and training); the training set's are no private releases."""
+    task, size = trainer.task, config.eval.batch_size
+    found: dict[str, float] = {}
+    for split in task.splits if final else task.splits[:1]:
+        found |= {f"{split}/{k}": v for k, v in task.evaluate(split, size, final=final).items()}
+    train = task.evaluate("train", size, config.eval.train_limit)
+    return found | {f"nonprivate/train_{k}": v for k, v in train.items()}
 
 
 def _close(
@@ -119,6 +126,8 @@ def _close(
     privacy = {"spent": spent, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
     record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
     save_checkpoint(record.folder / "model.pt", trainer.task.model.state_dict())
+    if record.config.export is not None:
+        export(record, trainer.task, final)
     row = record.finish(
         final,
         plan={
@@ -135,9 +144,25 @@ def _close(
         print(f"Spent: epsilon {report.epsilon:.3f} at delta {plan.delta:g} in {plan.steps} steps{stamp}")
     else:
         print("Spent: no noise was added; this model has no privacy guarantee")
-    accuracy = "  ".join(f"{key} {value:.2f}" for key, value in final.items() if key.endswith("accuracy"))
-    print(f"{accuracy}  in {seconds:.0f} s\nRecord: {record.folder}")
+    told = "  ".join(f"{key} {value:.2f}" for key, value in final.items() if "loss" not in key and "nll" not in key)
+    print(f"{told}  in {seconds:.0f} s\nRecord: {record.folder}")
     return row
+
+
+def export(record: RunRecord, task: Task, final: dict[str, float]) -> None:
+    """Write the model to `export=FOLDER` for other programs, with where it came from."""
+    folder = Path(str(record.config.export)).expanduser()
+    task.export(
+        folder,
+        {
+            "hash": record.hash,
+            "config": flat_config(record.config),
+            "git": {key: record.git()[key] for key in ("sha", "dirty")},
+            "data": task.describe_data(),
+            "metrics": final,
+        },
+    )
+    print(f"Exported: {folder}")
 
 
 def _named_thresholds(trainer: Trainer) -> dict[str, float]:

@@ -1,0 +1,174 @@
+"""Four tasks of GLUE, from the benchmark's own tsv files, or from the hub where there are none (appendix A.2)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.data.checksum import sha256_of_files
+from groupwise.data.text_examples import Labelled, LabelledText, Texts
+from groupwise.data.text_files import read_text
+from groupwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """How a task's files are laid out; labels are numbered as on the hub.
+
+    Attributes:
+        folder: name of its folder.
+        texts: columns of the sentence or the pair.
+        label: column of the label.
+        classes: the classes' names, by label.
+        spelled: how the classes are written in the label's column, by label.
+        valid: validation files by name.
+        hub_texts: `texts` on the hub, where the label's column is "label".
+        hub_valid: validation splits on the hub, by name.
+        unlabelled: what stands in the label's column where people did not agree; such rows are dropped and counted.
+        broken_rows: the published training file has rows with too few columns; they are dropped and counted, which
+            every loader of the field does, but not all to the same number.
+    """
+
+    folder: str
+    texts: tuple[str, ...]
+    label: str
+    classes: tuple[str, ...]
+    spelled: tuple[str, ...]
+    valid: dict[str, str]
+    hub_texts: tuple[str, ...]
+    hub_valid: dict[str, str]
+    unlabelled: str | None = None
+    broken_rows: bool = False
+
+
+GLUE = {
+    "sst2": GlueTask(
+        folder="SST-2",
+        texts=("sentence",),
+        label="label",
+        classes=("negative", "positive"),
+        spelled=("0", "1"),
+        valid={"": "dev.tsv"},
+        hub_texts=("sentence",),
+        hub_valid={"": "validation"},
+    ),
+    "qnli": GlueTask(
+        folder="QNLI",
+        texts=("question", "sentence"),
+        label="label",
+        classes=("entailment", "not_entailment"),
+        spelled=("entailment", "not_entailment"),
+        valid={"": "dev.tsv"},
+        hub_texts=("question", "sentence"),
+        hub_valid={"": "validation"},
+    ),
+    "qqp": GlueTask(
+        folder="QQP",
+        texts=("question1", "question2"),
+        label="is_duplicate",
+        classes=("not_duplicate", "duplicate"),
+        spelled=("0", "1"),
+        valid={"": "dev.tsv"},
+        hub_texts=("question1", "question2"),
+        hub_valid={"": "validation"},
+        broken_rows=True,
+    ),
+    "mnli": GlueTask(
+        folder="MNLI",
+        texts=("sentence1", "sentence2"),
+        label="gold_label",
+        classes=("entailment", "neutral", "contradiction"),
+        spelled=("entailment", "neutral", "contradiction"),
+        valid={"": "dev_matched.tsv", "mismatched": "dev_mismatched.tsv"},
+        hub_texts=("premise", "hypothesis"),
+        hub_valid={"": "validation_matched", "mismatched": "validation_mismatched"},
+        unlabelled="-",
+    ),
+}
+
+
+def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None) -> LabelledText:
+    """Load sst2, qnli, qqp or mnli.
+
+    Where the task's folder (SST-2, QNLI, QQP, MNLI) is in `root`/glue or in `root`, its tsv files are read, and must
+    all be there. Else the data set `hub` is loaded by the datasets library (see `glue_hub`).
+
+    Args:
+        name: a key of `GLUE`.
+        root: folder of the data.
+        hub: a name on the hub, or a local folder in the hub's layout.
+        train_file: a training file in the task's folder, instead of train.tsv.
+
+    Raises:
+        UserError: a missing file or column, a broken row, an unknown label; or the hub cannot be reached.
+    """
+    task = GLUE[name]
+    folder = next((path for path in (root / "glue" / task.folder, root / task.folder) if path.is_dir()), None)
+    if folder is None:
+        from groupwise.data.glue_hub import load_from_hub
+
+        place = root / "glue" / task.folder
+        if train_file is not None:
+            raise UserError(f"data.train_file={train_file} was given, but the folder {place} is not there; make it.")
+        return load_from_hub(name, hub, place)
+    parts, notes, files = [], [], []
+    for file in (train_file or "train.tsv", *task.valid.values()):
+        part, dropped = read_glue_tsv(folder / file, task)
+        parts.append(part)
+        files.append(folder / file)
+        if dropped:
+            what = "incomplete rows" if task.broken_rows else "rows without an agreed label"
+            notes.append(f"; {dropped:,} {what} of {file} dropped")
+    return LabelledText(
+        train=parts[0],
+        valid=dict(zip(task.valid, parts[1:], strict=True)),
+        classes=task.classes,
+        source=f"GLUE {task.folder}, tsv files (training: {files[0].name}){''.join(notes)}",
+        sha256=sha256_of_files(files, root),
+    )
+
+
+def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
+    """Read one file of labelled rows: the examples, and how many rows were dropped.
+
+    Columns are found by the header's names. Quotes mean nothing in these files. Blanks around a text are stripped.
+
+    Raises:
+        UserError: the file or a column is missing, a row is incomplete, or a label is unknown.
+    """
+    advice = f"put GLUE's {task.folder} there whole, or name another training file of that folder by data.train_file"
+    lines = read_text(path, advice).replace("\r\n", "\n").rstrip("\n").split("\n")
+    header = lines[0].split("\t")
+    missing = [name for name in (*task.texts, task.label) if name not in header]
+    if missing:
+        raise UserError(
+            f"{path}: line 1 has no column {missing[0]}; expected "
+            f"{', '.join((*task.texts, task.label))}, separated by tabs, so replace the file."
+        )
+    first, second = header.index(task.texts[0]), header.index(task.texts[-1])
+    label_at, width = header.index(task.label), len(header)
+    numbers = {word: label for label, word in enumerate(task.spelled)}
+    texts: list[Texts] = []
+    labels: list[int] = []
+    dropped = 0
+    for number, line in enumerate(lines[1:], start=2):
+        cells = line.split("\t")
+        if len(cells) < width:
+            if task.broken_rows:
+                dropped += 1
+                continue
+            raise UserError(
+                f"{path}: line {number} has {len(cells)} columns, but the header has {width}; mend or remove the line."
+            )
+        word = cells[label_at].strip()
+        if word not in numbers:
+            if word == task.unlabelled:
+                dropped += 1
+                continue
+            raise UserError(
+                f"{path}: line {number} has the {task.label} {word!r}, but {task.folder} knows "
+                f"{', '.join(task.spelled)}; mend or remove the line."
+            )
+        texts.append((cells[first].strip(), None if first == second else cells[second].strip()))
+        labels.append(numbers[word])
+    if not texts:
+        raise UserError(f"{path} holds no example; at least one is needed, so replace the file.")
+    return Labelled(texts, labels), dropped

@@ -1,0 +1,163 @@
+"""Tables to text: E2E's meaning representations and DART's triples, linearised as in Li & Liang (2021)."""
+
+import csv
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from groupwise.data.checksum import sha256_of_files
+from groupwise.data.text_examples import PairedText, Request, by_source
+from groupwise.data.text_files import read_json_list, read_text
+from groupwise.errors import UserError
+
+E2E_TRAIN = ("trainset.csv", "trainset.reconstructed.csv")
+E2E_FILES = f"put the E2E data set's {E2E_TRAIN[0]}, devset.csv and testset_w_refs.csv there, or give paths.data=FOLDER"
+DART_TEST = ("dart-v1.1.1-full-test.json", "dart-v1.1.1-full-test.from_xml.json")
+DART_FILES = (
+    f"put DART's dart-v1.1.1-full-train.json, dart-v1.1.1-full-dev.json and {DART_TEST[0]} there, or give "
+    "paths.data=FOLDER; data.train_file names another training file of that folder"
+)
+
+_SLOT = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
+_SLOT_NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "family friendly"}
+
+
+def load_e2e(root: Path, train_file: str | None = None) -> PairedText:
+    """Load E2E from `root`/e2e: trainset.csv (or trainset.reconstructed.csv), devset.csv, testset_w_refs.csv.
+
+    A row of the training file is an example. For validation and test the rows of one MR are one request with several
+    references, in the order of the MRs' first rows.
+
+    Raises:
+        UserError: a missing file or column, an empty cell, or an MR that cannot be parsed.
+    """
+    folder = root / "e2e"
+    train = folder / (train_file or _first_there(folder, E2E_TRAIN))
+    files = [train, folder / "devset.csv", folder / "testset_w_refs.csv"]
+    rows = [read_e2e_csv(path) for path in files]
+    return PairedText(
+        train=rows[0],
+        valid=by_source(rows[1]),
+        test=by_source(rows[2]),
+        source=f"E2E, csv files (training: {train.name})",
+        sha256=sha256_of_files(files, root),
+    )
+
+
+def load_dart(root: Path, train_file: str | None = None) -> PairedText:
+    """Load DART v1.1.1 from `root`/dart: dart-v1.1.1-full-train.json, -dev.json, -test.json (or -test.from_xml.json).
+
+    One set of triples with one of its texts is a training example; one entry of the file, with all its texts, is a
+    request. Texts are taken as they are: one of the test set's references is empty.
+
+    Raises:
+        UserError: a missing file, no JSON, or an entry of another form.
+    """
+    folder = root / "dart"
+    train = folder / (train_file or "dart-v1.1.1-full-train.json")
+    files = [train, folder / "dart-v1.1.1-full-dev.json", folder / _first_there(folder, DART_TEST)]
+    entries = [read_dart_json(path) for path in files]
+    return PairedText(
+        train=[(entry.source, text) for entry in entries[0] for text in entry.references],
+        valid=entries[1],
+        test=entries[2],
+        source=f"DART v1.1.1, json files (training: {train.name})",
+        sha256=sha256_of_files(files, root),
+    )
+
+
+def linearise_mr(mr: str) -> str:
+    """Write an MR as text: "name[Alimentum], area[city centre], familyFriendly[no]" becomes
+    "name : Alimentum | area : city centre | family friendly : no".
+
+    The form is that of Li & Liang (2021), which Li et al. (2022) took over: eatType is called Type, priceRange price,
+    and familyFriendly family friendly; slots stay in the MR's own order. Values are left as they are, where those
+    authors' copy of the data is tokenised (£ 30).
+
+    Raises:
+        ValueError: the MR is not a list of slot[value].
+    """
+    slots, at = [], 0
+    while at < len(mr):
+        match = _SLOT.match(mr, at)
+        if match is None:
+            raise ValueError(mr)
+        slots.append((match[1].strip(), match[2].strip()))
+        at = match.end()
+    if not slots:
+        raise ValueError(mr)
+    return " | ".join(f"{_SLOT_NAMES.get(name, name)} : {value}" for name, value in slots)
+
+
+def linearise_triples(triples: list[Any]) -> str:
+    """Write triples as text: "subject : predicate : object | ...", predicates in lower case (Li & Liang, 2021).
+
+    Raises:
+        ValueError: there is no triple, or one is not three strings.
+    """
+    for triple in triples:
+        if not isinstance(triple, list | tuple) or len(triple) != 3 or not all(isinstance(x, str) for x in triple):
+            raise ValueError(triple)
+    if not triples:
+        raise ValueError(triples)
+    return " | ".join(f"{subject} : {predicate.lower()} : {object_}" for subject, predicate, object_ in triples)
+
+
+def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
+    """Read the columns mr and ref of one file as (linearised MR, reference), a row each.
+
+    Raises:
+        UserError: the file or a column is missing, a cell is empty, or an MR cannot be parsed.
+    """
+    reader = csv.reader(io.StringIO(read_text(path, E2E_FILES), newline=""))
+    header = [name.strip().lower() for name in next(reader, [])]
+    missing = [name for name in ("mr", "ref") if name not in header]
+    if missing:
+        raise UserError(f"{path}: line 1 has no column {missing[0]}; expected the header mr,ref, so replace the file.")
+    mr_at, ref_at = header.index("mr"), header.index("ref")
+    try:
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num} is not CSV ({error}); mend its quotes.") from error
+    pairs = []
+    for number, row in rows:
+        if len(row) < len(header) or not row[ref_at].strip():
+            raise UserError(f"{path}: line {number} has no mr or no ref; expected both, so mend or remove the line.")
+        try:
+            pairs.append((linearise_mr(row[mr_at]), row[ref_at].strip()))
+        except ValueError as error:
+            raise UserError(
+                f"{path}: line {number} has the mr {row[mr_at]!r}; expected slots such as name[Alimentum], "
+                "area[city centre], so mend or remove the line."
+            ) from error
+    if not pairs:
+        raise UserError(f"{path} holds no row; at least one is needed, so replace the file.")
+    return pairs
+
+
+def read_dart_json(path: Path) -> list[Request]:
+    """Read one file: a list of {"tripleset": [[subject, predicate, object], ...], "annotations": [{"text"}, ...]}.
+
+    Raises:
+        UserError: the file is missing or no JSON, or an entry is of another form; the message has its number, from 0.
+    """
+    requests = []
+    for number, entry in enumerate(read_json_list(path, DART_FILES)):
+        try:
+            source = linearise_triples(entry["tripleset"])
+            texts = tuple(annotation["text"].strip() for annotation in entry["annotations"])
+            if not texts:
+                raise ValueError(entry)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path}: entry {number} is not of the form tripleset (lists of subject, predicate, object) and "
+                "annotations (each with a text); mend or remove it."
+            ) from error
+        requests.append(Request(source, texts))
+    return requests
+
+
+def _first_there(folder: Path, names: tuple[str, ...]) -> str:
+    """The first of the names that is a file in the folder; the first name when none is."""
+    return next((name for name in names if (folder / name).is_file()), names[0])

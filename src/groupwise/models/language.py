@@ -1,0 +1,187 @@
+"""Language models of the transformers library, with weights from a folder or the hub, or fresh ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from groupwise.config import ModelConfig
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.errors import UserError
+from groupwise.models.hub import first_line, locate
+from groupwise.models.language_config import make_config, named
+
+Kind = Literal["SequenceClassification", "CausalLM", "MaskedLM"]
+LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"
+UNLIMITED = sys.maxsize
+
+
+def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: Any) -> nn.Module:
+    """A model with a head for `classes`, in training mode, float32: logits (B, len(classes)).
+
+    A head that the weights do not have (or have for other classes) is fresh, from torch's global seed, as is BERT's
+    pooler where only a language model was pretrained. Causal models classify by their last token.
+
+    Raises:
+        UserError: as `make_config` does; weights that cannot be read, or that lack more than the head.
+    """
+    import_torchvision()  # before transformers, which falls without it
+    config = make_config(settings, tokenizer)
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: label for label, name in enumerate(classes)}
+    return _load(settings, config, tokenizer, "SequenceClassification")
+
+
+def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
+    """A model that predicts the next token, in training mode, float32: logits (B, T, V).
+
+    Head and token embedding are one parameter where the model says so; `settings.untie` makes them two equal ones.
+
+    Raises:
+        UserError: as `load_classifier` does; an encoder, which sees the tokens to come.
+    """
+    import_torchvision()
+    return _load(settings, make_config(settings, tokenizer), tokenizer, "CausalLM")
+
+
+def load_masked(settings: ModelConfig, tokenizer: Any) -> nn.Module:
+    """An encoder that predicts hidden tokens, in training mode, float32: logits (B, T, V).
+
+    Raises:
+        UserError: as `load_classifier` does; a causal model; `settings.untie`.
+    """
+    if settings.untie:
+        raise UserError("model.untie is for causal language models: leave it out of masked pretraining.")
+    import_torchvision()
+    return _load(settings, make_config(settings, tokenizer), tokenizer, "MaskedLM")
+
+
+def position_limit(model: nn.Module) -> int:
+    """The most tokens that an example may have: 1024 for GPT-2, 512 for RoBERTa (514 positions, two of them unused)."""
+    config: Any = model.config
+    limit = getattr(config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1
+    return UNLIMITED if limit is None else int(limit)
+
+
+def is_head(model: nn.Module, name: str) -> bool:
+    """Whether a parameter belongs to what a classifier adds to the pretrained model (its pooler included).
+
+    The output layer of a language model was pretrained, so it is no head.
+    """
+    network: Any = model
+    if network.get_output_embeddings() is not None:
+        return False
+    return not name.startswith(f"{network.base_model_prefix}.") or ".pooler." in name
+
+
+def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.Module:
+    import transformers
+
+    _check_kind(settings, config, kind)
+    automatic = getattr(transformers, f"AutoModelFor{kind}")
+    # Frozen weights of half precision are never held in float32; what trains is raised to it by `choose_trainable`.
+    half = settings.trains == "lora" and settings.frozen_dtype == "bfloat16"
+    options = {
+        "dtype": torch.bfloat16 if half else torch.float32,
+        "attn_implementation": settings.attention,
+        "trust_remote_code": False,
+    }
+    with _quiet():
+        if settings.fresh:
+            model = _build(settings, automatic, config, options)
+        else:
+            model = _read(settings, automatic, config, options)
+    if settings.untie:
+        _untie(model)
+    if model.config.pad_token_id is None:  # after the embedding was made, which would not train the row of a known one
+        padding = tokenizer.pad_token_id
+        model.config.pad_token_id = tokenizer.eos_token_id if padding is None else padding
+        if model.can_generate():
+            model.generation_config.pad_token_id = model.config.pad_token_id
+    return model.train()
+
+
+def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
+    import transformers
+
+    def among(mapping: str) -> bool:
+        return type(config) in getattr(transformers, mapping)
+
+    masked = among("MODEL_FOR_MASKED_LM_MAPPING")
+    encoder = config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False))
+    if kind == "CausalLM" and (encoder or not among("MODEL_FOR_CAUSAL_LM_MAPPING")):
+        raise UserError(f"{named(settings)} ({config.model_type}) predicts no next token: give {LIKE_GPT2}.")
+    if kind == "MaskedLM" and not masked:
+        raise UserError(f"{named(settings)} ({config.model_type}) predicts no hidden tokens: give {LIKE_ROBERTA}.")
+    if kind == "SequenceClassification" and not among("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"):
+        raise UserError(
+            f"{named(settings)} ({config.model_type}) has no classifier in transformers: give {LIKE_ROBERTA}."
+        )
+
+
+def _build(settings: ModelConfig, automatic: Any, config: Any, options: dict[str, Any]) -> Any:
+    try:
+        return automatic.from_config(config, **options)
+    except (ValueError, TypeError, RuntimeError, ImportError, ZeroDivisionError) as error:
+        mend = _no_sdpa(error) or "correct model.shape"
+        raise UserError(f"{named(settings)} cannot be built ({first_line(error)}): {mend}.") from error
+
+
+def _read(settings: ModelConfig, automatic: Any, config: Any, options: dict[str, Any]) -> Any:
+    from safetensors import SafetensorError
+
+    place = locate("model.source", str(settings.source))
+    try:
+        model, info = automatic.from_pretrained(
+            place, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (OSError, ValueError, TypeError, RuntimeError, KeyError, EOFError, ImportError, SafetensorError) as error:
+        mend = _no_sdpa(error) or "give a folder that save_pretrained wrote, or model.fresh=true for random weights"
+        raise UserError(f"{named(settings)} cannot be loaded ({first_line(error)}): {mend}.") from error
+    absent = sorted(name for name in info["missing_keys"] if not is_head(model, name))
+    misshapen = sorted(name for name, *_ in info["mismatched_keys"] if not is_head(model, name))
+    for names, what in ((absent, "has no weights for"), (misshapen, "has weights of another shape for")):
+        if names:
+            others = f" and {len(names) - 1} more" if names[1:] else ""
+            raise UserError(
+                f"{named(settings)} {what} {names[0]!r}{others} of a {type(model).__name__}: give a folder whose "
+                "weights and config.json belong to such a model."
+            )
+    return model
+
+
+def _no_sdpa(error: Exception) -> str:
+    return "give model.attention=eager" if "scaled_dot_product_attention" in str(error) else ""
+
+
+def _untie(model: Any) -> None:
+    """Give the head a weight of its own, equal to that of the token embedding; nothing where it has one already."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(embedding.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No report on fresh heads, which are expected, and no progress bars in logs."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

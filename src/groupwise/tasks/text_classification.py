@@ -1,0 +1,151 @@
+"""Text classification: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.config import RunConfig
+from groupwise.data.text import Labelled, LabelledText, hold_out, keep, load_labelled, synthetic_labelled
+from groupwise.models.language import load_classifier
+from groupwise.models.trainable import choose_trainable
+from groupwise.tasks.padding import Rows
+from groupwise.tasks.text_task import (
+    TextTask,
+    batches_by_length,
+    check_length,
+    describe,
+    find_tokenizer,
+    unknown_data,
+)
+from groupwise.training.task import Split
+
+CHUNK = 4096
+"""Texts that are tokenised at once: a tokeniser's answer is much larger than the tokens."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """n texts as tokens, their token types where the tokeniser makes them, and labels (n,); `cut` were too long."""
+
+    tokens: Rows
+    types: Rows | None
+    labels: np.ndarray
+    cut: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class TextClassification(TextTask):
+    """Cross-entropy of each text, and accuracy on one validation set or several."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        tokenizer: Any,
+        train: Examples,
+        valid: dict[str, Examples],
+        description: dict[str, Any],
+    ) -> None:
+        super().__init__(config, model, tokenizer, train.tokens.lengths, description)
+        self._train, self._valid = train, valid
+
+    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+        """Cross-entropy of each example, (n,)."""
+        return self._losses(self._train, examples)[0]
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """{"accuracy": percent, "loss": mean cross-entropy}, and for MNLI "accuracy_mismatched", "loss_mismatched"."""
+        found: dict[str, float] = {}
+        for name, part in {"": self._train}.items() if split == "train" else self._valid.items():
+            ending = f"_{name}" if name else ""
+            accuracy, loss = self._evaluate(part, batch_size, limit)
+            found |= {f"accuracy{ending}": accuracy, f"loss{ending}": loss}
+        return found
+
+    def _evaluate(self, part: Examples, batch_size: int, limit: int | None) -> tuple[float, float]:
+        correct, total, count = 0, 0.0, min(limit or len(part), len(part))
+        with self.evaluating():
+            for rows in batches_by_length(part.tokens.lengths[:count], batch_size):
+                losses, logits = self._losses(part, rows)
+                correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
+                total += float(losses.double().sum())
+        return 100.0 * correct / count, total / count
+
+    def _losses(self, part: Examples, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        types = None if part.types is None else [part.types[i] for i in rows]
+        logits = self.logits(self.inputs([part.tokens[i] for i in rows], self.device, types))
+        labels = torch.from_numpy(part.labels[np.asarray(rows)]).to(self.device)
+        return F.cross_entropy(logits, labels, reduction="none"), logits
+
+
+def make_text_classification(config: RunConfig, device: torch.device) -> TextClassification:
+    """`task=sst2|qnli|qqp|mnli` on files, on the hub's copy, or on made-up sentences (`data.name=synthetic`)."""
+    tokenizer = find_tokenizer(config)
+    data = _load(config)
+    model = choose_trainable(load_classifier(config.model, data.classes, tokenizer), config.model).to(device)
+    pairs = data.train.texts[0][1] is not None
+    specials = tokenizer.num_special_tokens_to_add(pair=pairs)
+    check_length(config.data.max_length, specials + 1 + pairs, model)
+    train = encode(data.train, tokenizer, config.data.max_length)
+    valid = {name: encode(part, tokenizer, config.data.max_length) for name, part in data.valid.items()}
+    return TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
+
+
+def _load(config: RunConfig) -> LabelledText:
+    settings = config.data
+    if settings.name == "files":
+        root = Path(config.paths.data).expanduser()
+        data = load_labelled(config.task, root, hub=settings.hub, train_file=settings.train_file)
+    elif settings.name == "synthetic":
+        data = synthetic_labelled(config.task)
+    else:
+        raise unknown_data(settings.name)
+    if settings.holdout:
+        data = hold_out(data, settings.holdout)
+    return data if settings.train_limit is None else keep(data, settings.train_limit)
+
+
+def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
+    """Tokenise sentences or pairs with the model's special tokens; of a pair too long the longer side is cut."""
+    tokens: list[np.ndarray] = []
+    types: list[np.ndarray] = []
+    cut = 0
+    for start in range(0, len(part), CHUNK):
+        texts = part.texts[start : start + CHUNK]
+        made = _tokenize(texts, tokenizer)
+        long = [i for i, row in enumerate(made["input_ids"]) if len(row) > max_length]
+        if long:
+            shorter = _tokenize([texts[i] for i in long], tokenizer, truncation=True, max_length=max_length)
+            for key, rows in shorter.items():
+                for i, row in zip(long, rows, strict=True):
+                    made[key][i] = row
+        cut += len(long)
+        tokens += [np.array(row, dtype=np.int32) for row in made["input_ids"]]
+        types += [np.array(row, dtype=np.int32) for row in made.get("token_type_ids", [])]
+    return Examples(Rows.of(tokens), Rows.of(types) if types else None, np.array(part.labels, dtype=np.int64), cut)
+
+
+def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options: Any) -> dict[str, list[list[int]]]:
+    firsts, seconds = [first for first, _ in texts], [second for _, second in texts]
+    both = (firsts,) if seconds[0] is None else (firsts, seconds)
+    return dict(tokenizer(*both, return_attention_mask=False, verbose=False, **options))
+
+
+def _describe(config: RunConfig, data: LabelledText, train: Examples, valid: dict[str, Examples]) -> dict[str, Any]:
+    found = describe(config, data.source, data.sha256, train.tokens.lengths, train.cut)
+    for name, part in valid.items():
+        ending = f"_{name}" if name else ""
+        found |= {f"valid_examples{ending}": len(part), f"cut_examples_valid{ending}": part.cut}
+    return found | {"classes": list(data.classes)}

@@ -1,0 +1,187 @@
+"""Text from a source by a causal model: E2E and DART (tables to text), SAMSum (dialogues to summaries); section 5.3.
+
+The loss is on the target's tokens and the end of text alone, as in Li & Liang (2021) and Li et al. (2022): a source is
+read, never predicted. `samples.py` says how the two stand in one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from groupwise.config import RunConfig
+from groupwise.data.text import PairedText, Request, hold_out, keep, load_paired, synthetic_paired
+from groupwise.errors import UserError
+from groupwise.models.language import load_causal, position_limit
+from groupwise.models.trainable import choose_trainable
+from groupwise.tasks.padding import predictions
+from groupwise.tasks.samples import PairEncoder, Samples
+from groupwise.tasks.text_task import (
+    TextTask,
+    batches_by_length,
+    check_length,
+    describe,
+    find_tokenizer,
+    per_example,
+    token_losses,
+    unknown_data,
+)
+from groupwise.training.task import Split
+
+SUMMARIES = ("samsum",)
+"""Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
+DELIMITER = "\nTL;DR"
+"""The last line of a source that is to be summarised (appendix C.2)."""
+
+
+class TextGeneration(TextTask):
+    """Cross-entropy of each target given its source; perplexity, and at the end beam search on the test set."""
+
+    splits = ("valid", "test")
+    headline = "perplexity"
+
+    def __init__(
+        self, config: RunConfig, model: nn.Module, tokenizer: Any, data: PairedText, encoder: PairEncoder
+    ) -> None:
+        self._samples: dict[Split, Samples] = {
+            "train": encoder.pairs(data.train),
+            "valid": encoder.pairs(_pairs(data.valid)),
+            "test": encoder.pairs(_pairs(data.test)),
+        }
+        train = self._samples["train"].tokens
+        super().__init__(config, model, tokenizer, train.lengths, _describe(config, data, self._samples))
+        self._task, self._token_loss, self._generate = config.task, config.train.token_loss, config.eval.generate
+        self._data, self._encoder = data, encoder
+        self._context = position_limit(model) - self._generate.max_new_tokens  # tokens that a prompt may have
+        self._outputs: list[dict[str, Any]] = []
+
+    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+        """Mean (or sum) over each example's own target tokens, (n,)."""
+        losses, labels = self._token_losses(self._samples["train"], examples)
+        return per_example(losses, labels, self._token_loss)
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """{"loss": mean over pairs of source and reference, "nll": nats a token, "perplexity": exp of that}.
+
+        `final` on the test set adds the scores of generated texts, in percent: {"bleu", "rougeL"} for E2E and DART,
+        {"rouge1", "rouge2", "rougeL"} for SAMSum.
+        """
+        samples = self._samples[split]
+        count = min(limit or len(samples), len(samples))
+        total, loss = 0.0, 0.0
+        with self.evaluating():
+            for rows in batches_by_length(samples.tokens.lengths[:count], batch_size):
+                losses, labels = self._token_losses(samples, rows)
+                total += float(losses.double().sum())
+                loss += float(per_example(losses.double(), labels, self._token_loss).sum())
+        nll = total / int(samples.target_lengths[:count].sum())
+        found = {"loss": loss / count, "nll": nll, "perplexity": float(torch.tensor(nll, dtype=torch.float64).exp())}
+        if not final or split != "test":
+            return found
+        requests = self._requests()
+        prompts = self._encoder.prompts([request.source for request in requests], self._context)
+        return found | self._score(requests, prompts)
+
+    def evaluate_in_context(self, shots: int, prompt_set: int) -> dict[str, float]:
+        """Scores, as in `evaluate`, of what the model writes after `shots` training examples and a test input.
+
+        Not private: the prompt shows those examples as they are. Demonstrations have at most an equal share of the room
+        that the model has for the prompt; an input that is still too long is cut as in training.
+
+        Raises:
+            UserError: another prompt set, or too few training examples that are short enough.
+        """
+        from groupwise.tasks.prompts import demonstrations, in_context_prompt
+
+        share = self._context // (shots + 1)
+        shown = demonstrations(self._data.train, shots, prompt_set, lambda text: self._encoder.count(text) <= share)
+        requests = self._requests()
+        texts = [in_context_prompt(shown, request.source) for request in requests]
+        return self._score(requests, self._encoder.in_context(texts, self._context))
+
+    def outputs(self) -> dict[str, list[dict[str, Any]]]:
+        """{"test": a {"source", "output", "references"} for each input}, of the last generation."""
+        return {"test": self._outputs} if self._outputs else {}
+
+    def _requests(self) -> list[Request]:
+        return self._data.test[: self._generate.limit]
+
+    def _score(self, requests: Sequence[Request], prompts: list[list[int]]) -> dict[str, float]:
+        """Generate a text for each prompt, keep them, and compare them with the references."""
+        if not requests:
+            return {}
+        from groupwise.tasks.decoding import generate
+
+        with self.precision():
+            texts = generate(self.model, self.tokenizer, prompts, self._generate, device=self.device)
+        self._outputs = [
+            {"source": request.source, "output": text, "references": list(request.references)}
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        return _scores(self._task, texts, [request.references for request in requests])
+
+    def _token_losses(self, samples: Samples, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        """Losses and labels of the targets' tokens, (n, P) each; the head is asked at the P places that predict one."""
+        tokens = [samples.tokens[i] for i in rows]
+        places, labels = (part.to(self.device) for part in predictions(tokens, samples.starts[np.asarray(rows)]))
+        inputs = self.inputs(tokens, self.device)
+        if "logits_to_keep" in self.inputs.accepts:
+            return token_losses(self.logits(inputs | {"logits_to_keep": places}), labels), labels
+        logits = self.logits(inputs)
+        return token_losses(torch.take_along_dim(logits, places.unsqueeze(-1), dim=1), labels), labels
+
+
+def make_text_generation(config: RunConfig, device: torch.device) -> TextGeneration:
+    """`task=e2e|dart|samsum` on files, or on made-up pairs (`data.name=synthetic`)."""
+    tokenizer = find_tokenizer(config)
+    data = _load(config)
+    model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
+    encoder = PairEncoder(tokenizer, DELIMITER if config.task in SUMMARIES else "", config.data.max_length)
+    check_length(config.data.max_length, len(encoder.ending) + 2, model)
+    new, most = config.eval.generate.max_new_tokens, position_limit(model)
+    if config.eval.generate.limit != 0 and new + len(encoder.ending) >= most:
+        raise UserError(
+            f"eval.generate.max_new_tokens={new} leaves no room for a source in the model's {most} positions: lower it."
+        )
+    return TextGeneration(config, model, tokenizer, data, encoder)
+
+
+def _load(config: RunConfig) -> PairedText:
+    settings = config.data
+    if settings.name == "files":
+        data = load_paired(config.task, Path(config.paths.data).expanduser(), train_file=settings.train_file)
+    elif settings.name == "synthetic":
+        data = synthetic_paired(config.task)
+    else:
+        raise unknown_data(settings.name)
+    if settings.holdout:
+        data = hold_out(data, settings.holdout)
+    return data if settings.train_limit is None else keep(data, settings.train_limit)
+
+
+def _pairs(requests: Sequence[Request]) -> list[tuple[str, str]]:
+    return [(request.source, reference) for request in requests for reference in request.references]
+
+
+def _scores(task: str, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    from groupwise.metrics import corpus_bleu, e2e_rouge_l, rouge
+
+    if task in SUMMARIES:
+        return rouge(texts, references)
+    return {"bleu": corpus_bleu(texts, references), "rougeL": e2e_rouge_l(texts, references)}
+
+
+def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]) -> dict[str, Any]:
+    found = describe(config, data.source, data.sha256, samples["train"].tokens.lengths, samples["train"].cut)
+    inputs: dict[Split, int] = {"valid": len(data.valid), "test": len(data.test)}
+    for split, count in inputs.items():
+        part = samples[split]
+        found |= {f"{split}_examples": len(part), f"{split}_inputs": count, f"cut_examples_{split}": part.cut}
+    return found

@@ -1,0 +1,231 @@
+"""What tasks on text share: their network in eval and training mode, order by length, token losses, and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.atomic import write_json
+from groupwise.config import RunConfig
+from groupwise.data.checksum import sha256_of_files
+from groupwise.errors import UserError
+from groupwise.models.language import position_limit
+from groupwise.models.tokenizer import load_tokenizer
+from groupwise.models.trainable import MovedAdapters
+from groupwise.tasks.padding import IGNORED, ModelInputs
+from groupwise.training.precision import autocast
+from groupwise.training.task import Task
+
+ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.from_pretrained on top of the base model."
+
+
+class TextTask(Task):
+    """A task on a transformers model; one that inherits from it brings data, losses and metrics.
+
+    Args:
+        config: the run's.
+        model: on its device.
+        tokenizer: the one whose tokens it reads.
+        lengths: tokens of each training example, (N,).
+        description: of the data, for the record.
+    """
+
+    exports = True
+
+    def __init__(
+        self, config: RunConfig, model: nn.Module, tokenizer: Any, lengths: np.ndarray, description: dict[str, Any]
+    ) -> None:
+        self.model = model.train()
+        self.tokenizer = tokenizer
+        self.train_size = len(lengths)
+        self.device = next(model.parameters()).device
+        self.inputs = ModelInputs(model, padding_token(tokenizer))
+        self._lengths, self._description = lengths, description
+        self.precision = autocast(config.train.precision, self.device)
+        self._network = torch.compile(model) if config.train.compile else model
+        self._adapters = MovedAdapters(model) if config.model.trains == "lora" else None
+
+    def describe_data(self) -> dict[str, Any]:
+        """Source, SHA-256 of the files, counts, lengths and how many examples were cut."""
+        return self._description
+
+    def order(self, examples: np.ndarray) -> np.ndarray:
+        """Longest first, so that a microbatch of a drawn batch pads little; equal lengths as they were drawn."""
+        return examples[longest_first(self._lengths[examples])]
+
+    def check_update(self, step: int) -> None:
+        """Raises `UserError` when an adapter stands still."""
+        if self._adapters is not None:
+            self._adapters.check(step)
+
+    def export(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """A transformers folder in float32, or the adapters alone where only adapters train."""
+        save_network(self.model, self.tokenizer, folder, provenance)
+
+    def logits(self, inputs: dict[str, Any]) -> Tensor:
+        """The model's answer in the run's precision, then in float32 at least."""
+        with self.precision():
+            logits = self._network(**inputs).logits
+        return at_least_float32(logits)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode without gradients; then the mode it was in."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(training)
+
+
+def longest_first(lengths: np.ndarray) -> np.ndarray:
+    """Places of the longest to the shortest, equal ones in their order; (n,)."""
+    return np.argsort(-lengths, kind="stable")
+
+
+def batches_by_length(lengths: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """All of 0 ... n - 1, `size` at a time, the longest first."""
+    places = longest_first(lengths)
+    for start in range(0, len(places), size):
+        yield places[start : start + size]
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """bfloat16 to float32; float32 and float64 as they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each token, 0 where the label is `IGNORED`: (B, P, V), (B, P) -> (B, P)."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(labels.shape)
+
+
+def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:
+    """Mean or sum over each example's own labelled tokens: (B, P), (B, P) -> (B,)."""
+    totals = losses.sum(1)
+    return totals if token_loss == "sum" else totals / (labels != IGNORED).sum(1)
+
+
+def padding_token(tokenizer: Any) -> int:
+    """A token to pad with; the mask hides it, so any will do."""
+    return next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
+
+
+def find_tokenizer(config: RunConfig) -> Any:
+    """The tokeniser of `model.tokenizer`, else of `model.source`; refuses a network that reads no text."""
+    if config.model.name == "wide_resnet":
+        raise UserError(
+            f"model=wide_resnet cannot read text: choose model=roberta_base or gpt2 for task={config.task}."
+        )
+    name = config.model.tokenizer or config.model.source
+    if name is None:
+        raise UserError("There is no tokeniser: give model.tokenizer, or model.source, a folder or a name on the hub.")
+    return load_tokenizer(name)
+
+
+def check_length(max_length: int, least: int, model: nn.Module) -> None:
+    """Refuse examples that are longer than the model's table of positions, or too short to hold anything."""
+    most = position_limit(model)
+    if max_length > most:
+        raise UserError(f"data.max_length={max_length} is longer than the model, which has {most} positions: lower it.")
+    if max_length < least:
+        raise UserError(f"data.max_length={max_length} leaves no room for text: give at least {least}.")
+
+
+def unknown_data(name: str) -> UserError:
+    """What to say of a `data.name` that holds no text."""
+    return UserError(f"data.name={name} is not known for text: choose files or synthetic.")
+
+
+def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np.ndarray, cut: int) -> dict[str, Any]:
+    """What the record says of any text task's data; the evaluation sets' counts are the task's to add.
+
+    Args:
+        config: the run's.
+        source: where the data are from.
+        sha256: of each file.
+        lengths: tokens of each training example, (N,).
+        cut: training examples that were longer than `data.max_length`.
+    """
+    if config.data.holdout:
+        settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
+    else:
+        settings = "the paper's, found on a fifth of SST-2's training set (appendix A.2), where nothing else is given"
+    made_up = {"generated": "made up by this program from a fixed seed; nobody's data"}
+    return {
+        "source": source,
+        "sha256": sha256,
+        "train_examples": len(lengths),
+        "max_length": config.data.max_length,
+        "longest": int(lengths.max()),
+        "cut_examples": cut,
+        "selected_on": f"settings: {settings}; weights: nothing, the last step's",
+        **(made_up if config.data.name == "synthetic" else {}),
+    }
+
+
+def save_network(
+    model: nn.Module, tokenizer: Any, folder: Path, provenance: dict[str, Any], dtype: torch.dtype | None = None
+) -> None:
+    """Write weights, configuration and tokeniser as `save_pretrained` does, and provenance.json with their SHA-256.
+
+    Args:
+        model: a transformers model, or adapters around one: then the adapters alone are written.
+        tokenizer: the one whose tokens it reads.
+        folder: made where it is not there.
+        provenance: where the weights come from.
+        dtype: of the weights on disk; as they are, by default. config.json goes on naming the model's own.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    weights = _converted(model, dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _without_bars():
+            model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        tokenizer.save_pretrained(folder)
+        digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
+        note = {"note": ADAPTERS_ONLY, "base": _base(model)} if hasattr(model, "peft_config") else {}
+        write_json(folder / "provenance.json", {"sha256": digests, **note, **provenance})
+    except OSError as error:
+        raise UserError(f"export={folder} cannot be written ({error}): give another folder.") from error
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _converted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
+    """The floating weights in `dtype`; one that stands under two names is still one."""
+    if dtype is None:
+        return None
+    made: dict[int, Tensor] = {}
+    return {
+        name: made.setdefault(value.data_ptr(), value.to(dtype)) if value.is_floating_point() else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def _base(model: Any) -> str:
+    name = model.get_base_model().name_or_path
+    return name or "fresh weights, which are not here: only model.pt of the run holds them"

@@ -1,0 +1,257 @@
+"""Models of the transformers library on rows of unequal length: the engine equals a loop over single, unpadded rows.
+
+In the batch rows are padded on the right, with an attention mask and explicit positions; alone a row is handed over
+as it is, and the model makes its own positions. The loss of an example is the mean over its own predicted tokens.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.config import LoraConfig, ModelConfig
+from groupwise.errors import UserError
+from groupwise.models.language import load_causal, load_classifier
+from groupwise.models.trainable import choose_trainable
+
+RTOL = 1e-9
+LENGTHS = (9, 4, 7, 2, 6, 5)
+IGNORED = -100
+CLASSES = ("no", "maybe", "yes")
+VOCABULARY, PADDING = 60, 1
+
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 12}
+BERT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 14,
+}
+DISTIL = {"n_layers": 2, "dim": 16, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 14}
+LORA = LoraConfig(rank=3, alpha=6.0, targets=["c_attn", "c_proj", "c_fc"])
+
+CAUSAL = {
+    "gpt2_tied": ModelConfig(architecture="gpt2", shape=GPT2),
+    "gpt2_untied": ModelConfig(architecture="gpt2", shape=GPT2, untie=True),
+    "gpt2_lora": ModelConfig(architecture="gpt2", shape=GPT2, trains="lora", lora=LORA),
+    "gpt2_eager": ModelConfig(architecture="gpt2", shape=GPT2, attention="eager"),
+    "gpt2_bias": ModelConfig(architecture="gpt2", shape=GPT2, trains="bias"),
+    "gpt_neox": ModelConfig(architecture="gpt_neox", shape=BERT),
+}
+CLASSIFIERS = {
+    "roberta": ModelConfig(architecture="roberta", shape=BERT),
+    "roberta_attention": ModelConfig(architecture="roberta", shape=BERT, trains="attention"),
+    "roberta_bias": ModelConfig(architecture="roberta", shape=BERT, trains="bias"),
+    "roberta_lora": ModelConfig(architecture="roberta", shape=BERT, trains="lora"),
+    "bert": ModelConfig(architecture="bert", shape=BERT),
+    "distilbert": ModelConfig(architecture="distilbert", shape=DISTIL),
+    "gpt2_classifier": ModelConfig(architecture="gpt2", shape=GPT2),
+}
+MODES = {
+    "flat": (flat, {}),
+    "ghost": (flat, {"norms": "ghost"}),
+    "layer": (per_layer, {}),
+    "block": (per_block, {}),
+    "layer_gram": (per_layer, {"formula": "gram"}),
+    "layer_materialized": (per_layer, {"formula": "materialize"}),
+}
+
+
+class Tokenizer:
+    """As much of a tokeniser as loading a model asks for."""
+
+    pad_token_id, bos_token_id, eos_token_id = PADDING, 0, 2
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+
+@dataclass
+class Case:
+    """A model and six examples: rows of tokens with a class, or with a prompt that is not predicted."""
+
+    model: nn.Module
+    rows: list[Tensor]
+    prompts: list[int]
+    classes: Tensor | None
+    first: int
+    """The first position."""
+
+    def losses(self, explicit: bool = True) -> Tensor:
+        """(6,), from one padded batch."""
+        ids = nn.utils.rnn.pad_sequence(self.rows, batch_first=True, padding_value=PADDING)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in self.rows], batch_first=True)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if explicit:
+            inputs["position_ids"] = torch.where(mask.bool(), torch.arange(ids.shape[1]) + self.first, PADDING)
+        logits = self.model(**inputs).logits
+        if self.classes is not None:
+            return F.cross_entropy(logits, self.classes, reduction="none")
+        labels = torch.full_like(ids, IGNORED)
+        for label, row, prompt in zip(labels, self.rows, self.prompts, strict=True):
+            label[prompt - 1 : len(row) - 1] = row[prompt:]
+        losses = F.cross_entropy(logits.mT, labels, ignore_index=IGNORED, reduction="none")
+        return losses.sum(1) / (labels != IGNORED).sum(1)
+
+    def loss_of(self, example: int) -> Tensor:
+        """The loss of one example alone: no padding, no mask, no positions."""
+        row, prompt = self.rows[example], self.prompts[example]
+        logits = self.model(row[None]).logits[0]
+        if self.classes is not None:
+            return F.cross_entropy(logits, self.classes[example])
+        return F.cross_entropy(logits[prompt - 1 : -1], row[prompt:])
+
+
+def make_case(name: str, **changes: object) -> Case:
+    settings = (CAUSAL | CLASSIFIERS)[name]
+    settings = ModelConfig(**{**vars(settings), "fresh": True, "dropout": 0.0, "attention_dropout": 0.0, **changes})
+    causal = name in CAUSAL
+    model = load_causal(settings, Tokenizer()) if causal else load_classifier(settings, CLASSES, Tokenizer())
+    model = choose_trainable(model, settings).double()
+    with torch.no_grad():  # gradients of all layers alike in size, and adapters B that are not 0
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    rows = [torch.randint(5, VOCABULARY, (length,)) for length in LENGTHS]
+    first = PADDING + 1 if settings.architecture == "roberta" else 0
+    return Case(model, rows, [1, 2, 4, 1, 3, 1], None if causal else torch.tensor([0, 1, 2, 0, 1, 2]), first)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def middle_thresholds(case: Case, partition) -> list[float]:
+    """Thresholds that clip some examples and leave others: the middle of each group's norms."""
+    norms = clipped_sums(case.model, case.loss_of, range(6), partition, [1.0] * len(partition)).norms
+    ordered = norms.sort(1).values
+    return (ordered[:, 2:4].mean(1)).clamp_min(1e-6).tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*CAUSAL, *CLASSIFIERS])
+def test_clipped_sums_norms_and_counts(double, name, mode):
+    case = make_case(name)
+    make_partition, options = MODES[mode]
+    partition = make_partition(case.model)
+    thresholds = middle_thresholds(case, partition)
+    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds)
+    assert bool(((truth.norms > torch.tensor(thresholds)[:, None]).sum(1) == 3).any())  # clipped, and not
+    with attach(case.model, partition, thresholds, **options) as engine:
+        engine.backward(case.losses())
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
+        assert torch.equal(engine.counts, truth.counts)
+    found = gradients(case.model)
+    assert found.keys() == truth.sums.keys()
+    for parameter, expected in truth.sums.items():
+        error = float((found[parameter] - expected).norm())
+        assert error <= RTOL * float(expected.norm()) + 1e-15, (parameter, error, float(expected.norm()))
+
+
+def found_by(case: Case, make_partition=flat, threshold: float = 0.5, seed: int = 0, **options) -> dict[str, Tensor]:
+    """The engine's clipped sums, with dropout from this seed."""
+    case.model.zero_grad()
+    torch.manual_seed(seed)
+    with attach(case.model, make_partition(case.model), threshold, **options) as engine:
+        engine.backward(case.losses())
+    return gradients(case.model)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = RTOL) -> None:
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= rtol * float(gradient.norm()) + 1e-15, name
+
+
+def distance(found: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Relative, over all parameters."""
+    difference = torch.stack([(found[name] - other[name]).square().sum() for name in other]).sum().sqrt()
+    return float(difference / torch.stack([gradient.square().sum() for gradient in other.values()]).sum().sqrt())
+
+
+@pytest.mark.parametrize(
+    "rates", [{"dropout": 0.2}, {"attention_dropout": 0.2}, {"dropout": 0.1, "attention_dropout": 0.1}]
+)
+@pytest.mark.parametrize("name", ["gpt2_tied", "roberta", "bert"])
+def test_ghost_clips_with_the_masks_of_its_one_forward_pass(double, name, rates):
+    """Both of its backward passes belong to the same dropout masks, which the seed makes those of book-keeping."""
+    case = make_case(name, **rates)
+    kept, ghost = found_by(case), found_by(case, norms="ghost")
+    assert_equal(ghost, kept)
+    assert distance(found_by(case, seed=1), kept) > 0.01  # other masks, other sums
+    without = case.model.eval()
+    assert distance(found_by(Case(without, case.rows, case.prompts, case.classes, case.first)), kept) > 0.01
+
+
+def test_dropout_in_adapters(double):
+    lora = LoraConfig(rank=3, alpha=6.0, dropout=0.3, targets=["c_attn", "c_proj", "c_fc"])
+    case = make_case("gpt2_lora", lora=lora)
+    kept = found_by(case)
+    assert_equal(found_by(case, norms="ghost"), kept)
+    assert distance(found_by(case, seed=1), kept) > 0.01
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "bert"])
+def test_positions_that_the_model_makes_for_all_rows_at_once_are_refused(double, name):
+    case = make_case(name)
+    for make_partition in (flat, per_layer):
+        engine = attach(case.model, make_partition(case.model), 0.5)
+        with engine, pytest.raises(UserError, match=r"position ids explicitly|forward pass that is over"):
+            engine.backward(case.losses(explicit=False))
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "bert"])
+def test_a_single_row_needs_no_explicit_positions(double, name):
+    case = make_case(name)
+    partition = per_layer(case.model)
+    truth = clipped_sums(case.model, case.loss_of, [0], partition, [0.01] * len(partition))
+    with attach(case.model, partition, 0.01) as engine:
+        engine.backward(case.loss_of(0)[None])
+    assert_equal(gradients(case.model), truth.sums)
+
+
+def test_roberta_makes_positions_for_each_row_from_its_padding(double):
+    case = make_case("roberta")
+    torch.testing.assert_close(case.losses(explicit=False), case.losses(), rtol=1e-14, atol=0)
+    partition = per_layer(case.model)
+    results = []
+    for explicit in (True, False):
+        case.model.zero_grad()
+        with attach(case.model, partition, 0.05) as engine:
+            engine.backward(case.losses(explicit))
+        results.append(gradients(case.model))
+    assert_equal(*results)
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+def test_a_model_that_lays_all_tokens_end_to_end_is_refused(double):
+    """OPT's feed-forward layers see (B·T, d), where no example can be told from the next."""
+    shape = {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "ffn_dim": 24,
+        "max_position_embeddings": 12,
+        "word_embed_proj_dim": 16,
+    }
+    case = make_case("gpt2_tied", architecture="opt", shape=shape)
+    for make_partition in (flat, per_layer):
+        with attach(case.model, make_partition(case.model), 0.5) as engine, pytest.raises(UserError):
+            engine.backward(case.losses())
+
+
+@pytest.mark.parametrize("trains", ["attention", "bias", "lora"])
+def test_frozen_parameters_get_no_gradient(double, trains):
+    case = make_case("roberta", trains=trains)
+    found = found_by(case)
+    assert found.keys() == {name for name, p in case.model.named_parameters() if p.requires_grad}
+    assert not any("embeddings.word_embeddings" in name for name in found)
+
+
+def test_a_tied_head_is_one_group_and_an_untied_one_two(double):
+    tied, untied = (per_layer(make_case(name).model) for name in ("gpt2_tied", "gpt2_untied"))
+    assert ("transformer.wte", "lm_head") in [group.layers for group in tied]
+    assert {("transformer.wte",), ("lm_head",)} < {group.layers for group in untied}

@@ -1,0 +1,187 @@
+"""GLUE's own tsv files: by the names of the header, with labels as on the hub, and nothing skipped in silence."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.data.glue import GLUE, load_glue, read_glue_tsv
+from groupwise.errors import UserError
+
+MNLI_COLUMNS = ("index", "promptID", "pairID", "genre", "b1", "b2", "p1", "p2", "sentence1", "sentence2", "label1")
+
+
+def write(path: Path, *rows: tuple[str, ...], ending: str = "\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes("".join("\t".join(row) + ending for row in rows).encode())
+    return path
+
+
+def sst2(root: Path, folder: str = "glue/SST-2") -> Path:
+    write(root / folder / "train.tsv", ("sentence", "label"), ('a "fine film ', "1"), ("dull", "0"), ("warm ", "1"))
+    write(root / folder / "dev.tsv", ("sentence", "label"), ("bleak ", "0"))
+    return root
+
+
+def mnli_row(first: str, second: str, label: str, columns: int) -> tuple[str, ...]:
+    return (
+        "0",
+        "1",
+        "1e",
+        "fiction",
+        "( a )",
+        "( b )",
+        "(R a)",
+        "(R b)",
+        first,
+        second,
+        *["-"] * (columns - 11),
+        label,
+    )
+
+
+def mnli_header(columns: int) -> tuple[str, ...]:
+    return (*MNLI_COLUMNS, *(f"label{i}" for i in range(2, columns - 10)), "gold_label")
+
+
+def refused(path: Path, task: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read_glue_tsv(path, GLUE[task])
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message
+    return message
+
+
+def real_data() -> Path:
+    if "GROUPWISE_DATA" not in os.environ:
+        pytest.skip("GROUPWISE_DATA (a folder with glue/) is not set")
+    return Path(os.environ["GROUPWISE_DATA"])
+
+
+def test_sst2_is_read_without_quoting_and_stripped(tmp_path):
+    data = load_glue("sst2", sst2(tmp_path), hub="none")
+    assert data.train.texts == [('a "fine film', None), ("dull", None), ("warm", None)]
+    assert data.train.labels == [1, 0, 1] and len(data.train) == 3
+    assert data.valid[""].texts == [("bleak", None)] and data.valid[""].labels == [0]
+    assert data.classes == ("negative", "positive")
+    assert data.source == "GLUE SST-2, tsv files (training: train.tsv)"
+
+
+def test_the_fingerprints_are_the_files(tmp_path):
+    sha256 = load_glue("sst2", sst2(tmp_path), hub="none").sha256
+    files = ["glue/SST-2/train.tsv", "glue/SST-2/dev.tsv"]
+    assert sha256 == {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in files}
+
+
+def test_the_root_may_be_the_glue_folder(tmp_path):
+    assert len(load_glue("sst2", sst2(tmp_path, "SST-2"), hub="none").train) == 3
+
+
+def test_columns_are_found_by_name_whatever_their_order(tmp_path):
+    path = write(tmp_path / "dev.tsv", ("label", "x", "sentence", "question"), ("not_entailment", "", "s", "q"))
+    part, dropped = read_glue_tsv(path, GLUE["qnli"])
+    assert (part.texts, part.labels, dropped) == ([("q", "s")], [1], 0)
+
+
+def test_windows_line_ends_change_nothing(tmp_path):
+    path = write(tmp_path / "dev.tsv", ("sentence", "label"), ("good", "1"), ending="\r\n")
+    assert read_glue_tsv(path, GLUE["sst2"])[0].labels == [1]
+
+
+def test_qqp_drops_the_broken_rows_that_its_published_file_has(tmp_path):
+    header = ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")
+    rows = [header, ("1", "2", "3", "a?", "b?", "0"), ("", "half a row?", "0"), ("4", "5", "6", "c?", "c!", "1")]
+    write(tmp_path / "QQP" / "train.tsv", *rows)
+    write(tmp_path / "QQP" / "dev.tsv", *rows[:2])
+    data = load_glue("qqp", tmp_path, hub="none")
+    assert data.train.texts == [("a?", "b?"), ("c?", "c!")] and data.train.labels == [0, 1]
+    assert data.source.endswith("; 1 incomplete rows of train.tsv dropped")
+
+
+def test_mnli_has_two_validation_sets_and_drops_what_has_no_gold_label(tmp_path):
+    for name, columns in (("train", 12), ("dev_matched", 16), ("dev_mismatched", 16)):
+        labels = ["entailment", "neutral", "contradiction"] + ["-"] * (name == "dev_matched")
+        rows = [mnli_row(name, f"h{i}", label, columns) for i, label in enumerate(labels)]
+        write(tmp_path / "MNLI" / f"{name}.tsv", mnli_header(columns), *rows)
+    data = load_glue("mnli", tmp_path, hub="none")
+    assert data.train.labels == [0, 1, 2] and data.train.texts[2] == ("train", "h2")
+    assert list(data.valid) == ["", "mismatched"]
+    assert data.valid[""].texts[0][0] == "dev_matched" and data.valid["mismatched"].texts[0][0] == "dev_mismatched"
+    assert data.source.endswith("; 1 rows without an agreed label of dev_matched.tsv dropped")
+
+
+def test_another_training_file_can_be_named(tmp_path):
+    sst2(tmp_path)
+    write(tmp_path / "glue/SST-2/small.tsv", ("sentence", "label"), ("ok", "1"))
+    data = load_glue("sst2", tmp_path, hub="none", train_file="small.tsv")
+    assert data.train.texts == [("ok", None)]
+    assert "glue/SST-2/small.tsv" in data.sha256 and "glue/SST-2/train.tsv" not in data.sha256
+
+
+@pytest.mark.parametrize("gone", ["train.tsv", "dev.tsv"])
+def test_a_missing_file_is_named_and_the_hub_is_not_asked(tmp_path, gone, monkeypatch):
+    import groupwise.data.glue_hub as glue_hub
+
+    monkeypatch.setattr(glue_hub, "load_from_hub", lambda *_: pytest.fail("the hub was asked"))
+    (sst2(tmp_path) / "glue/SST-2" / gone).unlink()
+    with pytest.raises(UserError, match=f"{gone} is missing; .*data.train_file"):
+        load_glue("sst2", tmp_path, hub="none")
+
+
+def test_a_training_file_without_its_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data.train_file=x.tsv was given, but the folder .*glue/SST-2 is not there"):
+        load_glue("sst2", tmp_path, hub="none", train_file="x.tsv")
+
+
+def test_a_missing_column_is_named(tmp_path):
+    message = refused(write(tmp_path / "dev.tsv", ("sentence", "labels"), ("good", "1")), "sst2")
+    assert "line 1 has no column label" in message
+
+
+def test_a_short_row_is_named_by_its_line(tmp_path):
+    message = refused(write(tmp_path / "dev.tsv", ("sentence", "label"), ("good", "1"), ("bad",)), "sst2")
+    assert "line 3 has 1 columns, but the header has 2" in message
+
+
+@pytest.mark.parametrize("label", ["2", "", "-"])
+def test_an_unknown_label_is_named_by_its_line(tmp_path, label):
+    message = refused(write(tmp_path / "dev.tsv", ("sentence", "label"), ("good", label)), "sst2")
+    assert f"line 2 has the label {label!r}" in message and "0, 1" in message
+
+
+def test_an_empty_or_undecodable_file_is_refused(tmp_path):
+    assert "holds no example" in refused(write(tmp_path / "dev.tsv", ("sentence", "label")), "sst2")
+    (tmp_path / "latin.tsv").write_bytes("sentence\tlabel\ncafé\t1\n".encode("latin-1"))
+    assert "is not UTF-8" in refused(tmp_path / "latin.tsv", "sst2")
+
+
+def test_the_real_sst2_in_less_than_a_second():
+    root = real_data()
+    start = time.process_time()
+    data = load_glue("sst2", root, hub="none")
+    assert time.process_time() - start < 1.0
+    assert (len(data.train), len(data.valid[""])) == (67_349, 872)
+    assert (data.train.labels.count(0), data.train.labels.count(1)) == (29_780, 37_569)
+    assert data.valid[""].texts[0] == ("it 's a charming and often affecting journey .", None)
+
+
+def test_the_real_qnli():
+    data = load_glue("qnli", real_data(), hub="none", train_file="train_subset2k.tsv")
+    assert (len(data.train), len(data.valid[""])) == (2_000, 5_463)
+    assert (data.valid[""].labels.count(0), data.valid[""].labels.count(1)) == (2_702, 2_761)
+
+
+def test_the_real_qqp_and_mnli():
+    folder = real_data() / "glue"
+    qqp, dropped = read_glue_tsv(folder / "QQP/dev.tsv", GLUE["qqp"])
+    assert (len(qqp), qqp.labels.count(0), dropped) == (40_430, 25_545, 0)
+    for name, count in (("matched", 9_815), ("mismatched", 9_832)):
+        part, dropped = read_glue_tsv(folder / f"MNLI/dev_{name}.tsv", GLUE["mnli"])
+        assert (len(part), dropped, set(part.labels)) == (count, 0, {0, 1, 2})
+
+
+def test_the_real_folder_without_a_training_file_says_so():
+    with pytest.raises(UserError, match=r"MNLI/train.tsv is missing"):
+        load_glue("mnli", real_data(), hub="none")

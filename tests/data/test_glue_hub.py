@@ -1,0 +1,173 @@
+"""GLUE in the hub's own layout: from a local folder, and one sentence at once where there is no network."""
+
+import hashlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from groupwise.data.glue import GLUE, load_glue
+from groupwise.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+NOWHERE = "http://127.0.0.1:9"  # nothing listens on this port
+
+ROWS = {
+    "sst2": {"sentence": ["fine ", "dull", "warm"], "label": [1, 0, 1]},
+    "qnli": {"question": ["q?", "r?", "s?"], "sentence": ["a", "b", "c"], "label": [0, 1, 0]},
+    "qqp": {"question1": ["q?", "r?", "s?"], "question2": ["a?", "b?", "c?"], "label": [0, 1, 0]},
+    "mnli": {"premise": ["p", "q", "r"], "hypothesis": ["a", "b", "c"], "label": [0, 1, 2]},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_library_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", NOWHERE)
+
+
+def hub_folder(root: Path, task: str, rows: dict | None = None, classes: tuple[str, ...] | None = None) -> Path:
+    """A folder as the hub has it: parquet files for each configuration, and a README that lists them."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    rows, classes = rows or ROWS[task], classes or GLUE[task].classes
+    splits = ["train", *GLUE[task].hub_valid.values()]
+    table = pa.table(rows | {"idx": list(range(len(rows["label"])))})
+    (root / task).mkdir(parents=True)
+    files = []
+    for split in splits:
+        parquet.write_table(table, root / task / f"{split}-00000-of-00001.parquet")
+        files.append({"split": split, "path": f"{task}/{split}-*"})
+    names = "".join(f"            '{label}': {name}\n" for label, name in enumerate(classes))
+    texts = "".join(f"  - name: {name}\n    dtype: string\n" for name in rows if name != "label")
+    (root / "README.md").write_text(
+        "---\ndataset_info:\n- config_name: " + task + "\n  features:\n" + texts + "  - name: label\n    dtype:\n"
+        "      class_label:\n        names:\n" + names + "  - name: idx\n    dtype: int64\n"
+        "configs:\n- config_name: " + task + "\n  data_files:\n"
+        + "".join(f"  - split: {file['split']}\n    path: {file['path']}\n" for file in files)
+        + "---\n\n# GLUE\n"
+    )  # fmt: skip
+    return root
+
+
+def refused(root: Path, task: str, hub: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_glue(task, root, hub=hub)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_a_local_folder_in_the_hubs_layout_is_read(tmp_path, task, capfd):
+    folder = hub_folder(tmp_path / "copy", task)
+    data = load_glue(task, tmp_path / "data", hub=str(folder))
+    first, *second = (values for name, values in ROWS[task].items() if name != "label")
+    assert data.train.texts == [(a.strip(), *(b[i] for b in second or [[None] * 3])) for i, a in enumerate(first)]
+    assert data.train.labels == ROWS[task]["label"]
+    assert list(data.valid) == list(GLUE[task].valid) and data.classes == GLUE[task].classes
+    assert data.source == f"GLUE {task}, from copy by the datasets library"
+    captured = capfd.readouterr()
+    assert captured.out == "" and "%" not in captured.err
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_the_fingerprint_is_of_the_examples(tmp_path):
+    sha256 = load_glue("sst2", tmp_path, hub=str(hub_folder(tmp_path / "copy", "sst2"))).sha256
+    content = json.dumps([[["fine", None], ["dull", None], ["warm", None]], [1, 0, 1]]).encode()
+    assert sha256["copy/sst2/train"] == hashlib.sha256(content).hexdigest()
+    assert list(sha256) == ["copy/sst2/train", "copy/sst2/validation"]
+
+
+def test_a_changed_local_folder_is_read_again(tmp_path):
+    load_glue("sst2", tmp_path, hub=str(hub_folder(tmp_path / "copy", "sst2")))
+    (tmp_path / "copy").rename(tmp_path / "old")
+    changed = ROWS["sst2"] | {"label": [0, 0, 0]}
+    data = load_glue("sst2", tmp_path, hub=str(hub_folder(tmp_path / "copy", "sst2", changed)))
+    assert data.train.labels == [0, 0, 0]
+
+
+def test_tsv_files_come_first(tmp_path):
+    (tmp_path / "glue" / "SST-2").mkdir(parents=True)
+    for name in ("train", "dev"):
+        (tmp_path / "glue" / "SST-2" / f"{name}.tsv").write_text("sentence\tlabel\nfrom a file\t1\n")
+    data = load_glue("sst2", tmp_path, hub=str(hub_folder(tmp_path / "copy", "sst2")))
+    assert data.train.texts == [("from a file", None)]
+
+
+def test_without_a_network_the_message_names_both_ways_out_at_once(tmp_path):
+    start = time.perf_counter()
+    message = refused(tmp_path, "sst2", "nyu-mll/glue")
+    assert time.perf_counter() - start < 10
+    assert "nyu-mll/glue on the Hugging Face hub cannot be reached" in message and "refused" in message
+    assert f"put GLUE's tsv files into {tmp_path / 'glue' / 'SST-2'}" in message
+    assert "give this machine access to the hub" in message
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """In place of the library's loader: notes how it was called, and whether the library was offline then."""
+    calls = []
+
+    def load_dataset(*arguments, split, **options):
+        calls.append((arguments, split, options, datasets.config.HF_HUB_OFFLINE))
+        return [datasets.Dataset.from_dict(ROWS["sst2"])] * len(split)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+def test_a_hub_that_answers_is_asked(tmp_path, monkeypatch, stub):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # it answers 501, which will do
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        data = load_glue("sst2", tmp_path, hub="nyu-mll/glue")
+        server.shutdown()
+    assert stub == [(("nyu-mll/glue", "sst2"), ["train", "validation"], {}, False)]
+    assert data.source == "GLUE sst2, from nyu-mll/glue by the datasets library"
+    assert list(data.sha256) == ["nyu-mll/glue/sst2/train", "nyu-mll/glue/sst2/validation"]
+
+
+def test_what_was_downloaded_before_needs_no_hub(tmp_path, stub):
+    assert load_glue("sst2", tmp_path, hub="nyu-mll/glue").train.labels == [1, 0, 1]
+    assert stub[0][-1] is True and datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_offline_mode_is_respected(tmp_path, monkeypatch):
+    import huggingface_hub.utils as hub_utils
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_utils, "get_session", lambda: pytest.fail("the hub was asked"))
+    assert "cannot be reached (HF_HUB_OFFLINE" in refused(tmp_path, "qnli", "nyu-mll/glue")
+
+
+def test_a_folder_that_is_no_copy_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    message = refused(tmp_path, "sst2", str(tmp_path / "other"))
+    assert "cannot be read from" in message and "put GLUE's tsv files into" in message
+
+
+def test_a_missing_column_is_named(tmp_path):
+    folder = hub_folder(tmp_path / "copy", "sst2", {"text": ["a", "b"], "label": [0, 1]})
+    assert "has no column sentence" in refused(tmp_path, "sst2", str(folder))
+
+
+def test_classes_in_another_order_are_refused(tmp_path):
+    folder = hub_folder(tmp_path / "copy", "sst2", classes=("positive", "negative"))
+    assert "has the classes positive, negative" in refused(tmp_path, "sst2", str(folder))
+
+
+def test_a_row_without_a_label_is_named(tmp_path):
+    folder = hub_folder(tmp_path / "copy", "sst2", {"sentence": ["a", "b"], "label": [0, -1]})
+    assert "row 1 has the label -1" in refused(tmp_path, "sst2", str(folder))
+
+
+def test_progress_bars_are_put_back(tmp_path):
+    datasets.enable_progress_bars()
+    load_glue("sst2", tmp_path, hub=str(hub_folder(tmp_path / "copy", "sst2")))
+    assert datasets.utils.is_progress_bar_enabled()

@@ -1,0 +1,86 @@
+"""SAMSum's files, in the paper's instruction format."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from groupwise.data.samsum import load_samsum, read_samsum_json
+from groupwise.data.text_examples import Request
+from groupwise.errors import UserError
+
+ROW = {"id": "7", "summary": "B is late.", "dialogue": "A: where are you?\r\nB: late"}
+SOURCE = "Summarize the following dialogue\nA: where are you?\nB: late\nTL;DR"
+
+
+def write(root: Path, name: str, *rows: dict) -> Path:
+    (root / "samsum").mkdir(exist_ok=True)
+    (root / "samsum" / name).write_text(json.dumps(rows))
+    return root / "samsum" / name
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_samsum_json(path)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message
+    return message
+
+
+def test_a_dialogue_stands_between_instruction_and_delimiter(tmp_path):
+    for name in ("train.json", "val.json", "test.json"):
+        write(tmp_path, name, ROW)
+    data = load_samsum(tmp_path)
+    assert data.train == [(SOURCE, "B is late.")]
+    assert data.valid == data.test == [Request(SOURCE, ("B is late.",))]
+    assert list(data.sha256) == ["samsum/train.json", "samsum/val.json", "samsum/test.json"]
+    assert data.source == "SAMSum, json files (training: train.json)"
+
+
+def test_equal_dialogues_stay_apart(tmp_path):
+    for name in ("few.json", "val.json", "test.json"):
+        write(tmp_path, name, ROW, ROW | {"id": "8", "summary": "Late."})
+    data = load_samsum(tmp_path, "few.json")
+    assert len(data.train) == len(data.valid) == len(data.test) == 2
+    assert "samsum/few.json" in data.sha256
+
+
+def test_a_row_without_a_dialogue_is_dropped_and_counted(tmp_path):
+    write(tmp_path, "train.json", ROW, ROW | {"dialogue": " \r\n"})
+    write(tmp_path, "val.json", ROW)
+    write(tmp_path, "test.json", ROW)
+    data = load_samsum(tmp_path)
+    assert len(data.train) == 1
+    assert data.source.endswith("; 1 rows of train.json without a dialogue dropped")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (ROW | {"summary": " "}, "row 7 has an empty summary"),
+        ({"id": "7", "summary": "a"}, "row 7 has no dialogue"),
+        ({"dialogue": "a"}, "row number 1 has no summary"),
+        (ROW | {"dialogue": ["a"]}, "row 7 has no dialogue"),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path, row, words):
+    assert words in refused(write(tmp_path, "train.json", ROW, row))
+
+
+def test_a_file_without_any_dialogue_is_refused(tmp_path):
+    assert "holds no row with a dialogue" in refused(write(tmp_path, "val.json", ROW | {"dialogue": ""}))
+
+
+def test_a_missing_file_says_what_belongs_there(tmp_path):
+    with pytest.raises(UserError, match=r"samsum/train.json is missing; put .*val.json.*paths.data=FOLDER"):
+        load_samsum(tmp_path)
+
+
+def test_the_real_samsum():
+    if "GROUPWISE_DATA" not in os.environ:
+        pytest.skip("GROUPWISE_DATA (a folder with samsum/) is not set")
+    data = load_samsum(Path(os.environ["GROUPWISE_DATA"]))
+    assert (len(data.train), len(data.valid), len(data.test)) == (14_731, 818, 819)
+    assert not any("\r" in source or "\r" in target for source, target in data.train)
+    assert data.source == "SAMSum, json files (training: train.json)"

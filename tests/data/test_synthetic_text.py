@@ -1,0 +1,70 @@
+"""Made-up data: the same everywhere, of the promised size, and nothing in two sets."""
+
+from collections import Counter
+
+import pytest
+
+from groupwise.data.glue import GLUE
+from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
+from groupwise.errors import UserError
+
+SHA256 = {
+    "sst2": "5d8014be698d6032a5b69a9670fc355f134c9d55903435ebb81eca9e9a52efe9",
+    "qnli": "a442c3c3c0e0df5b6a9472f61980075b9cb33e16c1682b31d6fee102426a32e6",
+    "qqp": "8cb89543b42b3d821bf209e02e2a514bd859e17f1549b28932b6e9a85f4a51f1",
+    "mnli": "037d5f490cc7f3257924d08abb290bdb30bc3c00f1a22252d41d4e7fd5932d17",
+    "e2e": "5e39c8fbcfae711ef02df014f0d1de1e8b0512bcd5a5fdf31b9a7a06b87c4517",
+    "dart": "ae3f9bfbd6bdc7865e880bdbbc0d4a40d343abf0b7203903bb6379d6410d7bfd",
+    "samsum": "597425e79089bd9bd8d5553718838ffdc581ccdda2625a83862281ae77a97a50",
+}
+"""Of all examples with seed 0: another machine, or another Python, makes up the very same ones."""
+
+LABELLED, PAIRED = ("sst2", "qnli", "qqp", "mnli"), {"e2e": 4, "dart": 2, "samsum": 1}
+
+
+@pytest.mark.parametrize("task", SHA256)
+def test_the_content_is_the_same_on_every_machine(task):
+    data = synthetic_labelled(task) if task in LABELLED else synthetic_paired(task)
+    assert data.sha256 == {f"synthetic/{task}": SHA256[task]}
+    assert data.source == "made up by groupwise from templates (seed 0)"
+
+
+@pytest.mark.parametrize("task", LABELLED)
+def test_labelled_texts_are_many_balanced_and_different(task):
+    data = synthetic_labelled(task)
+    assert data.classes == GLUE[task].classes and list(data.valid) == list(GLUE[task].valid)
+    assert len(data.train) == 2000 and {len(part) for part in data.valid.values()} == {200}
+    for part in (data.train, *data.valid.values()):
+        shares = Counter(part.labels)
+        assert set(shares) == set(range(len(data.classes))) and max(shares.values()) - min(shares.values()) <= 1
+        assert part.labels[:50] != sorted(part.labels[:50])
+    texts = [texts for part in (data.train, *data.valid.values()) for texts in part.texts]
+    assert len(set(texts)) == len(texts)
+    assert all((second is None) == (task == "sst2") for _, second in texts)
+    assert all(side == side.strip() != "" for pair in texts for side in pair if side is not None)
+
+
+@pytest.mark.parametrize("task", PAIRED)
+def test_pairs_are_many_and_no_source_is_in_two_sets(task):
+    data = synthetic_paired(task)
+    assert len(data.train) == 2000 and len(data.valid) == len(data.test) == 100
+    rows = Counter(source for source, _ in data.train)
+    assert set(rows.values()) == {PAIRED[task]}
+    asked = [request.source for request in (*data.valid, *data.test)]
+    assert len(set(asked)) == 200 and not set(asked) & set(rows)
+    assert {len(set(request.references)) for request in (*data.valid, *data.test)} == {PAIRED[task]}
+    assert all(text == text.strip() != "" for pair in data.train for text in pair)
+
+
+@pytest.mark.parametrize("make", [synthetic_labelled, synthetic_paired])
+def test_another_seed_makes_other_examples(make):
+    task = "qqp" if make is synthetic_labelled else "samsum"
+    assert make(task) == make(task)
+    assert make(task, seed=1).train != make(task).train
+    assert make(task, seed=1).source.endswith("(seed 1)")
+
+
+@pytest.mark.parametrize("make", [synthetic_labelled, synthetic_paired])
+def test_an_unknown_task_is_told(make):
+    with pytest.raises(UserError, match=r"task=cola .*choose one of"):
+        make("cola")

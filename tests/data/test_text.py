@@ -1,0 +1,116 @@
+"""Tasks by name; a share held out, a smaller choice: fixed, and nothing on both sides."""
+
+from collections import Counter
+
+import pytest
+
+from groupwise.data import text
+from groupwise.data.text import (
+    Labelled,
+    LabelledText,
+    PairedText,
+    Request,
+    hold_out,
+    keep,
+    load_labelled,
+    load_paired,
+    synthetic_labelled,
+    synthetic_paired,
+)
+from groupwise.errors import UserError
+
+
+@pytest.fixture
+def labelled() -> LabelledText:
+    train = Labelled([(f"text {i}", None) for i in range(100)], [i % 2 for i in range(100)])
+    other = Labelled([("other", None)], [0])
+    return LabelledText(train, {"": other, "mismatched": other}, ("no", "yes"), "made here", {"a": "b"})
+
+
+@pytest.fixture
+def paired() -> PairedText:
+    train = [(f"source {i % 37}", f"target {i}") for i in range(100)]
+    return PairedText(train, [Request("v", ("w",))], [Request("t", ("u",))], "made here", {"a": "b"})
+
+
+def test_tasks_are_loaded_by_name(tmp_path, monkeypatch):
+    (tmp_path / "SST-2").mkdir()
+    for name in ("train", "dev"):
+        (tmp_path / "SST-2" / f"{name}.tsv").write_text("sentence\tlabel\nfine\t1\n")
+    assert load_labelled("sst2", tmp_path, hub="none").train.labels == [1]
+    monkeypatch.setitem(text.PAIRED, "e2e", lambda root, train_file: (root, train_file))
+    assert load_paired("e2e", tmp_path, train_file="x") == (tmp_path, "x")
+
+
+@pytest.mark.parametrize("load", [lambda name, root: load_labelled(name, root, hub="none"), load_paired])
+def test_an_unknown_task_is_told(load, tmp_path):
+    with pytest.raises(UserError, match=r"task=cola .*choose one of"):
+        load("cola", tmp_path)
+
+
+def test_a_share_of_labelled_texts_is_held_out(labelled):
+    split = hold_out(labelled, 0.2)
+    assert list(split.valid) == [""] and len(split.valid[""]) == 20 and len(split.train) == 80
+    both = [*split.train.texts, *split.valid[""].texts]
+    assert sorted(both) == sorted(labelled.train.texts)
+    truth = dict(zip(labelled.train.texts, labelled.train.labels, strict=True))
+    for part in (split.train, split.valid[""]):
+        assert part.labels == [truth[texts] for texts in part.texts]
+    assert split.train.texts == [texts for texts in labelled.train.texts if texts in set(split.train.texts)]
+    assert split.source == "made here; 0.2 of the training set held out to validate on (seed 0)"
+    assert split.sha256 == labelled.sha256 and split.classes == labelled.classes
+
+
+def test_held_out_pairs_share_no_source_with_the_others(paired):
+    split = hold_out(paired, 0.2)
+    held = [(request.source, target) for request in split.valid for target in request.references]
+    assert not {source for source, _ in split.train} & {source for source, _ in held}
+    assert Counter(split.train) + Counter(held) == Counter(paired.train)
+    assert 20 <= len(held) <= 22  # whole sources of two or three rows
+    assert split.test == paired.test
+
+
+def test_the_split_is_fixed_by_the_seed(labelled, paired):
+    assert hold_out(labelled, 0.3) == hold_out(labelled, 0.3) != hold_out(labelled, 0.3, seed=1)
+    assert hold_out(paired, 0.3) == hold_out(paired, 0.3) != hold_out(paired, 0.3, seed=1)
+    assert hold_out(labelled, 0.05).valid[""].texts == [(f"text {i}", None) for i in (7, 8, 11, 23, 48)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 1.0, 1.5, -0.2])
+def test_a_share_that_leaves_a_side_empty_is_refused(labelled, paired, share):
+    for data in (labelled, paired):
+        with pytest.raises(UserError, match=f"data.holdout={share}"):
+            hold_out(data, share)
+
+
+def test_a_single_source_cannot_be_split():
+    data = PairedText([("s", "a"), ("s", "b")], [], [], "", {})
+    with pytest.raises(UserError, match=r"data.holdout=0.5 leaves no source"):
+        hold_out(data, 0.5)
+
+
+def test_a_choice_keeps_order_and_is_part_of_a_larger_one(labelled, paired):
+    few, more = keep(labelled, 10), keep(labelled, 30)
+    assert (len(few.train), len(more.train)) == (10, 30)
+    assert set(few.train.texts) < set(more.train.texts)
+    order = [labelled.train.texts.index(texts) for texts in more.train.texts]
+    assert order == sorted(order) != list(range(30))
+    assert more.train.labels == [labelled.train.labels[i] for i in order]
+    assert few.valid == labelled.valid
+    assert few.source == "made here; 10 of 100 training examples kept (seed 0)"
+    assert keep(paired, 10).train == [paired.train[labelled.train.texts.index(texts)] for texts in few.train.texts]
+    assert keep(labelled, 10) != keep(labelled, 10, seed=1)
+
+
+def test_no_choice_where_all_fit(labelled, paired):
+    assert keep(labelled, 100) is labelled and keep(paired, 200) is paired
+
+
+def test_a_limit_below_one_is_refused(labelled):
+    with pytest.raises(UserError, match=r"data.train_limit=0 leaves no example"):
+        keep(labelled, 0)
+
+
+def test_made_up_texts_can_be_split_and_cut():
+    assert len(keep(hold_out(synthetic_labelled("mnli"), 0.2), 100).train) == 100
+    assert len(keep(hold_out(synthetic_paired("e2e"), 0.2), 100).train) == 100

@@ -1,0 +1,51 @@
+"""A file that cannot be read is named in one sentence."""
+
+import os
+
+import pytest
+
+from groupwise.data.text_files import read_json_list, read_text
+from groupwise.errors import UserError
+
+
+def test_a_byte_order_mark_is_left_out(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
+    assert read_text(tmp_path / "a.txt", "put it there") == "café\r\n"
+
+
+def test_a_missing_file_comes_with_advice(tmp_path):
+    with pytest.raises(UserError, match=r"gone.txt is missing; put it there\.$"):
+        read_text(tmp_path / "gone.txt", "put it there")
+    with pytest.raises(UserError, match="is missing"):
+        read_text(tmp_path, "put it there")
+
+
+def test_what_is_not_utf8_is_told(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"a.txt is not UTF-8 \(byte 3\)"):
+        read_text(tmp_path / "a.txt", "put it there")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_told(tmp_path):
+    (tmp_path / "a.txt").touch(mode=0)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_text(tmp_path / "a.txt", "put it there")
+
+
+def test_a_list_of_objects_is_read(tmp_path):
+    (tmp_path / "a.json").write_text('[{"a": 1}, {"b": "c"}]')
+    assert read_json_list(tmp_path / "a.json", "put it there") == [{"a": 1}, {"b": "c"}]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '["a"]', "3"])
+def test_json_of_another_form_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=r"a.json holds no list of objects"):
+        read_json_list(tmp_path / "a.json", "put it there")
+
+
+def test_truncated_json_is_refused_with_the_line(tmp_path):
+    (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": ')
+    with pytest.raises(UserError, match=r"a.json is not JSON \(line 2: .*truncated"):
+        read_json_list(tmp_path / "a.json", "put it there")

@@ -1,0 +1,151 @@
+"""Language tasks through the whole program: every mode at scale=smoke, exports, prompts, and what is refused."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.errors import UserError
+from groupwise.launch.compose import compose_run
+from groupwise.launch.run import run
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSIFICATION, GENERATION = ("sst2", "qnli", "qqp", "mnli"), ("e2e", "dart", "samsum")
+MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer")
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n\n" * 400
+
+
+def smoke(tmp_path: Path, task: str, *overrides: str):
+    return compose_run([f"task={task}", "scale=smoke", f"paths.results={tmp_path}", *overrides], ROOT / "conf")
+
+
+def folder_of(tmp_path: Path) -> Path:
+    (folder,) = (tmp_path / "runs").iterdir()
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("task", [*CLASSIFICATION, *GENERATION])
+def test_every_task_trains_in_every_mode_in_seconds(tmp_path, task, mode, capsys):
+    began = time.process_time()
+    row = run(smoke(tmp_path, task, f"clip={mode}"))
+    assert time.process_time() - began < 60
+    folder = folder_of(tmp_path)
+    assert (folder / "DONE").exists() and row["plan.steps"] == 4
+    assert row["plan.private"] is (mode != "none")
+    if mode != "none":
+        assert row["plan.spent_epsilon"] <= 8.0
+    assert "made up by groupwise" in capsys.readouterr().out
+    if task in CLASSIFICATION:
+        assert 0 <= row["valid/accuracy"] <= 100
+        assert ("valid/accuracy_mismatched" in row) == (task == "mnli")
+    else:
+        assert {"valid/perplexity", "test/perplexity", "test/rougeL"} <= row.keys()
+        lines = (folder / "outputs-test.jsonl").read_text().splitlines()
+        assert len(lines) == 4 and {"source", "output", "references"} == json.loads(lines[0]).keys()
+
+
+@pytest.mark.parametrize("task", ["mnli", "e2e"])
+def test_flat_and_ghost_and_any_microbatch_are_the_same_run(tmp_path, task):
+    same = [
+        "model.dropout=0",
+        "model.attention_dropout=0",
+        "debug.noise_seed=3",
+        "clip.formula=materialize",
+        "privacy.epsilon=50",
+    ]
+    losses = [
+        run(smoke(tmp_path, task, *same, mode, f"train.microbatch={size}"))["valid/loss"]
+        for mode, size in (("clip=flat", 64), ("clip=flat", 3), ("clip=ghost", 5))
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def test_learning_is_real(tmp_path):
+    """The made-up sentiment is learned, without privacy, by a small model in seconds."""
+    row = run(
+        smoke(tmp_path, "sst2", "clip=none", "data.train_limit=1000", "train.steps=60", "optim.learning_rate=5e-3")
+    )
+    assert row["valid/accuracy"] > 65  # 50 is chance
+
+
+def test_delta_and_batch_follow_the_number_of_examples(tmp_path):
+    row = run(smoke(tmp_path, "sst2", "clip=flat", "train.steps=1", "data.train_limit=80"))
+    assert row["plan.delta"] == pytest.approx(80**-1.1)
+    assert row["plan.expected_batch_size"] == 20  # a quarter
+
+
+def test_a_pretrained_model_is_exported_and_fine_tuned(tmp_path, capsys):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    for task, then in (("pretrain_masked", "sst2"), ("pretrain_causal", "samsum")):
+        made = tmp_path / task
+        row = run(smoke(tmp_path, task, "clip=none", f"data.corpus={corpus}", f"export={made}"))
+        assert row["valid/perplexity"] > 1
+        told = json.loads((made / "provenance.json").read_text())
+        assert told["hash"] == row["hash"] and told["data"]["sha256"] and told["sha256"]["model.safetensors"]
+        assert told["config"]["seed"] == 0
+        done = run(
+            smoke(tmp_path, then, f"model={told['config']['model.name']}", f"model.source={made}", "train.steps=1")
+        )
+        assert done["model.fresh"] is False
+    assert "Exported" in capsys.readouterr().out
+
+
+def test_pretraining_learns(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    row = run(smoke(tmp_path, "pretrain_causal", "clip=none", f"data.corpus={corpus}", "train.steps=40"))
+    assert row["valid/perplexity"] < 30  # of 8,257 tokens
+
+
+def test_in_context_trains_nothing_and_says_that_it_is_not_private(tmp_path, capsys):
+    row = run(smoke(tmp_path, "samsum", "clip=none", "eval.shots=2", "eval.prompt_set=1"))
+    assert row["plan.private"] is False and row["plan.steps"] == 0 and "test/rouge1" in row
+    assert "NOT PRIVATE" in capsys.readouterr().out
+    assert (folder_of(tmp_path) / "outputs-test.jsonl").exists()
+
+
+def test_lora_in_bfloat16_over_frozen_halves(tmp_path):
+    row = run(
+        smoke(
+            tmp_path, "samsum", "clip=flat", "train.precision=bfloat16", "model.frozen_dtype=bfloat16", "train.steps=2"
+        )
+    )
+    weights = torch.load(folder_of(tmp_path) / "model.pt", weights_only=True)
+    kinds = {("lora" in name, value.dtype) for name, value in weights.items()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)} and row["test/rouge1"] >= 0
+
+
+REFUSED = [
+    ("sst2", "data.name=files paths.data=nowhere data.hub=nowhere/at-all", "nowhere"),
+    ("qnli", "data.name=files paths.data={data}", "train.tsv"),
+    ("e2e", "data.name=files paths.data=nowhere", "e2e"),
+    ("samsum", "data.name=files paths.data=nowhere", "samsum"),
+    ("sst2", "data.max_length=300", "longer than the model"),
+    ("e2e", "data.max_length=2000", "longer than the model"),
+    ("samsum", "model.lora.targets=[c_atn]", "c_atn"),
+    ("sst2", "model.tokenizer=pretrained/gpt2_mini +model.shape.vocab_size=100", "embeds only 100"),
+    ("sst2", "model=hub model.source=nobody/nothing-of-the-kind", "nobody/nothing-of-the-kind"),
+    ("e2e", "model=roberta_tiny", "predicts no next token"),
+    ("sst2", "model=wrn", "cannot read text"),
+    ("cifar", "export=folder", "language models"),
+    ("cifar", "clip=none eval.shots=1", "generate text"),
+    ("sst2", "clip=none eval.shots=1", "generate text"),
+    ("pretrain_masked", "clip=none data.corpus=nowhere", "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("task", "overrides", "words"), REFUSED)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch, task, overrides, words):
+    data = tmp_path / "data"
+    (data / "glue" / "QNLI").mkdir(parents=True)
+    (data / "glue" / "QNLI" / "dev.tsv").write_text("index\tquestion\tsentence\tlabel\n0\ta?\tb\tentailment\n")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    results = tmp_path / "results"
+    with pytest.raises(UserError) as refused:
+        run(smoke(results, task, *overrides.format(data=data).split()))
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert not results.exists()

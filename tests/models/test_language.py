@@ -1,0 +1,336 @@
+"""Loading language models: which weights, in which precision, and what is refused in one sentence."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from groupwise.config import ModelConfig
+from groupwise.errors import UserError
+from groupwise.models.language import is_head, load_causal, load_classifier, load_masked, position_limit
+
+CLASSES = ("negative", "positive")
+
+
+def copy(folder, tmp_path, **changes):
+    """A copy of a model's folder, its configuration changed."""
+    target = tmp_path / "copy"
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return target
+
+
+def names(model) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+# -- fresh weights ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_model_takes_its_vocabulary_and_special_tokens_from_the_tokeniser(fresh, tokenizer):
+    for model in (load_causal(fresh("gpt2"), tokenizer), load_masked(fresh("roberta"), tokenizer)):
+        config = model.config
+        assert config.vocab_size == len(tokenizer) == 60
+        assert (config.bos_token_id, config.pad_token_id, config.eos_token_id) == (0, 1, 2)
+        assert model.training
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_what_the_shape_says_wins(fresh, tokenizer):
+    model = load_causal(fresh("gpt2", shape={"hidden_size": 8, "n_head": 1, "n_layer": 1, "vocab_size": 70}), tokenizer)
+    assert model.transformer.wte.weight.shape == (70, 8)  # hidden_size is n_embd by its other name
+
+
+def test_fresh_weights_follow_the_global_seed_alone(fresh, tokenizer):
+    weights = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        weights.append(load_causal(fresh("gpt2"), tokenizer).transformer.wte.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_fresh_weights_in_the_shape_of_a_folder(folders, tokenizer):
+    pretrained = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
+    scratch = load_causal(ModelConfig(source=str(folders["gpt2"]), fresh=True), tokenizer)
+    deeper = load_causal(ModelConfig(source=str(folders["gpt2"]), fresh=True, shape={"n_layer": 3}), tokenizer)
+    assert names(scratch) == names(pretrained) < names(deeper)
+    assert not torch.equal(scratch.transformer.wte.weight, pretrained.transformer.wte.weight)
+    assert {p.dtype for p in scratch.parameters()} == {torch.float32}  # though config.json says float16
+
+
+def test_a_model_without_a_padding_token_pads_with_its_end(fresh, tokenizer):
+    class Endless:
+        pad_token_id, bos_token_id, eos_token_id = None, 2, 2
+
+        def __len__(self):
+            return 60
+
+    model = load_causal(fresh("gpt2"), Endless())
+    assert model.config.pad_token_id == model.generation_config.pad_token_id == 2
+    assert model.transformer.wte.padding_idx is None
+
+
+# -- weights from a folder --------------------------------------------------------------------------------------------
+
+
+def test_half_precision_on_disk_becomes_float32(folders, tokenizer):
+    stored = load_file(folders["gpt2"] / "model.safetensors")["transformer.wte.weight"]
+    model = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
+    assert stored.dtype == torch.float16
+    assert torch.equal(model.transformer.wte.weight, stored.float())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.training
+
+
+def test_frozen_half_precision_is_never_raised(folders, tokenizer):
+    lora = ModelConfig(source=str(folders["gpt2"]), trains="lora", frozen_dtype="bfloat16")
+    assert {p.dtype for p in load_causal(lora, tokenizer).parameters()} == {torch.bfloat16}
+    bias = ModelConfig(source=str(folders["gpt2"]), trains="bias", frozen_dtype="bfloat16")
+    assert {p.dtype for p in load_causal(bias, tokenizer).parameters()} == {torch.float32}
+
+
+def test_a_classifier_on_a_masked_model_has_a_fresh_head_and_no_report_of_it(folders, tokenizer, capfd):
+    settings = ModelConfig(source=str(folders["roberta"]))
+    heads = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        model = load_classifier(settings, CLASSES, tokenizer)
+        heads.append(model.classifier.dense.weight)
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    stored = load_file(folders["roberta"] / "model.safetensors")
+    assert torch.equal(model.roberta.encoder.layer[1].output.dense.weight, _stored(stored, "1.output.dense.weight"))
+    assert model.config.id2label == {0: "negative", 1: "positive"}
+    assert model.config.label2id == {"negative": 0, "positive": 1}
+    assert not any(capfd.readouterr())
+
+
+def _stored(weights, end):
+    return next(value for name, value in weights.items() if name.endswith(end)).float()
+
+
+def test_bert_may_lack_its_pooler_and_gpt2_classifies_too(folders, tokenizer):
+    bert = load_classifier(ModelConfig(source=str(folders["bert"])), CLASSES, tokenizer)
+    assert {name for name in names(bert) if is_head(bert, name)} == {
+        f"{layer}.{part}" for layer in ("bert.pooler.dense", "classifier") for part in ("weight", "bias")
+    }
+    gpt2 = load_classifier(ModelConfig(source=str(folders["gpt2"])), CLASSES, tokenizer)
+    assert {name for name in names(gpt2) if is_head(gpt2, name)} == {"score.weight"}
+    rows = torch.tensor([[5, 6, 7, 1, 1], [5, 6, 7, 8, 9]])
+    alone = gpt2.eval()(rows[:1, :3]).logits
+    torch.testing.assert_close(gpt2(rows, attention_mask=rows.ne(1).long()).logits[:1], alone)
+
+
+def test_a_trained_head_is_kept_and_one_for_other_classes_is_not(fresh, tokenizer, tmp_path):
+    trained = load_classifier(fresh("roberta"), CLASSES, tokenizer)
+    trained.save_pretrained(tmp_path)
+    settings = ModelConfig(source=str(tmp_path))
+    same = load_classifier(settings, CLASSES, tokenizer)
+    assert torch.equal(same.classifier.out_proj.weight, trained.classifier.out_proj.weight)
+    other = load_classifier(settings, ("a", "b", "c"), tokenizer)
+    assert other.classifier.out_proj.weight.shape == (3, 16)
+    assert torch.equal(
+        other.roberta.encoder.layer[0].output.dense.weight, _stored(trained.state_dict(), "0.output.dense.weight")
+    )
+
+
+def test_the_hubs_own_file_of_gpt2(folders, tokenizer, tmp_path):
+    """Names without a prefix, causal masks among the weights, and no lm_head, as in openai-community/gpt2."""
+    target = copy(folders["gpt2"], tmp_path)
+    stored = load_file(target / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in stored.items()}
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24).tril() for i in range(2)}
+    save_file({**bare, **masks}, target / "model.safetensors", metadata={"format": "pt"})
+    model = load_causal(ModelConfig(source=str(target)), tokenizer)
+    for name, value in stored.items():
+        assert torch.equal(model.get_parameter(name), value.float()), name
+
+
+def test_an_old_pytorch_file(folders, tokenizer, tmp_path):
+    target = copy(folders["roberta"], tmp_path)
+    stored = load_file(target / "model.safetensors")
+    torch.save(stored, target / "pytorch_model.bin")
+    (target / "model.safetensors").unlink()
+    model = load_classifier(ModelConfig(source=str(target)), CLASSES, tokenizer)
+    assert torch.equal(model.roberta.encoder.layer[1].output.dense.weight, _stored(stored, "1.output.dense.weight"))
+
+
+# -- tying, dropout, positions ----------------------------------------------------------------------------------------
+
+
+def test_untying_gives_the_head_an_equal_weight_of_its_own(folders, tokenizer, tmp_path):
+    settings = ModelConfig(source=str(folders["gpt2"]), untie=True)
+    tied = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
+    model = load_causal(settings, tokenizer)
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+    assert model.lm_head.weight.data_ptr() != model.transformer.wte.weight.data_ptr()
+    assert torch.equal(model.lm_head.weight, tied.lm_head.weight)
+    assert names(model) - names(tied) == {"lm_head.weight"}
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    model.save_pretrained(tmp_path)
+    again = load_causal(ModelConfig(source=str(tmp_path)), tokenizer)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
+
+
+def test_untying_fresh_weights_and_masked_models(fresh, tokenizer):
+    model = load_causal(fresh("gpt2", untie=True), tokenizer)
+    assert "lm_head.weight" in names(model)
+    with pytest.raises(UserError, match=r"model\.untie is for causal"):
+        load_masked(fresh("roberta", untie=True), tokenizer)
+
+
+def rates(model) -> dict[str, float]:
+    return {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+
+
+def test_dropout_reaches_every_layer_by_its_familys_name(fresh, folders, tokenizer):
+    chosen = {"dropout": 0.3, "attention_dropout": 0.2}
+    gpt2 = load_causal(fresh("gpt2", **chosen), tokenizer)
+    roberta = load_classifier(ModelConfig(source=str(folders["roberta"]), **chosen), CLASSES, tokenizer)
+    for model in (gpt2, roberta):
+        for name, rate in rates(model).items():
+            inside = name.endswith(("attn_dropout", "self.dropout"))
+            assert rate == (0.2 if inside else 0.3), name
+    assert "classifier.dropout" in rates(roberta)
+    assert set(rates(load_causal(fresh("gpt2"), tokenizer)).values()) == {0.1}  # null keeps the model's own
+
+
+def test_dropout_that_a_model_does_not_have(fresh, tokenizer):
+    shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    with pytest.raises(UserError, match=r"model\.dropout=0\.1 was asked for, but a llama has none"):
+        load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.1), tokenizer)
+    load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.0), tokenizer)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_way_attention_is_computed(fresh, folders, tokenizer, attention):
+    assert load_causal(fresh("gpt2", attention=attention), tokenizer).config._attn_implementation == attention
+    loaded = load_classifier(ModelConfig(source=str(folders["roberta"]), attention=attention), CLASSES, tokenizer)
+    assert loaded.config._attn_implementation == attention
+
+
+def test_the_most_positions(fresh, tokenizer):
+    assert position_limit(load_causal(fresh("gpt2"), tokenizer)) == 24
+    roberta = load_classifier(fresh("roberta"), CLASSES, tokenizer)
+    assert position_limit(roberta) == 24  # of 26, as 512 of 514
+    assert position_limit(load_classifier(fresh("bert"), CLASSES, tokenizer)) == 26
+    row = torch.full((1, 24), 7)
+    roberta(row)
+    with pytest.raises((IndexError, RuntimeError)):
+        roberta(torch.full((1, 25), 7))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architecture": "robrta"}, r"model\.architecture=robrta is no model type of transformers \(did you mean rob"),
+        (
+            {"shape": {"n_lyer": 2}},
+            r"model\.shape\.n_lyer is no key of a gpt2 configuration \(did you mean n_layer\?\)",
+        ),
+        ({"shape": {"n_layer": "two"}}, r"model\.shape makes no gpt2 \(.*expected int, got str"),
+        ({"shape": {"n_embd": 16, "n_head": 3}}, r"model\.architecture=gpt2 cannot be built .*divisible.*model\.shape"),
+        ({"shape": {"vocab_size": 50}}, "The tokeniser has 60 tokens, but model.architecture=gpt2 embeds only 50"),
+        ({"architecture": "roberta"}, r"\(roberta\) predicts no next token: give a causal language model"),
+        ({"architecture": "bart"}, r"\(bart\) predicts no next token"),
+        ({"architecture": "vit"}, r"\(vit\) predicts no next token"),
+        ({"architecture": "gptj"}, r"model\.architecture=gptj cannot be built .*model\.attention=eager"),
+        ({"architecture": None}, r"There is no language model to load: give model\.source"),
+        ({"fresh": False}, r"There is no language model to load: give model\.source"),
+    ],
+)
+def test_what_makes_no_causal_model(tokenizer, changes, told):
+    settings = ModelConfig(**{"fresh": True, "architecture": "gpt2", "shape": {}, **changes})
+    with pytest.raises(UserError, match=told) as error:
+        load_causal(settings, tokenizer)
+    assert "\n" not in str(error.value)
+
+
+def test_the_wrong_kind_of_model(folders, tokenizer):
+    with pytest.raises(UserError, match=r"roberta\) predicts no next token"):
+        load_causal(ModelConfig(source=str(folders["roberta"])), tokenizer)
+    with pytest.raises(UserError, match=r"\(gpt2\) predicts no hidden tokens: give an encoder"):
+        load_masked(ModelConfig(source=str(folders["gpt2"])), tokenizer)
+    with pytest.raises(UserError, match=r"\(vit\) has no classifier"):
+        load_classifier(ModelConfig(fresh=True, architecture="vit"), CLASSES, tokenizer)
+
+
+def test_a_tokeniser_that_is_not_the_models(folders, tokenizer, tmp_path):
+    class Other:
+        pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
+
+        def __init__(self, size, end=2):
+            self.size, self.eos_token_id = size, end
+
+        def __len__(self):
+            return self.size
+
+    settings = ModelConfig(source=str(folders["gpt2"]))
+    with pytest.raises(UserError, match=r"The tokeniser has 61 tokens, but model\.source=.* embeds only 60"):
+        load_causal(settings, Other(61))
+    with pytest.raises(UserError, match=r"ends a text with token 7, but .* with token 2"):
+        load_causal(settings, Other(60, end=7))
+    load_causal(settings, Other(40))  # rows to spare, as in RoBERTa's embedding
+
+
+def test_keys_that_only_fresh_weights_have(folders, tokenizer):
+    source = str(folders["gpt2"])
+    has = folders["gpt2"] / "config.json"
+    layers = json.loads(has.read_text())["n_layer"]
+    load_causal(ModelConfig(source=source, shape={"n_layer": layers}), tokenizer)
+    with pytest.raises(UserError, match=r"model\.shape\.n_layer=7 is not that of"):
+        load_causal(ModelConfig(source=source, shape={"n_layer": 7}), tokenizer)
+    with pytest.raises(UserError, match=r"is a gpt2, not a roberta"):
+        load_causal(ModelConfig(source=source, architecture="roberta"), tokenizer)
+    load_causal(ModelConfig(source=source, architecture="gpt2"), tokenizer)
+
+
+def test_folders_without_a_model(folders, tokenizer, tmp_path):
+    def refused(folder, told):
+        with pytest.raises(UserError, match=told) as error:
+            load_causal(ModelConfig(source=str(folder)), tokenizer)
+        assert str(folder) in str(error.value)
+        assert "\n" not in str(error.value)
+
+    refused(tmp_path, "has no config.json: give a folder that save_pretrained wrote")
+    target = copy(folders["gpt2"], tmp_path)
+    (target / "model.safetensors").write_bytes(b"not weights at all")
+    refused(target, "cannot be loaded")
+    (target / "model.safetensors").unlink()
+    refused(target, "cannot be loaded .*no file named model.safetensors")
+    (target / "config.json").write_text("{}")
+    refused(target, "no configuration that transformers can read .*model_type")
+    (target / "config.json").write_text("{")
+    refused(target, "no configuration that transformers can read .*valid JSON")
+
+
+def test_weights_that_are_missing_are_not_made_up(fresh, folders, tokenizer, tmp_path):
+    deeper = copy(folders["roberta"], tmp_path, num_hidden_layers=3)
+    with pytest.raises(
+        UserError, match=r"no weights for 'roberta.encoder.layer.2.* and 15 more of a RobertaForSequence"
+    ):
+        load_classifier(ModelConfig(source=str(deeper)), CLASSES, tokenizer)
+    wider = copy(folders["gpt2"], tmp_path / "wider", n_embd=20)
+    with pytest.raises(UserError, match=r"weights of another shape for 'transformer.*of a GPT2LMHeadModel"):
+        load_causal(ModelConfig(source=str(wider)), tokenizer)
+    other = copy(folders["bert"], tmp_path / "other", model_type="roberta")
+    with pytest.raises(UserError, match="no weights for 'roberta"):
+        load_classifier(ModelConfig(source=str(other)), CLASSES, tokenizer)
+    load_classifier(fresh("roberta"), CLASSES, tokenizer).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(UserError, match="no weights for 'lm_head"):
+        load_masked(ModelConfig(source=str(tmp_path / "classifier")), tokenizer)
+
+
+def test_a_name_that_is_nowhere(tokenizer, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"model\.source=roberta-base is no folder, and the hub cannot be reached"):
+        load_classifier(ModelConfig(source="roberta-base"), CLASSES, tokenizer)

@@ -1,0 +1,289 @@
+"""Tiny GPT-2 models over single characters; `scripted` ones write what they were told to, by position."""
+
+import io
+import logging
+import warnings
+
+import pytest
+import torch
+
+from groupwise.clipping import attach, per_layer
+from groupwise.config import GenerateConfig
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.errors import UserError
+from groupwise.tasks.decoding import generate
+
+import_torchvision()
+import transformers  # noqa: E402
+
+CPU = torch.device("cpu")
+BREAK_B, END = 96, 97
+PROMPTS = ["Hi", "name[The Eagle], food[French]", "x", "area[riverside]", "name[The Eagle]"]
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    """transformers has nothing to complain about, here or anywhere."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logger = logging.getLogger("transformers")
+    logging.Logger.warning_once.cache_clear()
+    logger.addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    logger.removeHandler(handler)
+    assert [record.getMessage() for record in records] == []
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token for each character from ! to ~, the space and the line break, a line break with b, and the end."""
+    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a", "\u010ab"]  # as GPT-2 spells space and line break
+    vocabulary = {character: number for number, character in enumerate(characters)}
+    return transformers.GPT2TokenizerFast(vocab={**vocabulary, "<|endoftext|>": END}, merges=[])
+
+
+def random_gpt2(positions=64, **changes):
+    """Tied, in float64, with weights so large that every position and every token matters."""
+    settings = {"n_layer": 2, "n_head": 2, "n_embd": 16, "initializer_range": 0.5, "vocab_size": END + 1}
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_positions=positions, bos_token_id=END, eos_token_id=END, **{**settings, **changes}
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def scripted(tokenizer, text, positions=32):
+    """Writes `text[i]` at position i whatever stands before it; "#" is the end, "%" the token of line break and b."""
+    model = random_gpt2(positions, n_layer=1, n_embd=positions, n_head=1, tie_word_embeddings=False)
+    special = {"#": END, "%": BREAK_B}
+    script = [special.get(character) or tokenizer(character).input_ids[0] for character in text]
+    with torch.no_grad():
+        for parameter in model.transformer.h.parameters():
+            parameter.zero_()
+        model.transformer.wte.weight.zero_()
+        model.transformer.wpe.weight.copy_(torch.eye(positions))
+        model.lm_head.weight.zero_()
+        for place, token in enumerate(script[1:]):  # what stands at place + 1 is foretold at place
+            model.lm_head.weight[token, place] = 10.0
+    return model
+
+
+def encode(tokenizer, texts=PROMPTS):
+    return [tokenizer(text).input_ids for text in texts]
+
+
+def write(model, tokenizer, prompts, progress=False, single_line=True, **settings):
+    settings = {"beams": 1, "max_new_tokens": 8, **settings}
+    return generate(
+        model,
+        tokenizer,
+        prompts,
+        GenerateConfig(**settings),
+        device=CPU,
+        single_line=single_line,
+        progress=progress,
+    )
+
+
+def greedily(model, tokenizer, prompt, count):
+    """The likeliest token again and again, each time from scratch."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens]), position_ids=torch.arange(len(tokens)).unsqueeze(0)).logits
+            if (token := int(logits[0, -1].argmax())) == END:
+                break
+            tokens.append(token)
+    return tokenizer.decode(tokens[len(prompt) :]).strip()
+
+
+def test_one_beam_takes_the_likeliest_token(tokenizer):
+    model, prompts = random_gpt2().eval(), encode(tokenizer)
+    texts = write(model, tokenizer, prompts, single_line=False)
+    assert texts == [greedily(model, tokenizer, prompt, 8) for prompt in prompts]
+    assert len(set(texts)) == len(texts)
+
+
+def test_beams_are_those_of_transformers(tokenizer):
+    model = random_gpt2(initializer_range=0.2, tie_word_embeddings=False).eval()
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = 1
+        model.lm_head.weight[END, 0] = 2.5  # so that texts end now and then
+    prompts = [[number] for number in range(12)]
+
+    def directly(early_stopping):
+        config = transformers.GenerationConfig(
+            num_beams=4,
+            max_new_tokens=8,
+            length_penalty=3.0,
+            early_stopping=early_stopping,
+            pad_token_id=END,
+            eos_token_id=END,
+        )
+        mask = torch.ones(len(prompts), 1, dtype=torch.long)
+        out = model.generate(torch.tensor(prompts), attention_mask=mask, generation_config=config)[:, 1:]
+        return [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in out]
+
+    texts = write(model, tokenizer, prompts, beams=4, length_penalty=3.0, single_line=False)
+    assert texts == directly(True)
+    assert texts != directly(False)
+    assert texts != write(model, tokenizer, prompts, beams=4, length_penalty=2.0, single_line=False)
+    assert texts != write(model, tokenizer, prompts, beams=1, single_line=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"beams": 3}, {"beams": 3, "no_repeat_ngram": 1}, {"max_new_tokens": 60}])
+def test_a_text_does_not_depend_on_its_batch(tokenizer, settings):
+    model, prompts = random_gpt2().eval(), encode(tokenizer)
+    together = write(model, tokenizer, prompts, batch_size=16, **settings)
+    assert together == [write(model, tokenizer, [prompt], **settings)[0] for prompt in prompts]
+    assert together == write(model, tokenizer, prompts, batch_size=2, **settings)
+    assert len(set(together)) > 3
+    # Positions counted over the padding, or padding that is seen, would make other texts:
+    padded = [[END] * 3 + prompt for prompt in prompts]
+    assert write(model, tokenizer, padded, **settings) != together
+
+
+def test_left_padding_moves_no_position(tokenizer):
+    model = scripted(tokenizer, "abcdefghijklmnopqrstuvwxyz")
+    assert write(model, tokenizer, encode(tokenizer, ["???", "?", "?????"]), max_new_tokens=4) == [
+        "defg",
+        "bcde",
+        "fghi",
+    ]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_text_ends_at_the_end_token_and_is_stripped(tokenizer, beams):
+    model = scripted(tokenizer, "??? ab cd #ef#")
+    texts = write(model, tokenizer, encode(tokenizer, ["???", "?" * 10]), beams=beams)
+    assert texts == ["ab cd", ""]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_line_ends_at_its_break(tokenizer, beams):
+    model = scripted(tokenizer, "?\n ab c \nd#")
+    prompt = encode(tokenizer, ["?"])
+    assert write(model, tokenizer, prompt, beams=beams, max_new_tokens=20) == ["ab c"]
+    assert write(model, tokenizer, prompt, beams=beams, max_new_tokens=20, single_line=False) == ["ab c \nd"]
+    assert write(scripted(tokenizer, "?ac%d#"), tokenizer, prompt, beams=beams) == ["ac"]
+
+
+def test_the_search_ends_with_the_line(tokenizer):
+    model = scripted(tokenizer, "?\nab\nef ghijklmnop")
+    calls = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    assert write(model, tokenizer, encode(tokenizer, ["?"]), max_new_tokens=20) == ["ab"]
+    hook.remove()
+    assert len(calls) == 4  # a break that comes first is no end
+
+
+def test_no_more_tokens_than_the_model_has_positions_for(tokenizer):
+    model = scripted(tokenizer, "abcdefghijklmnop", positions=16)
+    texts = write(model, tokenizer, encode(tokenizer, ["?" * 14, "?", "?" * 12, "?" * 15]), max_new_tokens=5)
+    assert texts == ["op", "bcdef", "mnop", "p"]
+
+
+def test_no_sequence_twice(tokenizer):
+    model, prompts = random_gpt2(initializer_range=0.02), encode(tokenizer)
+
+    def repeats(text):
+        return len(text) - 1 - len({text[i : i + 2] for i in range(len(text) - 1)})
+
+    free = write(model, tokenizer, prompts, max_new_tokens=20)
+    held = write(model, tokenizer, prompts, max_new_tokens=20, no_repeat_ngram=2)
+    assert all(repeats(text) for text in free)
+    assert not any(repeats(text) for text in held)
+
+
+def test_padding_is_no_sequence_to_repeat(tokenizer):
+    model = scripted(tokenizer, "???abc#")
+    short = [*tokenizer("ax").input_ids, END]  # a before it would make END a twice
+    assert write(model, tokenizer, [short, short + short], no_repeat_ngram=2, max_new_tokens=3) == ["abc", ""]
+
+
+def test_the_model_and_the_random_numbers_are_as_before(tokenizer):
+    model, prompts = random_gpt2(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5), encode(tokenizer)
+    texts = write(model.eval(), tokenizer, prompts, beams=2)
+    own = model.generation_config
+    own.update(do_sample=True, temperature=9.0, repetition_penalty=9.0, min_new_tokens=5, num_return_sequences=2)
+    state = torch.get_rng_state()
+    model.train()
+    assert write(model, tokenizer, prompts, beams=2) == texts
+    assert model.training and model.transformer.h[0].attn.training
+    assert model.generation_config is own and own.do_sample
+    assert torch.equal(torch.get_rng_state(), state)
+    write(model.eval(), tokenizer, prompts)
+    assert not model.training
+
+
+def losses_of(model, rows):
+    logits = model(input_ids=rows, position_ids=torch.arange(rows.shape[1]).repeat(len(rows), 1)).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none").mean(1)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_attached_engine_notices_nothing(tokenizer, lora):
+    model, prompts = random_gpt2().eval(), encode(tokenizer)
+    plain = write(model, tokenizer, prompts, beams=3)
+    if lora:
+        import peft
+
+        adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        with warnings.catch_warnings(action="ignore"):
+            model = peft.get_peft_model(model, adapters).double().eval()
+        assert write(model, tokenizer, prompts, beams=3) != plain  # the adapters take part
+    rows = torch.randint(END, (3, 7))
+    alone = write(model, tokenizer, prompts, beams=3)
+    found = []
+    for writes in (False, True):
+        with attach(model, per_layer(model), 1.0) as engine:
+            model.zero_grad()
+            if writes:
+                assert write(model, tokenizer, prompts, beams=3) == alone
+                assert engine.examples == 0
+            losses = losses_of(model, rows)
+            if writes:
+                assert write(model, tokenizer, prompts, beams=3) == alone
+            engine.backward(losses)
+            found.append((engine.counts, [p.grad.clone() for p in model.parameters() if p.requires_grad]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_nothing_to_write(tokenizer):
+    assert write(random_gpt2(), tokenizer, []) == []
+
+
+def test_what_cannot_be_done_is_refused(tokenizer):
+    model = random_gpt2(positions=16)
+    with pytest.raises(UserError, match="A prompt has 16 tokens, and the model has 16 positions"):
+        write(model, tokenizer, [[1], [1] * 16])
+    with pytest.raises(UserError, match="A prompt has 0 tokens"):
+        write(model, tokenizer, [[]])
+    with pytest.raises(UserError, match="Linear cannot generate text"):
+        write(torch.nn.Linear(1, 1), tokenizer, [[1]])
+    endless = transformers.GPT2TokenizerFast(vocab=tokenizer.get_vocab(), merges=[])
+    endless.eos_token = None
+    with pytest.raises(UserError, match="no end token"):
+        write(model, endless, [[1]])
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("batches", "progress", "shown"), [(4, True, True), (3, True, False), (4, False, False)])
+def test_a_bar_for_many_batches_on_a_terminal(tokenizer, monkeypatch, batches, progress, shown):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    write(random_gpt2(), tokenizer, [[65]] * batches, batch_size=1, max_new_tokens=1, progress=progress)
+    assert ("generate" in terminal.getvalue()) is shown
+
+
+def test_no_bar_elsewhere(tokenizer, capfd):
+    write(random_gpt2(), tokenizer, [[65]] * 9, batch_size=1, max_new_tokens=1, progress=True)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,103 @@
+"""Padding: rows and tensors by hand; what each kind of model is given; logits that no padding changes."""
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.tasks.padding import IGNORED, ModelInputs, Rows, pad, predictions
+
+CPU = torch.device("cpu")
+ROWS = [np.array(row, dtype=np.int32) for row in ([5, 6, 7, 8], [9, 10], [11, 12, 13])]
+
+
+def tiny(name: str, **changes):
+    import_torchvision()
+    import transformers
+
+    encoder = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 20,
+    }
+    sizes = {
+        "roberta": {**encoder, "type_vocab_size": 1, "pad_token_id": 1},
+        "bert": encoder,
+        "gpt2": {"vocab_size": 40, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 20},
+    }
+    config = transformers.AutoConfig.for_model(name, **sizes[name], **changes)
+    auto = transformers.AutoModelForCausalLM if name == "gpt2" else transformers.AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    return auto.from_config(config).double().eval()
+
+
+def test_rows_give_back_what_was_put_in():
+    rows = Rows.of([[1, 2, 3], [], [70_000]])
+    assert len(rows) == 3
+    assert [rows[i].tolist() for i in range(3)] == [[1, 2, 3], [], [70_000]]
+    assert rows.lengths.tolist() == [3, 0, 1]
+    assert rows.values.dtype == np.int32
+    assert len(Rows.of([])) == 0
+
+
+def test_padding_stands_on_the_right():
+    assert pad(ROWS, 1).tolist() == [[5, 6, 7, 8], [9, 10, 1, 1], [11, 12, 13, 1]]
+    assert pad(ROWS[1:], 0).shape == (2, 3)
+
+
+def test_a_token_is_predicted_one_position_before_it():
+    positions, labels = predictions(ROWS, [2, 1, 1])
+    assert positions.tolist() == [[1, 2], [0, 0], [0, 1]]
+    assert labels.tolist() == [[7, 8], [10, IGNORED], [12, 13]]
+
+
+def test_gpt2_counts_from_zero_and_gets_no_token_types():
+    inputs = ModelInputs(tiny("gpt2"), 0)(ROWS, CPU)
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert inputs["use_cache"] is False
+    assert "token_type_ids" not in inputs, "GPT-2 takes them, and adds embeddings of tokens"
+
+
+def test_roberta_counts_from_its_padding_row():
+    model = tiny("roberta")
+    inputs = ModelInputs(model, 1)(ROWS, CPU, token_types=ROWS)
+    assert inputs["position_ids"].tolist() == [[2, 3, 4, 5], [2, 3, 1, 1], [2, 3, 4, 1]]
+    assert not inputs["token_type_ids"].any(), "it has one type only"
+    own = model.roberta.embeddings.create_position_ids_from_input_ids(inputs["input_ids"], 1)
+    assert torch.equal(own, inputs["position_ids"])
+
+
+def test_bert_gets_the_tokenisers_types():
+    types = [np.array([0, 0, 1, 1]), np.array([0, 1]), np.array([0, 1, 1])]
+    inputs = ModelInputs(tiny("bert"), 0)(ROWS, CPU, token_types=types)
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
+    assert inputs["token_type_ids"].tolist() == [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]
+    assert not ModelInputs(tiny("bert"), 0)(ROWS, CPU)["token_type_ids"].any()
+
+
+def test_the_models_own_arguments_are_seen_through_adapters():
+    import_torchvision()
+    import peft
+
+    model = peft.get_peft_model(tiny("gpt2"), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    inputs = ModelInputs(model, 0)
+    assert "logits_to_keep" in inputs.accepts
+    assert set(inputs(ROWS, CPU)) == {"input_ids", "attention_mask", "position_ids", "use_cache"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "roberta", "bert"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_logits_are_those_of_the_row_alone(name, attention):
+    model = tiny(name, attn_implementation=attention)
+    inputs = ModelInputs(model, 1)
+    together = model(**inputs(ROWS, CPU)).logits
+    for i, row in enumerate(ROWS):
+        alone = model(torch.from_numpy(row).long().unsqueeze(0)).logits[0]
+        torch.testing.assert_close(
+            together[i][: len(alone)] if name == "gpt2" else together[i], alone, rtol=1e-12, atol=0
+        )

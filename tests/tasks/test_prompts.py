@@ -1,0 +1,65 @@
+import pytest
+
+from groupwise.errors import UserError
+from groupwise.tasks.prompts import PROMPT_SETS, demonstrations, in_context_prompt
+
+TRAIN = [(f"source {number}", f"target {number}") for number in range(40)]
+
+
+def anything(_):
+    return True
+
+
+def test_the_three_sets_are_fixed_and_share_no_example():
+    sets = [demonstrations(TRAIN, 4, number, anything) for number in range(PROMPT_SETS)]
+    assert sets == [demonstrations(TRAIN, 4, number, anything) for number in range(PROMPT_SETS)]
+    assert [len(chosen) for chosen in sets] == [4, 4, 4]
+    everyone = [*sets[0], *sets[1], *sets[2]]
+    assert len(set(everyone)) == 12
+    assert set(everyone) <= set(TRAIN)
+    assert everyone != TRAIN[:12]  # a random choice, not the beginning of the file
+
+
+def test_fewer_shots_are_the_beginning_of_more():
+    assert demonstrations(TRAIN, 2, 1, anything) == demonstrations(TRAIN, 4, 1, anything)[:2]
+    assert demonstrations(TRAIN, 0, 2, anything) == []
+
+
+def test_only_those_short_enough_as_they_are_shown():
+    def fits(text):
+        assert text.startswith("source ") and " target " in text
+        return len(text) <= len("source 1 target 1")  # the numbers of one digit
+
+    chosen = [pair for number in range(3) for pair in demonstrations(TRAIN, 3, number, fits)]
+    assert len(set(chosen)) == 9
+    assert set(chosen) <= set(TRAIN[:10])
+    with pytest.raises(UserError, match=r"eval.shots=4 needs 12 .* there are 10"):
+        demonstrations(TRAIN, 4, 0, fits)
+
+
+def test_no_source_twice():
+    rows = [(source, f"{target} in other words {k}") for source, target in TRAIN[:6] for k in range(5)]
+    shown = [pair for number in range(3) for pair in demonstrations(rows, 2, number, anything)]
+    assert sorted(source for source, _ in shown) == [source for source, _ in TRAIN[:6]]
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_another_set_is_refused(number):
+    with pytest.raises(UserError, match=rf"eval.prompt_set={number} is not one of the 3"):
+        demonstrations(TRAIN, 1, number, anything)
+
+
+def test_fewer_than_no_shots_are_refused():
+    with pytest.raises(UserError, match=r"eval\.shots=-1 is less"):
+        demonstrations(TRAIN, -1, 0, anything)
+
+
+def test_a_prompt_is_examples_and_then_the_source():
+    source = "Summarize the following dialogue\nA: Hi!\r\nB: Bye.\nTL;DR"
+    shown = [(source.replace("Hi", "Hello"), "A greets B."), ("Say it\nTL;DR", "Said.")]
+    assert in_context_prompt(shown, source) == (
+        "Summarize the following dialogue\nA: Hello!\r\nB: Bye.\nTL;DR A greets B.\n\n"
+        "Say it\nTL;DR Said.\n\n"
+        "Summarize the following dialogue\nA: Hi!\r\nB: Bye.\nTL;DR"
+    )
+    assert in_context_prompt([], source) == source

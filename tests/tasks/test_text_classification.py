@@ -1,0 +1,270 @@
+"""Text classification: exact clipped sums with padding, order by length, metrics by hand, what is cut, bad input."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.verify import verify
+from groupwise.config import DataConfig, LoraConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
+from groupwise.data.text import Labelled
+from groupwise.errors import UserError
+from groupwise.tasks import make_task
+from groupwise.tasks.text_classification import encode
+
+CPU = torch.device("cpu")
+ROBERTA = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 66,
+    "type_vocab_size": 1,
+}
+MODES = {"flat": (flat, "bookkeeping"), "layer": (per_layer, "bookkeeping"), "ghost": (flat, "ghost")}
+EXAMPLES = [0, 3, 7, 12, 20]
+
+
+def config(task="sst2", model=(), data=(), **changes) -> RunConfig:
+    tiny = {
+        "name": "roberta_tiny",
+        "source": "pretrained/roberta_mini",
+        "fresh": True,
+        "architecture": "roberta",
+        "shape": ROBERTA,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    settings = {"name": "synthetic", "train_limit": 60, "max_length": 64}
+    return RunConfig(
+        task=task, model=ModelConfig(**tiny | dict(model)), data=DataConfig(**settings | dict(data)), **changes
+    )
+
+
+def double(made):
+    made.model.double()
+    return made
+
+
+@pytest.fixture(scope="module")
+def sst2():
+    return double(make_task(config(), CPU))
+
+
+@pytest.fixture(scope="module")
+def mnli():
+    return double(make_task(config("mnli"), CPU))
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["sst2", "mnli"])
+def test_clipped_sums_are_those_of_single_examples(name, mode, request):
+    task = request.getfixturevalue(name)
+    assert len(set(task._lengths[EXAMPLES])) > 2, "padding must be there"
+    make_partition, norms = MODES[mode]
+    partition = make_partition(task.model)
+    loss_of = lambda i: task.losses([i])[0]  # noqa: E731
+    thresholds = clipped_sums(task.model, loss_of, EXAMPLES, partition, [1.0] * len(partition)).norms.median(1).values
+    truth = clipped_sums(task.model, loss_of, EXAMPLES, partition, thresholds)
+    task.model.zero_grad()
+    with attach(task.model, partition, thresholds, norms=norms) as engine:
+        engine.backward(task.losses(EXAMPLES))
+    for parameter, sums in gradients(task.model).items():
+        assert float((sums - truth.sums[parameter]).norm()) <= 1e-9 * float(truth.sums[parameter].norm()) + 1e-13
+
+
+def test_what_stands_at_padding_changes_nothing(sst2):
+    found = []
+    for token in (1, 77):
+        sst2.inputs._pad_token = token
+        sst2.model.zero_grad()
+        with attach(sst2.model, per_layer(sst2.model), 0.1) as engine:
+            engine.backward(sst2.losses(EXAMPLES))
+        found.append(gradients(sst2.model))
+    sst2.inputs._pad_token = 1
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_order_is_by_length_and_pads_less(sst2):
+    drawn = np.random.default_rng(0).permutation(60)
+    ordered = sst2.order(drawn)
+    assert sorted(ordered) == sorted(drawn)
+    lengths = sst2._lengths[ordered]
+    assert (np.diff(lengths) <= 0).all()
+    same = drawn[sst2._lengths[drawn] == lengths[30]]
+    assert ordered[lengths == lengths[30]].tolist() == same.tolist(), "equal lengths as they were drawn"
+
+    def padded(examples):
+        return sum(8 * int(sst2._lengths[part].max()) for part in np.split(examples[:56], 7))
+
+    assert padded(ordered) < 0.8 * padded(drawn)
+
+
+def test_order_leaves_the_sum_as_it_is(sst2):
+    drawn = np.random.default_rng(0).permutation(60)[:24]
+    found = []
+    for examples in (drawn, sst2.order(drawn)):
+        sst2.model.zero_grad()
+        with attach(sst2.model, per_layer(sst2.model), 0.1) as engine:
+            for part in np.split(examples, 4):
+                engine.backward(sst2.losses(part))
+        found.append(gradients(sst2.model))
+    for name, first in found[0].items():
+        torch.testing.assert_close(found[1][name], first, rtol=1e-9, atol=1e-13)
+
+
+def test_metrics_are_those_of_a_plain_loop(mnli):
+    found = mnli.evaluate("valid", batch_size=16, limit=30)
+    for name, part in mnli._valid.items():
+        ending = f"_{name}" if name else ""
+        right, losses = 0, []
+        with torch.no_grad():
+            for i in range(30):
+                logits = mnli.model(torch.from_numpy(part.tokens[i]).long()[None]).logits
+                losses.append(float(F.cross_entropy(logits, torch.tensor(part.labels[i : i + 1]))))
+                right += int(logits.argmax()) == part.labels[i]
+        assert found[f"accuracy{ending}"] == pytest.approx(100 * right / 30)
+        assert found[f"loss{ending}"] == pytest.approx(sum(losses) / 30)
+    assert set(found) == {"accuracy", "loss", "accuracy_mismatched", "loss_mismatched"}
+    assert set(mnli.evaluate("train", 16, limit=5)) == {"accuracy", "loss"}
+    assert mnli.model.training
+
+
+def test_the_models_dropout_is_on_in_training_and_off_in_evaluation():
+    task = make_task(config(model={"dropout": 0.5}), CPU)
+    assert not torch.equal(task.losses([0, 1]), task.losses([0, 1]))
+    assert task.evaluate("valid", 50) == task.evaluate("valid", 50)
+
+
+def test_another_encoder_gets_its_token_types(tmp_path):
+    from transformers import BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "the", "a"]
+    BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}).save_pretrained(tmp_path)
+    shape = {**ROBERTA, "max_position_embeddings": 64, "type_vocab_size": 2}
+    task = make_task(config("qnli", {"source": str(tmp_path), "architecture": "bert", "shape": shape}), CPU)
+    assert set(task._train.types.values) == {0, 1}
+    together = task.losses(EXAMPLES)
+    torch.testing.assert_close(torch.cat([task.losses([i]) for i in EXAMPLES]), together)
+    with attach(task.model, per_layer(task.model), 0.1) as engine:
+        verify(engine, task.losses, EXAMPLES, 1e-3)
+
+
+def test_a_causal_model_classifies_too():
+    shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 64}
+    model = {"source": "pretrained/gpt2_mini", "architecture": "gpt2", "shape": shape}
+    task = make_task(config("qnli", model), CPU)
+    torch.testing.assert_close(torch.cat([task.losses([i]) for i in EXAMPLES]), task.losses(EXAMPLES))
+
+
+def test_bfloat16_is_the_same_loss_roughly_and_in_float32():
+    exact = make_task(config(), CPU)
+    coarse = make_task(config(train=TrainConfig(precision="bfloat16")), CPU)
+    assert coarse.losses(EXAMPLES).dtype == torch.float32
+    torch.testing.assert_close(coarse.losses(EXAMPLES), exact.losses(EXAMPLES), rtol=0.02, atol=0)
+    assert not torch.equal(coarse.losses(EXAMPLES), exact.losses(EXAMPLES))
+
+
+def test_long_texts_are_cut_and_counted():
+    tokenizer = make_task(config(), CPU).tokenizer
+    texts = [("so", None), ("a very long sentence that does not fit", None)]
+    short, long = tokenizer([first for first, _ in texts])["input_ids"]
+    made = encode(Labelled(texts, [1, 0]), tokenizer, 6)
+    assert made.cut == 1
+    assert made.tokens[0].tolist() == short
+    assert made.tokens[1].tolist() == [*long[:5], tokenizer.sep_token_id]
+    pair = encode(Labelled([(texts[0][0], texts[1][0])], [0]), tokenizer, 10)
+    assert pair.tokens[0].tolist()[: len(short)] == short, "the longer side is cut"
+    assert pair.tokens.lengths.tolist() == [10]
+
+
+def test_what_the_record_says(sst2):
+    found = sst2.describe_data()
+    assert (found["train_examples"], found["valid_examples"]) == (60, 200) == (sst2.train_size, len(sst2._valid[""]))
+    assert found["longest"] == sst2._lengths.max() and found["max_length"] == 64
+    assert found["cut_examples"] == found["cut_examples_valid"] == 0
+    assert "made up" in found["generated"] and found["sha256"] and found["source"]
+    short = make_task(config(data={"max_length": 12}), CPU).describe_data()
+    assert short["cut_examples"] > 0 and short["longest"] == 12
+
+
+def test_holdout_comes_before_the_limit():
+    task = make_task(config("mnli", data={"holdout": 0.2, "train_limit": 100}), CPU)
+    found = task.describe_data()
+    assert (found["train_examples"], found["valid_examples"]) == (100, 400)
+    assert "set aside" in found["selected_on"]
+    assert set(task.evaluate("valid", 100, limit=20)) == {"accuracy", "loss"}
+
+
+def test_lora_trains_adapters_and_the_head_and_watches_them():
+    model = {"trains": "lora", "lora": LoraConfig(rank=2, targets=["query"])}
+    task = make_task(config(model=model), CPU)
+    names = {name for name, p in task.model.named_parameters() if p.requires_grad}
+    assert any("lora_A" in name for name in names) and any("classifier" in name for name in names)
+    assert all("lora_" in name or "classifier" in name for name in names)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        task.losses(EXAMPLES).sum().backward()
+        optimizer.step()
+        task.check_update(step)
+    stuck = make_task(config(model=model), CPU)
+    next(p for name, p in stuck.model.named_parameters() if "lora_B" in name).data.add_(1)
+    with pytest.raises(UserError, match="did not move"):
+        stuck.check_update(0)
+
+
+def test_export_is_a_folder_that_transformers_reads(tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    task = make_task(config("mnli"), CPU)
+    task.model.eval()
+    task.export(tmp_path / "out", {"hash": "abc"})
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    assert model.config.id2label == {0: "entailment", 1: "neutral", 2: "contradiction"}
+    inputs = task.inputs([task._train.tokens[i] for i in EXAMPLES], CPU)
+    torch.testing.assert_close(model(**inputs).logits, task.logits(inputs))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("A film", "Good.")["input_ids"] == task.tokenizer("A film", "Good.")["input_ids"]
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert told["hash"] == "abc" and list(told["sha256"]) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"name": "wide_resnet"}}, "wide_resnet cannot read text"),
+        ({"model": {"source": None}}, "no tokeniser"),
+        ({"data": {"name": "cifar10"}}, r"data\.name=cifar10 is not known for text"),
+        ({"data": {"max_length": 65}}, r"max_length=65 is longer than the model, which has 64 positions"),
+        ({"data": {"max_length": 2}}, r"max_length=2 leaves no room for text: give at least 3"),
+        ({"data": {"name": "files"}, "paths": PathsConfig(data="nowhere")}, "nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(changes, message, monkeypatch):
+    changes = {"data": {}, **changes}
+    if changes["data"].get("name") == "files":
+        changes["data"] = {**changes["data"], "hub": "nowhere/glue"}
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=message) as error:
+        make_task(config(**changes), CPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real SST-2: GROUPWISE_DATA is not set")
+def test_real_sst2():
+    task = make_task(config(data={"name": "files"}, paths=PathsConfig(data=os.environ["GROUPWISE_DATA"])), CPU)
+    found = task.describe_data()
+    assert (found["train_examples"], found["valid_examples"]) == (60, 872)
+    assert found["cut_examples_valid"] < 9, "hardly any of them has more than 64 tokens"
+    assert "generated" not in found
+    assert task.losses(EXAMPLES).shape == (5,)

@@ -1,0 +1,376 @@
+"""Text from a source: sequences and losses by hand, exact clipped sums with padding, perplexity, generation, cuts."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.config import (
+    DataConfig,
+    EvalConfig,
+    GenerateConfig,
+    LoraConfig,
+    ModelConfig,
+    PathsConfig,
+    RunConfig,
+    TrainConfig,
+)
+from groupwise.data.samsum import instruct
+from groupwise.errors import UserError
+from groupwise.metrics import corpus_bleu, e2e_rouge_l
+from groupwise.models.tokenizer import load_tokenizer
+from groupwise.tasks import make_task
+from groupwise.tasks.padding import Rows
+from groupwise.tasks.samples import PairEncoder
+from groupwise.tasks.text_generation import DELIMITER
+from groupwise.tasks.text_task import save_network
+
+CPU = torch.device("cpu")
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 160}
+LORA = {"trains": "lora", "lora": LoraConfig(rank=2, targets=["c_attn", "c_proj"])}
+MODES = {"flat": (flat, "bookkeeping"), "layer": (per_layer, "bookkeeping"), "ghost": (flat, "ghost")}
+EXAMPLES = [0, 3, 7, 12]
+
+
+def config(task="e2e", model=(), data=(), generate=(), **changes) -> RunConfig:
+    tiny = {
+        "name": "gpt2_tiny",
+        "source": "pretrained/gpt2_mini",
+        "fresh": True,
+        "architecture": "gpt2",
+        "shape": GPT2,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    settings = {"name": "synthetic", "train_limit": 40, "max_length": 128}
+    searching = {"beams": 2, "max_new_tokens": 6, "batch_size": 4, "limit": 3}
+    return RunConfig(
+        task=task,
+        model=ModelConfig(**tiny | dict(model)),
+        data=DataConfig(**settings | dict(data)),
+        eval=EvalConfig(generate=GenerateConfig(**searching | dict(generate))),
+        **changes,
+    )
+
+
+def made(*settings, **changes):
+    """A task in float64; low-rank adapters moved from their start, where half of the gradients are zero."""
+    torch.manual_seed(0)
+    task = make_task(config(*settings, **changes), CPU)
+    task.model.double()
+    for name, parameter in task.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return task
+
+
+@pytest.fixture(scope="module")
+def tied():
+    return made()
+
+
+@pytest.fixture(scope="module")
+def tasks(tied):
+    return {
+        "tied": tied,
+        "tied, sum": made(train=TrainConfig(token_loss="sum")),
+        "untied": made("dart", {"untie": True}),
+        "lora": made("samsum", LORA),
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("pretrained/gpt2_mini")
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def loss_by_hand(task, tokens, start):
+    """The plain way: one sequence without padding, all logits, the losses of the targets' tokens (n,)."""
+    tokens = torch.as_tensor(tokens).long()
+    logits = task.model(tokens[None], use_cache=False).logits[0]
+    return F.cross_entropy(logits[start - 1 : -1], tokens[start:], reduction="none")
+
+
+# -- sequences ------------------------------------------------------------------------------------------------------
+
+
+def test_tables_are_parted_from_their_text_by_the_first_token(tokenizer):
+    samples = PairEncoder(tokenizer, "", 100).pairs([("name : A | area : B", "A is in B. ")])
+    assert tokenizer.decode(samples.tokens[0]) == "name : A | area : B<|endoftext|> A is in B.<|endoftext|>"
+    start = int(samples.starts[0])
+    assert samples.tokens[0][start - 1] == tokenizer.bos_token_id
+    assert tokenizer.decode(samples.tokens[0][start:]) == " A is in B.<|endoftext|>"
+    assert samples.cut == 0 and samples.target_lengths.tolist() == [len(samples.tokens[0]) - start]
+
+
+def test_dialogues_are_parted_by_their_last_line(tokenizer):
+    source = instruct("A: Hi!\nB: Bye.")
+    assert source.endswith(DELIMITER)
+    samples = PairEncoder(tokenizer, DELIMITER, 100).pairs([(source, "They meet.")])
+    assert tokenizer.decode(samples.tokens[0]) == f"{source} They meet.<|endoftext|>"
+    assert tokenizer.decode(samples.tokens[0][: samples.starts[0]]) == source
+    assert samples.tokens[0][: samples.starts[0]].tolist() == tokenizer(source)["input_ids"], "as in one piece"
+
+
+@pytest.mark.parametrize("ending", ["", DELIMITER])
+def test_sources_are_cut_first_at_their_end_and_never_the_delimiter(tokenizer, ending):
+    pair = ("one two three four five six seven eight" + ending, "a b c")
+    whole = PairEncoder(tokenizer, ending, 100).pairs([pair])
+    encoder = PairEncoder(tokenizer, ending, len(whole.tokens[0]) - 3)
+    cut = encoder.pairs([pair, ("one" + ending, "a b c")])
+    assert cut.cut == 1
+    start = int(whole.starts[0])
+    body = whole.tokens[0][: start - len(encoder.ending) - 3].tolist()
+    assert cut.tokens[0].tolist() == [*body, *encoder.ending, *whole.tokens[0][start:]]
+    assert encoder.prompts([pair[0]], len(body) + len(encoder.ending)) == [[*body, *encoder.ending]]
+    short = PairEncoder(tokenizer, ending, len(encoder.ending) + 2).pairs([pair])
+    assert short.tokens[0].tolist() == [*encoder.ending, *whole.tokens[0][start : start + 2]], "the target is cut last"
+    assert short.starts[0] == len(encoder.ending) and short.cut == 1
+
+
+def test_prompts_are_what_stands_before_the_target(tied):
+    sources = [source for source, _ in tied._data.train[:5]]
+    samples = tied._samples["train"]
+    assert tied._encoder.prompts(sources, 128) == [samples.tokens[i][: samples.starts[i]].tolist() for i in range(5)]
+    short = tied._encoder.prompts(sources, 7)
+    assert {len(prompt) for prompt in short} == {7} and {prompt[-1] for prompt in short} == set(tied._encoder.ending)
+
+
+def test_a_target_without_text_still_ends(tokenizer):
+    samples = PairEncoder(tokenizer, "", 10).pairs([("x : y", "")])
+    assert samples.target_lengths.tolist() == [1] and samples.tokens[0][-1] == tokenizer.eos_token_id
+
+
+# -- losses and clipped sums ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tied", "tied, sum", "untied", "lora"])
+def test_losses_are_of_the_targets_tokens_alone(tasks, name):
+    task = tasks[name]
+    samples = task._samples["train"]
+    expected = [loss_by_hand(task, samples.tokens[i], samples.starts[i]) for i in EXAMPLES]
+    expected = torch.stack([part.sum() if "sum" in name else part.mean() for part in expected])
+    torch.testing.assert_close(task.losses(EXAMPLES), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["tied", "tied, sum", "untied", "lora"])
+def test_clipped_sums_are_those_of_single_examples(tasks, name, mode):
+    task = tasks[name]
+    assert len(set(task._lengths[EXAMPLES])) > 2, "padding must be there"
+    make_partition, norms = MODES[mode]
+    partition = make_partition(task.model)
+    loss_of = lambda i: task.losses([i])[0]  # noqa: E731
+    thresholds = clipped_sums(task.model, loss_of, EXAMPLES, partition, [1.0] * len(partition)).norms.median(1).values
+    truth = clipped_sums(task.model, loss_of, EXAMPLES, partition, thresholds)
+    task.model.zero_grad()
+    with attach(task.model, partition, thresholds, norms=norms) as engine:
+        engine.backward(task.losses(EXAMPLES))
+    for parameter, sums in gradients(task.model).items():
+        assert float((sums - truth.sums[parameter]).norm()) <= 1e-9 * float(truth.sums[parameter].norm()) + 1e-13
+
+
+def test_what_stands_at_padding_changes_nothing(tied):
+    found = []
+    for token in (tied.inputs._pad_token, 77):
+        tied.inputs._pad_token = token
+        tied.model.zero_grad()
+        with attach(tied.model, per_layer(tied.model), 0.1) as engine:
+            engine.backward(tied.losses(EXAMPLES))
+        found.append(gradients(tied.model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_model_that_cannot_leave_logits_out_has_the_same_losses(tied, monkeypatch):
+    expected = tied.losses(EXAMPLES)
+    monkeypatch.setattr(tied.inputs, "accepts", tied.inputs.accepts - {"logits_to_keep"})
+    torch.testing.assert_close(tied.losses(EXAMPLES), expected, rtol=1e-12, atol=0)
+
+
+def test_order_leaves_the_sum_as_it_is_and_pads_less(tied):
+    drawn = np.random.default_rng(0).permutation(40)
+    ordered = tied.order(drawn)
+    assert (np.diff(tied._lengths[ordered]) <= 0).all()
+    padded = [sum(int(tied._lengths[part].max()) for part in np.split(e, 10)) for e in (drawn, ordered)]
+    assert padded[1] < 0.9 * padded[0]
+    found = []
+    for examples in (drawn, ordered):
+        tied.model.zero_grad()
+        with attach(tied.model, per_layer(tied.model), 0.1) as engine:
+            for part in np.split(examples, 10):
+                engine.backward(tied.losses(part))
+        found.append(gradients(tied.model))
+    for name, first in found[0].items():
+        torch.testing.assert_close(found[1][name], first, rtol=1e-9, atol=1e-13)
+
+
+# -- evaluation and generation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tied", "tied, sum"])
+def test_perplexity_is_of_all_tokens_and_the_loss_of_examples(tasks, name):
+    task = tasks[name]
+    samples = task._samples["valid"]
+    with torch.no_grad():
+        parts = [loss_by_hand(task, samples.tokens[i], samples.starts[i]) for i in range(10)]
+    nll = float(torch.cat(parts).mean())
+    loss = float(torch.stack([part.sum() if "sum" in name else part.mean() for part in parts]).mean())
+    found = task.evaluate("valid", batch_size=4, limit=10)
+    assert found == pytest.approx({"loss": loss, "nll": nll, "perplexity": math.exp(nll)}, rel=1e-9)
+    assert task.model.training and task.headline in found
+
+
+def test_every_reference_counts_once(tied):
+    assert len(tied._samples["test"]) == sum(len(request.references) for request in tied._data.test)
+    found = tied.describe_data()
+    assert (found["test_inputs"], found["test_examples"]) == (100, 400) and found["train_examples"] == 40
+    assert found["cut_examples"] == found["cut_examples_test"] == 0 and "made up" in found["generated"]
+
+
+def test_the_final_evaluation_writes_texts_and_scores_them():
+    task = make_task(config(), CPU)
+    assert task.outputs() == {}
+    assert set(task.evaluate("valid", 50, limit=20, final=True)) == {"loss", "nll", "perplexity"}
+    assert set(task.evaluate("test", 50, limit=20)) == {"loss", "nll", "perplexity"}
+    found = task.evaluate("test", 50, limit=20, final=True)
+    rows = task.outputs()["test"]
+    assert [row["source"] for row in rows] == [request.source for request in task._data.test[:3]]
+    texts, references = [row["output"] for row in rows], [row["references"] for row in rows]
+    assert found["bleu"] == corpus_bleu(texts, references) and found["rougeL"] == e2e_rouge_l(texts, references)
+    json.dumps(rows)
+
+
+def test_no_inputs_are_generated_from_where_none_are_asked_for():
+    task = make_task(config("samsum", generate={"limit": 0, "max_new_tokens": 1000}), CPU)
+    assert set(task.evaluate("test", 50, limit=5, final=True)) == {"loss", "nll", "perplexity"}
+    assert task.outputs() == {}
+
+
+def test_a_model_that_learned_one_text_writes_it():
+    task = make_task(config(data={"train_limit": 1}, generate={"max_new_tokens": 60, "limit": 1}), CPU)
+    task._data.test[0] = type(task._data.test[0])(task._data.train[0][0], (task._data.train[0][1],))
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        task.losses([0]).sum().backward()
+        optimizer.step()
+    found = task.evaluate("test", 50, limit=1, final=True)
+    assert found["bleu"] == pytest.approx(100) and found["rougeL"] == pytest.approx(100)
+    assert task.outputs()["test"][0]["output"] == task._data.train[0][1]
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_in_context(shots, monkeypatch):
+    shape = {**GPT2, "n_positions": 700}
+    task = make_task(config("samsum", {"shape": shape}), CPU)
+    seen = []
+    from groupwise.tasks import decoding
+
+    def fake(model, tokenizer, prompts, settings, *, device):
+        seen.extend(tokenizer.decode(prompt) for prompt in prompts)
+        return ["They meet."] * len(prompts)
+
+    monkeypatch.setattr(decoding, "generate", fake)
+    found = task.evaluate_in_context(shots, 1)
+    assert set(found) == {"rouge1", "rouge2", "rougeL"} and len(task.outputs()["test"]) == 3
+    for text, request in zip(seen, task._data.test, strict=False):
+        assert text.endswith(request.source) and text.count("TL;DR") == shots + 1
+    assert all(text.split(" ")[0] == "Summarize" for text in seen)
+
+
+def test_in_context_cuts_the_input_not_the_delimiter():
+    task = make_task(config("samsum", {"shape": {**GPT2, "n_positions": 150}}), CPU)
+    (prompt,) = task._encoder.in_context([instruct("A: " + "word " * 300)], 100)
+    assert len(prompt) == 100 and task.tokenizer.decode(prompt).endswith(DELIMITER)
+    with pytest.raises(UserError, match=r"eval\.shots=4"):
+        task.evaluate_in_context(4, 0)
+
+
+def test_tables_in_context_have_no_end_of_text_before_the_answer(tied):
+    (prompt,) = tied._encoder.in_context(["name : A\n\nname : B"], 100)
+    assert tied.tokenizer.decode(prompt) == "name : A\n\nname : B"
+
+
+# -- export and bad input -------------------------------------------------------------------------------------------
+
+
+def test_export_keeps_tied_weights_one_and_may_halve_them(tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    task = make_task(config(), CPU)
+    task.model.eval()
+    inputs = task.inputs([task._samples["train"].tokens[0]], CPU)
+    for name, dtype, tolerance in (("full", None, 0), ("half", torch.float16, 1e-3)):
+        save_network(task.model, task.tokenizer, tmp_path / name, {"seed": 0}, dtype)
+        weights = load_file(tmp_path / name / "model.safetensors")
+        assert {w.dtype for w in weights.values()} == {dtype or torch.float32}
+        assert sum(w.shape == task.model.lm_head.weight.shape for w in weights.values()) == 1
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        torch.testing.assert_close(model(**inputs).logits, task.logits(inputs), rtol=tolerance, atol=tolerance)
+        assert json.loads((tmp_path / name / "provenance.json").read_text())["seed"] == 0
+    assert {p.dtype for p in task.model.parameters()} == {torch.float32}
+    with pytest.raises(UserError, match="cannot be written"):
+        (tmp_path / "file").write_text("")
+        task.export(tmp_path / "file" / "out", {})
+
+
+def test_export_of_adapters_names_the_base(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    full = make_task(config(), CPU)
+    full.export(tmp_path / "base", {})
+    base = {"source": str(tmp_path / "base"), "fresh": False, "architecture": None, "shape": {}}
+    task = make_task(config("samsum", {**base, **LORA}), CPU)
+    for name, parameter in task.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    task.export(tmp_path / "out", {"hash": "abc"})
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert told["base"] == str(tmp_path / "base") and "adapters" in told["note"]
+    assert list(told["sha256"]) == ["adapter_model.safetensors"]
+    model = AutoModelForCausalLM.from_pretrained(told["base"])
+    model = PeftModel.from_pretrained(model, tmp_path / "out").eval()
+    task.model.eval()
+    inputs = task.inputs([task._samples["train"].tokens[0]], CPU)
+    torch.testing.assert_close(model(**inputs).logits, task.logits(inputs))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"name": "wide_resnet"}}, "wide_resnet cannot read text"),
+        ({"data": {"name": "digits"}}, r"data\.name=digits is not known for text"),
+        ({"data": {"max_length": 161}}, r"max_length=161 is longer than the model, which has 160 positions"),
+        ({"data": {"max_length": 2}}, r"max_length=2 leaves no room for text: give at least 3"),
+        ({"generate": {"max_new_tokens": 159}}, r"max_new_tokens=159 leaves no room for a source in the model's 160"),
+        ({"data": {"name": "files"}, "paths": PathsConfig(data="nowhere")}, "nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        make_task(config(**changes), CPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real texts: GROUPWISE_DATA is not set")
+@pytest.mark.parametrize(("name", "train_file"), [("e2e", None), ("dart", "webnlg2017-train.json"), ("samsum", None)])
+def test_real_texts(name, train_file):
+    data = {"name": "files", "train_file": train_file}
+    task = make_task(config(name, data=data, paths=PathsConfig(data=os.environ["GROUPWISE_DATA"])), CPU)
+    assert task.losses(EXAMPLES).shape == (4,)
+    found = task.describe_data()
+    assert found["train_examples"] == 40 and "generated" not in found
+    assert found["test_inputs"] == {"e2e": 630, "dart": 5097, "samsum": 819}[name]
+    assert isinstance(task._samples["train"].tokens, Rows)
