@@ -13,7 +13,7 @@ BENCH ?= workload=all method=all
 BUDGET ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow bench bench-tiny bench-growth bench-loop bench-page figure-throughput \
+.PHONY: help env demo test test-slow bench bench-tiny bench-growth bench-loop bench-full-size bench-page figure-throughput \
 	figure-runtime_breakdown pretrain sweep-cifar-mini sweep-sst2-mini sweep-e2e-mini sweep-samsum-mini lint format types clean
 
 help: ## print this list
@@ -51,6 +51,9 @@ bench-growth: $(STAMP) ## time and memory as batch, length, width and depth doub
 
 bench-loop: $(STAMP) ## the loop of run.py around the bare step, on the demo: a minute
 	$(BIN)/python -m benchmarks.loop
+
+bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-xl (LoRA) at full size: minutes, 5 GiB
+	$(BIN)/python -m benchmarks.full_size
 
 bench-page: $(STAMP) ## the tables of docs/benchmarks.md, from the measured rows
 	$(BIN)/python -m groupwise.analysis.benchmark_tables

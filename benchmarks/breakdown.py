@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.command import command
@@ -31,26 +32,17 @@ def breakdown(options: Options) -> dict[str, dict[str, dict[str, float]]]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from benchmarks.methods import formats, make
-    from benchmarks.workloads import WORKLOADS, build
+    from benchmarks.methods import formats, prepare
+    from benchmarks.workloads import WORKLOADS
 
     torch.set_num_threads(options.threads)
     on_gpu = options.device == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
     found: dict[str, dict[str, dict[str, float]]] = {}
     for case in cases(options):
-        last = "channels_last" in formats("adaptive_layer", WORKLOADS[case.workload].channels_last)
+        (ours,) = formats("adaptive_layer", WORKLOADS[case.workload].channels_last)
         for name in options.methods:
-            workload = build(
-                case.workload,
-                batch=case.batch,
-                layers=case.layers,
-                device=case.device,
-                dtype=case.dtype,
-                tiny=case.tiny,
-                channels_last=last,
-            )
-            method = make(name, workload)
+            _, method = prepare(replace(case, method=name, memory_format=ours))
             for _ in range(2):
                 method.step()
             with profile(activities=activities) as profiler:

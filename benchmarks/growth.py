@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.command import command
-from benchmarks.options import check_device, read, split
+from benchmarks.options import check_above_zero, check_device, read, split
 from groupwise.errors import UserError
 from groupwise.suggestions import did_you_mean
 
@@ -83,9 +83,7 @@ def parse(arguments: Sequence[str]) -> GrowthOptions:
     from benchmarks.growing import NETWORKS
 
     options = read(GrowthOptions, arguments)
-    for name in ("doublings", "rounds", "steps", "threads", "limit"):
-        if not getattr(options, name) > 0:
-            raise UserError(f"{name}={getattr(options, name)} was given; use a number above 0.")
+    check_above_zero(options, "doublings", "rounds", "steps", "threads", "limit")
     for name in options.methods:
         methods.check(name)
     for name in [] if options.network == "all" else split(options.network):

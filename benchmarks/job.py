@@ -15,6 +15,7 @@ class Job:
     memory_format: str = "contiguous"
     batch: int | None = None
     layers: int | None = None
+    tokens: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1

@@ -1,8 +1,8 @@
-"""The language-model workloads: RoBERTa-base and GPT-2 shapes with fresh weights, and LoRA on GPT-2."""
+"""The language-model workloads: RoBERTa-base, GPT-2 and GPT-2-xl shapes with fresh weights, and LoRA on GPT-2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from groupwise.data.torchvision_compat import import_torchvision
 
-TINY_TOKENS, TINY_VOCABULARY = 7, 97
+TINY_VOCABULARY = 97
 IGNORED = -100
 
 
@@ -25,10 +25,9 @@ class Built:
     losses: Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
-def roberta(batch: int, layers: int, tiny: bool) -> Built:
-    """RoBERTa-base for two classes, T 64 (`tiny`: width 48, T 7)."""
+def roberta(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
+    """RoBERTa-base for two classes (`tiny`: width 48)."""
     transformers = _transformers()
-    tokens = TINY_TOKENS if tiny else 64
     small: dict[str, Any] = {
         "hidden_size": 48,
         "num_attention_heads": 4,
@@ -57,11 +56,21 @@ def roberta(batch: int, layers: int, tiny: bool) -> Built:
     return Built(transformers.RobertaForSequenceClassification(config), data, _classification)
 
 
-def gpt2(batch: int, layers: int, tiny: bool, *, tied: bool) -> Built:
-    """GPT-2 with its 768 wide layers, T 100 (`tiny`: width 48, T 7); `tied`: the head is the token embedding."""
+def gpt2(
+    batch: int,
+    layers: int,
+    tokens: int,
+    tiny: bool,
+    *,
+    tied: bool,
+    xl: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Built:
+    """GPT-2, 768 features wide, or 1600 (`xl`; `tiny`: 48); `tied`: the head is the token embedding."""
     transformers = _transformers()
-    tokens = TINY_TOKENS if tiny else 100
-    small: dict[str, Any] = {"n_embd": 48, "n_head": 4, "vocab_size": TINY_VOCABULARY} if tiny else {}
+    sizes: dict[str, Any] = {"n_embd": 1600, "n_head": 25} if xl else {}
+    if tiny:
+        sizes = {"n_embd": 48, "n_head": 4, "vocab_size": TINY_VOCABULARY}
     config = transformers.GPT2Config(
         n_layer=layers,
         resid_pdrop=0.0,
@@ -70,7 +79,7 @@ def gpt2(batch: int, layers: int, tiny: bool, *, tied: bool) -> Built:
         tie_word_embeddings=tied,
         bos_token_id=0,
         eos_token_id=0,
-        **small,
+        **sizes,
     )
     ids = torch.randint(0, config.vocab_size, (batch, tokens))
     data = {
@@ -78,20 +87,31 @@ def gpt2(batch: int, layers: int, tiny: bool, *, tied: bool) -> Built:
         "position_ids": torch.arange(tokens).repeat(batch, 1),
         "labels": torch.cat([ids[:, 1:], torch.full((batch, 1), IGNORED)], dim=1),
     }
-    return Built(transformers.GPT2LMHeadModel(config), data, _next_token)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return Built(model, data, _next_token)
 
 
-def lora_gpt2(batch: int, layers: int, tiny: bool) -> Built:
+def lora_gpt2(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
     """Tied GPT-2, all frozen but LoRA of rank 16 on the four Conv1D of each block (`tiny`: rank 4)."""
-    built = gpt2(batch, layers, tiny, tied=True)
+    built = gpt2(batch, layers, tokens, tiny, tied=True)
+    return _with_adapters(built, 4 if tiny else 16, ("c_attn", "c_proj", "c_fc"))
+
+
+def lora_gpt2_xl(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
+    """Tied GPT-2-xl frozen in bfloat16, and float32 LoRA of rank 32 on the attention's inputs (`tiny`: rank 4)."""
+    built = gpt2(batch, layers, tokens, tiny, tied=True, xl=True, dtype=torch.bfloat16)
+    return _with_adapters(built, 4 if tiny else 32, ("c_attn",))
+
+
+def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
+    """Freeze the model and give the Conv1D that are called `targets` adapters (alpha = rank)."""
     import peft
 
-    rank = 4 if tiny else 16
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rank,
         lora_dropout=0.0,
-        target_modules=["c_attn", "c_proj", "c_fc"],
+        target_modules=list(targets),
         fan_in_fan_out=True,
     )
     built.model = peft.get_peft_model(built.model, config)

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.command import command
-from benchmarks.options import read
+from benchmarks.options import check_above_zero, read
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.launch.compose import compose_run
@@ -67,9 +67,7 @@ def parse(arguments: Sequence[str]) -> tuple[LoopOptions, RunConfig]:
     """
     own = [item for item in arguments if item.partition("=")[0] in ("rounds", "steps", "out")]
     options = read(LoopOptions, own)
-    for name in ("rounds", "steps"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{name}={getattr(options, name)} was given; use a whole number of at least 1.")
+    check_above_zero(options, "rounds", "steps")
     rest = [item for item in arguments if item not in own]
     given = {item.partition("=")[0].lstrip("+") for item in rest}
     if taken := sorted(given & set(NEVER)):

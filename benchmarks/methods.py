@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from benchmarks import peers
-from benchmarks.workloads import Workload
+from benchmarks.job import Job
+from benchmarks.workloads import Workload, build
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.partition import Partition
 from groupwise.errors import UserError
@@ -152,3 +153,18 @@ def make(name: str, workload: Workload) -> Method:
     """Prepare the workload's model for a method; a model serves one method only."""
     check(name)
     return METHODS[name](workload)
+
+
+def prepare(job: Job) -> tuple[Workload, Method]:
+    """Build what a job runs."""
+    workload = build(
+        job.workload,
+        batch=job.batch,
+        layers=job.layers,
+        tokens=job.tokens,
+        tiny=job.tiny,
+        device=job.device,
+        dtype=job.dtype,
+        channels_last=job.memory_format == "channels_last",
+    )
+    return workload, make(job.method, workload)

@@ -17,7 +17,8 @@ from groupwise.suggestions import did_you_mean
 T = TypeVar("T")
 HELP = """python -m benchmarks.throughput [key=value ...]
 
-  workload=all     wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2; several by commas
+  workload=all     wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2; several by commas;
+                   lora_gpt2_xl only when it is named
   method=all       none, flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks, opacus_functorch,
                    opacus_ghost, opacus_per_layer; several by commas (none always runs: ratios are to it)
   batch=4,8        batch sizes; default the workload's own
@@ -58,7 +59,8 @@ class Options:
         """The names asked for."""
         from benchmarks.workloads import WORKLOADS
 
-        return list(WORKLOADS) if self.workload == "all" else split(self.workload)
+        every = [name for name, kind in WORKLOADS.items() if kind.in_all]
+        return every if self.workload == "all" else split(self.workload)
 
     @property
     def methods(self) -> list[str]:
@@ -134,15 +136,24 @@ def cases(options: Options) -> list[Job]:
 def _check(options: Options) -> None:
     from benchmarks import methods, workloads
 
-    for name in ("layers", "rounds", "steps", "threads", "limit"):
-        if not getattr(options, name) > 0:
-            raise UserError(f"{name}={getattr(options, name)} was given; use a number above 0.")
+    check_above_zero(options, "layers", "rounds", "steps", "threads", "limit")
     for name in options.workloads:
         workloads.check(name, batch=None, layers=None, dtype=options.dtype)
     for name in options.methods:
         methods.check(name)
     _ = options.batches
     check_device(options.device)
+
+
+def check_above_zero(options: object, *names: str) -> None:
+    """Refuse numbers that are not above 0.
+
+    Raises:
+        UserError: naming the first of them.
+    """
+    for name in names:
+        if not getattr(options, name) > 0:
+            raise UserError(f"{name}={getattr(options, name)} was given; use a number above 0.")
 
 
 def check_device(device: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Seconds:
-    """CPU time of the process and wall time, of one step."""
+    """CPU time of the process and wall time, of one step; on a GPU the wall time is between two of its events."""
 
     cpu: float
     wall: float
@@ -20,15 +20,21 @@ class Stopwatch:
     """Runs from its making on."""
 
     def __init__(self, device: torch.device | str) -> None:
-        self._gpu = torch.device(device).type == "cuda"
-        self._wait()
+        self._begin: torch.cuda.Event | None = None
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+            self._begin = torch.cuda.Event(enable_timing=True)
         self._cpu, self._wall = time.process_time(), time.perf_counter()
+        if self._begin is not None:
+            self._begin.record()
 
     def read(self, steps: int) -> Seconds:
         """Seconds a step, if so many were taken."""
-        self._wait()
-        return Seconds((time.process_time() - self._cpu) / steps, (time.perf_counter() - self._wall) / steps)
-
-    def _wait(self) -> None:
-        if self._gpu:
+        if self._begin is None:
+            wall = time.perf_counter() - self._wall
+        else:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
             torch.cuda.synchronize()
+            wall = self._begin.elapsed_time(end) / 1000
+        return Seconds((time.process_time() - self._cpu) / steps, wall / steps)

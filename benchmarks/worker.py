@@ -4,6 +4,7 @@ It reads requests as lines of JSON on stdin and answers each with one on stdout:
 
 - ``{"do": "measure"}`` -> peak_bytes, operations, seconds (of one step), sums (norm of the sums), parameters, …
 - ``{"do": "round", "steps": 3}`` -> cpu_seconds, wall_seconds, noise_seconds, each of one step
+- ``{"do": "update"}`` -> peak_bytes, cpu_seconds, wall_seconds of one step with its noise and an optimiser's update
 - anything that fails -> ``{"refused": "the first line of what it said"}``
 """
 
@@ -13,9 +14,7 @@ import gc
 import json
 import os
 import sys
-import time
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +22,11 @@ import torch
 from benchmarks.floor import count_operations
 from benchmarks.job import Job
 from benchmarks.memory import Step, peak_bytes
-from benchmarks.methods import Method, make
-from benchmarks.workloads import Workload, build
+from benchmarks.methods import Method, prepare
+from benchmarks.stopwatch import Seconds, Stopwatch
+from benchmarks.workloads import Workload
 
-
-@dataclass(frozen=True)
-class Seconds:
-    """CPU time of the process; wall time, on a GPU between two of its events."""
-
-    cpu: float
-    wall: float
+LEARNING_RATE = 1e-4  # of `update`, where nothing is learned
 
 
 class Bench:
@@ -79,43 +73,56 @@ class Bench:
             "noise_seconds": noise.wall if self.job.device == "cuda" else noise.cpu,
         }
 
+    def update(self) -> dict[str, Any]:
+        """Memory of a whole update, the optimiser's state included, then its time."""
+        peak, step = peak_bytes(self._whole_step, self.job.device)
+        taken = self._time(step, 1)
+        workload, _ = self._get()
+        return {
+            "batch": workload.batch,
+            "tokens": workload.tokens,
+            "layers": workload.layers,
+            "parameters": sum(p.numel() for p in workload.model.parameters()),
+            "trainable": sum(p.numel() for p in workload.trainable),
+            "cpu_seconds": taken.cpu,
+            "wall_seconds": taken.wall,
+            "peak_bytes": peak,
+        }
+
+    def _whole_step(self) -> Step:
+        workload, method = self._get()
+        optimizer = torch.optim.AdamW(workload.trainable, lr=LEARNING_RATE)
+
+        def step() -> None:
+            method.step()
+            method.noise()
+            optimizer.step()
+
+        return step
+
     def _get(self) -> tuple[Workload, Method]:
         if self._built is None:
-            job = self.job
-            workload = build(
-                job.workload,
-                batch=job.batch,
-                layers=job.layers,
-                tiny=job.tiny,
-                device=job.device,
-                dtype=job.dtype,
-                channels_last=job.memory_format == "channels_last",
-            )
-            self._built = workload, make(job.method, workload)
+            self._built = prepare(self.job)
         return self._built
 
     def _time(self, step: Step, steps: int) -> Seconds:
         """Seconds a step."""
-        if self.job.device != "cuda":
-            cpu, wall = time.process_time(), time.perf_counter()
-            for _ in range(steps):
-                step()
-            return Seconds((time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        cpu = time.process_time()
-        begin.record()
+        watch = Stopwatch(self.job.device)
         for _ in range(steps):
             step()
-        end.record()
-        torch.cuda.synchronize()
-        return Seconds((time.process_time() - cpu) / steps, begin.elapsed_time(end) / 1000 / steps)
+        return watch.read(steps)
 
 
 def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     """Do what was asked; whatever is raised becomes an answer, as a peer may refuse in any way."""
     try:
-        return bench.measure() if request["do"] == "measure" else bench.round(request["steps"])
+        match request["do"]:
+            case "measure":
+                return bench.measure()
+            case "update":
+                return bench.update()
+            case _:
+                return bench.round(request["steps"])
     except (MemoryError, torch.OutOfMemoryError):
         return {"refused": "out of memory"}
     except Exception as error:

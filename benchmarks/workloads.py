@@ -1,8 +1,9 @@
-"""What is trained: six networks of the paper's kind, with fresh weights and random data."""
+"""What is trained: networks of the paper's kind, with fresh weights and random data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.language import Built, gpt2, lora_gpt2, roberta
+from benchmarks.language import Built, gpt2, lora_gpt2, lora_gpt2_xl, roberta
 from groupwise.errors import UserError
 from groupwise.suggestions import did_you_mean
 
 DTYPES = ("float32", "float64", "bfloat16")
+TINY_TOKENS = 7
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,11 @@ class Kind:
 
     make: Callable[..., Built]
     batch: int
-    layers: int | None = None  # None: the depth is no option
+    layers: int | None = None  # None: depth and tokens are no options
+    tokens: int = 0
+    positions: int = 0  # the most tokens
     channels_last: bool = False
+    in_all: bool = True  # whether "all" means it too
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Workload:
         batch: B.
         layers: transformer blocks; None where the depth is no option.
         channels_last: whether that memory format is an option.
+        tokens: T of a language model.
     """
 
     name: str
@@ -46,6 +52,7 @@ class Workload:
     batch: int
     layers: int | None
     channels_last: bool
+    tokens: int | None = None
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -58,6 +65,7 @@ def build(
     *,
     batch: int | None = None,
     layers: int | None = None,
+    tokens: int | None = None,
     seed: int = 0,
     tiny: bool = False,
     device: str = "cpu",
@@ -69,22 +77,26 @@ def build(
     Args:
         name: one of `WORKLOADS`.
         batch: B; None takes the workload's own.
-        layers: transformer blocks; None takes 12 (the full shape).
+        layers: transformer blocks; None takes the full shape's.
+        tokens: T of a language model; None takes the workload's own.
         seed: of weights and data.
         tiny: the same layers at sizes for tests.
-        device: "cpu", "cuda".
+        device: "cpu", "cuda"; "meta" makes the shapes only.
         dtype: "float32", "float64", or "bfloat16", which keeps float32 parameters and runs the model in autocast.
         channels_last: put images and convolutions into that memory format.
 
     Raises:
-        UserError: an unknown name or dtype; a depth, or channels_last, where that is no option; a size below 1.
+        UserError: an unknown name or dtype; a depth, tokens or channels_last, where that is no option; a size below 1;
+            more tokens than the model has positions.
     """
-    kind = check(name, batch=batch, layers=layers, dtype=dtype, channels_last=channels_last)
+    kind = check(name, batch=batch, layers=layers, tokens=tokens, dtype=dtype, channels_last=channels_last)
     size = batch or (4 if tiny else kind.batch)
-    depth = None if kind.layers is None else layers or (2 if tiny else kind.layers)
-    with torch.random.fork_rng(devices=[]):
+    depth = length = None
+    if kind.layers is not None:
+        depth, length = layers or (2 if tiny else kind.layers), tokens or (TINY_TOKENS if tiny else kind.tokens)
+    with torch.random.fork_rng(devices=[]), torch.device("meta") if device == "meta" else nullcontext():
         torch.manual_seed(seed)
-        built = kind.make(size, tiny) if depth is None else kind.make(size, depth, tiny)
+        built = kind.make(size, tiny) if depth is None else kind.make(size, depth, length, tiny)
     model, data = built.model.train(), built.batch
     model.to(device)
     data = {key: value.to(device) for key, value in data.items()}
@@ -101,11 +113,17 @@ def build(
         with torch.autocast(device, torch.bfloat16):
             return built.losses(model, data)
 
-    return Workload(name, model, loss, size, depth, kind.channels_last)
+    return Workload(name, model, loss, size, depth, kind.channels_last, length)
 
 
 def check(
-    name: str, *, batch: int | None, layers: int | None, dtype: str = "float32", channels_last: bool = False
+    name: str,
+    *,
+    batch: int | None,
+    layers: int | None,
+    tokens: int | None = None,
+    dtype: str = "float32",
+    channels_last: bool = False,
 ) -> Kind:
     """Refuse what `build` cannot make, without making anything.
 
@@ -117,11 +135,14 @@ def check(
     kind = WORKLOADS[name]
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is unknown{did_you_mean(dtype, DTYPES)}: give {', '.join(DTYPES)}.")
-    if layers is not None and kind.layers is None:
-        raise UserError(f"layers={layers} was given, but the depth of workload={name} is no option: leave it out.")
-    for key, value in (("batch", batch), ("layers", layers)):
+    for key, value in (("layers", layers), ("tokens", tokens)):
+        if value is not None and kind.layers is None:
+            raise UserError(f"{key}={value} was given, but that of workload={name} is no option: leave it out.")
+    for key, value in (("batch", batch), ("layers", layers), ("tokens", tokens)):
         if value is not None and value < 1:
             raise UserError(f"{key}={value} was given; use a whole number of at least 1.")
+    if tokens is not None and tokens > kind.positions:
+        raise UserError(f"tokens={tokens} was given, but {name} has {kind.positions} positions: give no more.")
     if channels_last and not kind.channels_last:
         raise UserError(f"channels_last was asked for, but workload={name} has no images.")
     return kind
@@ -154,9 +175,10 @@ def _cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 WORKLOADS = {
     "wrn16_4_ws": Kind(partial(_wide_resnet, weight_standardization=True), batch=32, channels_last=True),
     "wrn16_4_conv": Kind(partial(_wide_resnet, weight_standardization=False), batch=32, channels_last=True),
-    "roberta_base": Kind(roberta, batch=8, layers=12),
-    "gpt2": Kind(partial(gpt2, tied=True), batch=4, layers=12),
-    "gpt2_untied": Kind(partial(gpt2, tied=False), batch=4, layers=12),
+    "roberta_base": Kind(roberta, batch=8, layers=12, tokens=64, positions=512),
+    "gpt2": Kind(partial(gpt2, tied=True), batch=4, layers=12, tokens=100, positions=1024),
+    "gpt2_untied": Kind(partial(gpt2, tied=False), batch=4, layers=12, tokens=100, positions=1024),
     "mlp": Kind(_mlp, batch=256),
-    "lora_gpt2": Kind(lora_gpt2, batch=4, layers=12),
+    "lora_gpt2": Kind(lora_gpt2, batch=4, layers=12, tokens=100, positions=1024),
+    "lora_gpt2_xl": Kind(lora_gpt2_xl, batch=1, layers=48, tokens=256, positions=1024, in_all=False),
 }

@@ -65,8 +65,6 @@ METHODS = {
     "adaptive_layer": "adaptive per layer",
     "fixed_layer": "fixed per layer",
     "block": "per block",
-    "fixed_block": "fixed per block",
-    "adaptive_block": "adaptive per block",
     "flat": "flat, book-keeping",
     "ghost": "flat, ghost",
     "opacus_hooks": "Opacus, hooks",

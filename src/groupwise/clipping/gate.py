@@ -1,6 +1,6 @@
 """Clipping inside autograd: layers report squared norms to a probe, and a gate turns them into clipped sums.
 
-`probe = Gate.apply(pass, C_k, *parameters)` is made just before the group's first layer runs, so its backward runs
+`probe = Gate.apply(pass, device, *parameters)` is made just before the group's first layer runs, so its backward runs
 once the backward pass has left that layer, when every member has added its squared norms to the probe's gradient. The
 gate then *returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and reductions on
 gradients need no special case. The norms of all groups go to the engine, which counts them at once.

@@ -42,12 +42,12 @@ def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of the canonical configuration without its `VOLATILE` keys, 64 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(_stable(config), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(stable_config(config), sort_keys=True).encode()).hexdigest()
 
 
 def differences(there: RunConfig, here: RunConfig) -> list[str]:
     """The stable keys that differ, each in words: ``clip.threshold is 1.0 there and 0.5 here``."""
-    old, new = _stable(there), _stable(here)
+    old, new = stable_config(there), stable_config(here)
     return [f"{key} is {old[key]} there and {new[key]} here" for key in new if old[key] != new[key]]
 
 
@@ -66,5 +66,6 @@ def load_config(path: Path) -> RunConfig:
     return config
 
 
-def _stable(config: RunConfig) -> dict[str, Any]:
+def stable_config(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> plain value, without the `VOLATILE` keys: what the hash is of."""
     return {key: value for key, value in flat_config(config).items() if not key.startswith(VOLATILE)}

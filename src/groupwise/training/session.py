@@ -13,7 +13,7 @@ from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
 from groupwise.training.checkpoint import save_checkpoint
-from groupwise.training.identity import flat_config
+from groupwise.training.identity import stable_config
 from groupwise.training.loop import Trainer
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import device_name, peak_memory_bytes, usable_cores
@@ -156,7 +156,7 @@ def export(record: RunRecord, task: Task, final: dict[str, float]) -> None:
         folder,
         {
             "hash": record.hash,
-            "config": flat_config(record.config),
+            "config": stable_config(record.config),
             "git": {key: record.git()[key] for key in ("sha", "dirty")},
             "data": task.describe_data(),
             "metrics": final,

@@ -140,6 +140,12 @@ def numbers(*tensors: object) -> int:
     return sum(t.numel() for t in tensors if isinstance(t, Tensor))
 
 
+def in_format_of(x: Tensor, g: Tensor) -> Tensor:
+    """g in the memory format of x, contiguous or channels_last: kernels read the two side by side."""
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return g.contiguous(memory_format=torch.channels_last) if last else g.contiguous()
+
+
 def upcast(t: Tensor) -> Tensor:
     """Half precision becomes float32; everything else stays: norms and sums are float32 or better."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -26,6 +26,7 @@ from groupwise.clipping.rules.base import (
     Saved,
     Wanted,
     chunk_floats,
+    in_format_of,
     numbers,
     register_rule,
     upcast,
@@ -83,10 +84,8 @@ class ConvRule(LayerRule):
         return self._convolve(x, weight, bias), (x, weight)
 
     def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        x = saved[0]
-        assert x is not None
-        last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        return g.contiguous(memory_format=torch.channels_last) if last else g.contiguous()
+        assert saved[0] is not None
+        return in_format_of(saved[0], g)
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight = saved[:2]
@@ -134,8 +133,8 @@ class ConvRule(LayerRule):
         way = self._way(saved, g.shape) if self._wants_weights(wanted) else "gram"
         if way == "gram" or size > numbers(g, saved[0]):
             return super().book_keep(saved, g, wanted)
-        kept, terms, start, squares = upcast(g).new_empty(g.shape[0], g.shape[1], self._filter_size()), None, 0, []
-        terms = self._terms(saved)
+        kept = upcast(g).new_empty(g.shape[0], g.shape[1], self._filter_size())
+        terms, start, squares = self._terms(saved), 0, []
         for rows in self._materialized(saved, g, way):
             squares.append(self._squares(terms, rows, wanted))
             kept[start : (start := start + len(rows))] = rows

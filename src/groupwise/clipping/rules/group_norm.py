@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, upcast
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, in_format_of, register_rule, upcast
 from groupwise.clipping.rules.per_example import PerExampleRule
 
 CHUNK_FLOATS = 1 << 18
@@ -28,12 +28,16 @@ class GroupNormRule(PerExampleRule):
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, self.module.eps)
         return y, (x, weight, mean, rstd)
 
+    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
+        assert saved[0] is not None
+        return in_format_of(saved[0], g)
+
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight, mean, rstd = saved
         assert x is not None
         sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self.module.num_groups)
         backward = torch.ops.aten.native_group_norm_backward
-        return backward(_like(g, x), x, mean, rstd, weight, *sizes, [True, False, False])[0]
+        return backward(g, x, mean, rstd, weight, *sizes, [True, False, False])[0]
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, _, mean, rstd = saved
@@ -59,9 +63,3 @@ def _channel_products(g: Tensor, x: Tensor) -> Tensor:
         part = slice(start, start + step)
         sums.append(torch.mul(g[part], x[part], out=buffer[: len(g[part])]).sum(space))
     return torch.cat(sums)
-
-
-def _like(g: Tensor, x: Tensor) -> Tensor:
-    """g in the memory format of x, which the backward kernel reads side by side."""
-    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return g.contiguous(memory_format=torch.channels_last) if last else g.contiguous()

@@ -25,11 +25,14 @@ class LayerNormRule(PerExampleRule):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, self.module.eps)
         return y, (x, weight, bias, mean, rstd)
 
+    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
+        return g.contiguous()
+
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight, bias, mean, rstd = saved
         shape = list(self.module.normalized_shape)
         backward = torch.ops.aten.native_layer_norm_backward
-        return backward(g.contiguous(), x, shape, mean, rstd, weight, bias, [True, False, False])[0]
+        return backward(g, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, _, _, mean, rstd = saved
