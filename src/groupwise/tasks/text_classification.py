@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config import RunConfig
-from groupwise.data.text import Labelled, LabelledText, hold_out, keep, load_labelled, synthetic_labelled
+from groupwise.data.text import Labelled, LabelledText, load_labelled, synthetic_labelled
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.padding import Rows
@@ -21,9 +21,9 @@ from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,
     check_length,
+    choose_data,
     describe,
     find_tokenizer,
-    unknown_data,
 )
 from groupwise.training.task import Split
 
@@ -104,17 +104,10 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
 
 
 def _load(config: RunConfig) -> LabelledText:
-    settings = config.data
-    if settings.name == "files":
-        root = Path(config.paths.data).expanduser()
-        data = load_labelled(config.task, root, hub=settings.hub, train_file=settings.train_file)
-    elif settings.name == "synthetic":
-        data = synthetic_labelled(config.task)
-    else:
-        raise unknown_data(settings.name)
-    if settings.holdout:
-        data = hold_out(data, settings.holdout)
-    return data if settings.train_limit is None else keep(data, settings.train_limit)
+    def read(root: Path) -> LabelledText:
+        return load_labelled(config.task, root, hub=config.data.hub, train_file=config.data.train_file)
+
+    return choose_data(config, read, synthetic_labelled)
 
 
 def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config import RunConfig
-from groupwise.data.text import PairedText, Request, hold_out, keep, load_paired, synthetic_paired
+from groupwise.data.text import PairedText, Request, load_paired, synthetic_paired
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, position_limit
 from groupwise.models.trainable import choose_trainable
@@ -25,11 +25,11 @@ from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,
     check_length,
+    choose_data,
     describe,
     find_tokenizer,
     per_example,
     token_losses,
-    unknown_data,
 )
 from groupwise.training.task import Split
 
@@ -154,16 +154,10 @@ def make_text_generation(config: RunConfig, device: torch.device) -> TextGenerat
 
 
 def _load(config: RunConfig) -> PairedText:
-    settings = config.data
-    if settings.name == "files":
-        data = load_paired(config.task, Path(config.paths.data).expanduser(), train_file=settings.train_file)
-    elif settings.name == "synthetic":
-        data = synthetic_paired(config.task)
-    else:
-        raise unknown_data(settings.name)
-    if settings.holdout:
-        data = hold_out(data, settings.holdout)
-    return data if settings.train_limit is None else keep(data, settings.train_limit)
+    def read(root: Path) -> PairedText:
+        return load_paired(config.task, root, train_file=config.data.train_file)
+
+    return choose_data(config, read, synthetic_paired)
 
 
 def _pairs(requests: Sequence[Request]) -> list[tuple[str, str]]:

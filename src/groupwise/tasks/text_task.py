@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from groupwise.atomic import write_json
 from groupwise.config import RunConfig
 from groupwise.data.checksum import sha256_of_files
+from groupwise.data.text import Data, hold_out, keep
 from groupwise.errors import UserError
 from groupwise.models.language import position_limit
 from groupwise.models.tokenizer import load_tokenizer
@@ -142,9 +143,18 @@ def check_length(max_length: int, least: int, model: nn.Module) -> None:
         raise UserError(f"data.max_length={max_length} leaves no room for text: give at least {least}.")
 
 
-def unknown_data(name: str) -> UserError:
-    """What to say of a `data.name` that holds no text."""
-    return UserError(f"data.name={name} is not known for text: choose files or synthetic.")
+def choose_data(config: RunConfig, from_files: Callable[[Path], Data], made_up: Callable[[str], Data]) -> Data:
+    """The data of `data.name`, below `paths.data` or made up; then `data.holdout` and `data.train_limit`."""
+    settings = config.data
+    if settings.name == "files":
+        data = from_files(Path(config.paths.data).expanduser())
+    elif settings.name == "synthetic":
+        data = made_up(config.task)
+    else:
+        raise UserError(f"data.name={settings.name} is not known for text: choose files or synthetic.")
+    if settings.holdout:
+        data = hold_out(data, settings.holdout)
+    return data if settings.train_limit is None else keep(data, settings.train_limit)
 
 
 def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np.ndarray, cut: int) -> dict[str, Any]:
