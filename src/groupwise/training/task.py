@@ -60,4 +60,4 @@ class Task(ABC):
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Write the model for other programs, and `provenance` beside it; asked for only where `exports` says so."""
-        raise NotImplementedError
+        raise UserError(f"{type(self).__name__} knows no format to export to: take model.pt from the run's folder.")
