@@ -40,6 +40,7 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
     transposed = [_is_conv1d(layer) for name, layer in layers.items() if any(_ends_with(name, t) for t in targets)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself sets it right layer by layer
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft's call
         warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
         try:
             config = peft.LoraConfig(
