@@ -122,8 +122,8 @@ def test_commands_are_found() -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z_-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z_-]+)", path.read_text())}
+    targets = set(re.findall(r"^([a-z0-9_-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z0-9_-]+)", path.read_text())}
     assert {"demo", "test"} <= named <= targets
 
 
