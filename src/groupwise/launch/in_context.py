@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from groupwise.config import RunConfig
-from groupwise.training.provenance import device_name, peak_memory_bytes
+from groupwise.training.provenance import resources
 from groupwise.training.record import RunRecord
 from groupwise.training.task import Task
 
@@ -26,13 +26,7 @@ def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device
     try:
         record.write_data(task.describe_data())
         record.write_outputs(task.outputs())
-        system = {
-            "device": device_name(device),
-            "device_type": device.type,
-            "wall_seconds": seconds,
-            "peak_memory_bytes": peak_memory_bytes(device),
-        }
-        row = record.finish(metrics, plan={"steps": 0, "private": False}, system=system)
+        row = record.finish(metrics, plan={"steps": 0, "private": False}, system=resources(device, seconds))
     finally:
         record.close()
     told = "  ".join(f"{key} {value:.2f}" for key, value in metrics.items())

@@ -17,6 +17,7 @@ from groupwise.data.text import Labelled, LabelledText, load_labelled, synthetic
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.padding import Rows
+from groupwise.tasks.samples import CHUNK
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,
@@ -26,9 +27,6 @@ from groupwise.tasks.text_task import (
     find_tokenizer,
 )
 from groupwise.training.task import Split
-
-CHUNK = 4096
-"""Texts that are tokenised at once: a tokeniser's answer is much larger than the tokens."""
 
 
 @dataclass(frozen=True)

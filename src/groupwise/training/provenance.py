@@ -82,6 +82,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
 
 
+def resources(device: torch.device, seconds: float) -> dict[str, Any]:
+    """What every row says of the machine: the device, the time that the run took and the memory."""
+    return {
+        "device": device_name(device),
+        "device_type": device.type,
+        "wall_seconds": seconds,
+        "peak_memory_bytes": peak_memory_bytes(device),
+    }
+
+
 def _git(root: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20)

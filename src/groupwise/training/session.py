@@ -16,7 +16,7 @@ from groupwise.training.checkpoint import save_checkpoint
 from groupwise.training.identity import stable_config
 from groupwise.training.loop import Trainer
 from groupwise.training.progress import Progress
-from groupwise.training.provenance import device_name, peak_memory_bytes, usable_cores
+from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.record import RunRecord
 from groupwise.training.task import Task
 from groupwise.training.trackers import make_tracker
@@ -173,14 +173,11 @@ def _named_thresholds(trainer: Trainer) -> dict[str, float]:
 
 def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, Any]:
     return {
-        "device": device_name(trainer.device),
-        "device_type": trainer.device.type,
+        **resources(trainer.device, seconds),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "microbatch": trainer.microbatch,
-        "wall_seconds": seconds,
         "examples_per_second": throughput,
-        "peak_memory_bytes": peak_memory_bytes(trainer.device),
     }
 
 
