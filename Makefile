@@ -72,7 +72,7 @@ sweep-cifar-mini: $(STAMP) ## real CIFAR-10 at scale=mini, every mode, then its 
 	$(BIN)/python run.py -m +sweep=cifar_mini
 	$(BIN)/python -m groupwise.analysis.collect results/measured/cifar_mini.csv task=cifar scale=mini
 
-sweep-sst2-mini: $(STAMP) ## real SST-2 on the mini RoBERTa: 36 runs, two hours on two cores, then its rows into results/measured
+sweep-sst2-mini: $(STAMP) ## real SST-2 on the mini RoBERTa: 36 runs, half an hour on two cores, then its rows into results/measured
 	$(BIN)/python run.py -m +sweep=sst2_mini
 	$(BIN)/python -m groupwise.analysis.collect results/measured/sst2_mini.csv task=sst2 scale=mini
 
