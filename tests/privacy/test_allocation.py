@@ -46,6 +46,41 @@ def test_the_checker_catches_per_device_noise_without_the_root_of_k(groups, sigm
     assert spends_the_budget(groups, planted * math.sqrt(len(groups)), sigma)
 
 
+stages = st.lists(st.lists(st.tuples(st.floats(1e-5, 1e3), st.integers(1, 10**7)), min_size=1, max_size=5), max_size=8)
+
+
+@given(first=groups, others=stages, sigma=sigmas)
+def test_stages_of_one_and_of_several_groups_cost_one_release_at_sigma_together(first, others, sigma):
+    """Each stage knows its own thresholds, and only the number of groups of the others."""
+    pipeline = [first, *others]
+    total = sum(len(stage) for stage in pipeline)
+    stds, alone = [], []
+    for stage in pipeline:
+        own, sizes = zip(*stage, strict=True)
+        stds.append(noise_stds(own, sizes, sigma, "equal_budget", groups_elsewhere=total - len(own)))
+        alone.append(noise_stds(own, sizes, sigma, "equal_budget"))
+    thresholds = torch.tensor([c for stage in pipeline for c, _ in stage], dtype=torch.float64)
+    assert spends_the_budget(thresholds, torch.cat(stds), sigma)
+    assert spends_the_budget(thresholds, torch.cat(alone), sigma) == (len(pipeline) == 1)
+    assert spends_the_budget(thresholds, sigma * thresholds, sigma) == (total == 1)  # planted: no root of K
+
+
+def test_a_group_on_each_of_k_devices_gets_the_root_of_k():
+    (std,) = noise_stds([0.5], [7], 2.0, "equal_budget", groups_elsewhere=3).tolist()
+    assert std == pytest.approx(2.0 * math.sqrt(4) * 0.5)
+
+
+@pytest.mark.parametrize("allocation", ["global", "weighted"])
+def test_other_allocations_need_the_thresholds_of_the_other_devices(allocation):
+    with pytest.raises(UserError, match=r"thresholds of the other devices.*noise\.allocation=equal_budget"):
+        noise_stds([1.0], [1], 1.0, allocation, groups_elsewhere=1)
+
+
+def test_a_negative_number_of_groups_elsewhere_is_refused():
+    with pytest.raises(UserError, match="groups_elsewhere is -1"):
+        noise_stds([1.0], [1], 1.0, "equal_budget", groups_elsewhere=-1)
+
+
 def test_the_checker_catches_noise_for_other_thresholds_than_those_that_clipped():
     before, after = [1.0, 2.0], [1.0, 2.5]
     assert not spends_the_budget(after, noise_stds(before, [3, 4], 1.0, "equal_budget"), 1.0)

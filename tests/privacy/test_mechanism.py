@@ -84,6 +84,33 @@ def test_without_noise_the_mean_is_left():
     assert flat(groups[0]).tolist() == [0.25] * 3
 
 
+def test_stages_that_release_on_their_own_spend_the_budget_of_one(follows_normal):
+    """Stages of 1 and of 2 groups, with sources of their own: the noise that is really there, group by group."""
+    sigma, batch = 1.5, 8.0
+    thresholds = [[0.1], [2.0, 0.4], [5.0]]
+    noises, budget, planted = [], 0.0, 0.0
+    for stage, own in enumerate(thresholds):
+        groups = make_groups(*[[(9000,)]] * len(own))
+        stds = release(
+            groups,
+            own,
+            allocation="equal_budget",
+            noise_multiplier=sigma,
+            expected_batch_size=batch,
+            noise=NoiseSource.from_key(SOURCE.derive(f"stage {stage}"), SOURCE.is_secret),
+            groups_elsewhere=4 - len(own),
+        )
+        for group, threshold, std in zip(groups, own, stds.tolist(), strict=True):
+            noise = flat(group) * batch - 1.0
+            assert follows_normal(noise, sigma * math.sqrt(4) * threshold)
+            assert not follows_normal(noise, sigma * threshold)  # without the root of K
+            budget, planted = budget + (threshold / std) ** 2, planted + (threshold / (sigma * threshold)) ** 2
+            noises.append(noise / threshold)
+    assert math.isclose(budget, sigma**-2)
+    assert not math.isclose(planted, sigma**-2)
+    assert np.abs(np.corrcoef(np.stack(noises)) - np.eye(4)).max() < 5 / math.sqrt(9000)
+
+
 def test_a_replayed_step_releases_the_same_and_the_next_one_does_not():
     released = []
     for step in (1, 1, 2):
@@ -130,6 +157,7 @@ def test_half_precision_gradients_are_refused():
         ([1.0], {"expected_batch_size": math.nan}, "expected_batch_size"),
         ([1.0], {"noise_multiplier": -1.0}, "noise_multiplier"),
         ([1.0], {"allocation": "fair"}, "allocation"),
+        ([1.0], {"allocation": "weighted", "groups_elsewhere": 1}, "equal_budget"),
     ],
 )
 def test_refusals(thresholds, options, reason):

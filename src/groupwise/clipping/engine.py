@@ -1,22 +1,23 @@
 """The engine: attach a partition to a model, run backward passes that clip, give the model back as it was."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.costs import Formula, Rates, Shared
-from groupwise.clipping.discovery import Layer, find_layers
+from groupwise.clipping.counts import Counts
+from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
-from groupwise.clipping.gate import GroupPass, GroupState, LayerFunction, Member, Phase, Round
+from groupwise.clipping.flight import Flights
+from groupwise.clipping.gate import Phase, Round
 from groupwise.clipping.groups import build_groups
 from groupwise.clipping.partition import Partition, check_partition
+from groupwise.clipping.patching import Patches
 from groupwise.clipping.paths import check_paths
-from groupwise.clipping.rules.fallback import Call, FallbackForward, FallbackRule
+from groupwise.clipping.reach import check_gradients, check_groups
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -31,6 +32,7 @@ def attach(
     clip_rule: ClipRule = clip_factors,
     formula: Formula = "auto",
     rates: Rates | None = None,
+    direct: bool = False,
 ) -> "ClippingEngine":
     """Make backward passes of `model` clip per-example gradients group by group.
 
@@ -47,12 +49,16 @@ def attach(
         clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
         rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
+        direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
+            one group a layer, or norms="ghost", and no shared parameter.
 
     Raises:
         UserError: a layer that mixes examples, a parameter in no group or two, an option that cannot be clipped, bad
-            thresholds.
+            thresholds, a layer that cannot be clipped with `direct`.
     """
-    return ClippingEngine(model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula, rates=rates)
+    return ClippingEngine(
+        model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula, rates=rates, direct=direct
+    )
 
 
 class ClippingEngine:
@@ -68,6 +74,7 @@ class ClippingEngine:
         clip_rule: ClipRule,
         formula: Formula,
         rates: Rates | None,
+        direct: bool,
     ) -> None:
         if norms not in ("bookkeeping", "ghost"):
             raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
@@ -81,21 +88,16 @@ class ClippingEngine:
         check_partition(layers, partition)
         self._shared = Shared(formula, rates)
         self.model, self.partition, self.norms = model, partition, norms
-        self.groups = build_groups(layers, partition, clip_rule, self._shared, thrifty=norms == "ghost")
-        self.examples = 0
-        first = self.groups[0].threshold
-        self._count_at = torch.ones(len(partition), dtype=first.dtype, device=first.device)
-        self._within = torch.zeros(len(partition), dtype=torch.int64, device=first.device)
-        self._left_out = torch.zeros_like(self._within)
+        self.groups = build_groups(layers, partition, clip_rule, self._shared, thrifty=norms == "ghost", direct=direct)
+        self._counts = Counts(len(partition), self.groups[0].threshold)
         self.squared_norms: dict[int, Tensor] = {}
-        self._round: Round | None = None
-        self._open: dict[int, GroupPass] = {}
-        self._bypassed = False
+        self._flights = Flights()
         self._checked = False
         self._trains = {name: p.requires_grad for name, p in model.named_parameters()}
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self._direct = direct
         self.set_thresholds(thresholds)
-        self._patched = self._patch(layers)
+        self._patches = Patches(layers, self.groups, self._flights, direct)
 
     # -- thresholds and counts ------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class ClippingEngine:
             UserError: not one finite positive number a group.
         """
         values = self._spread(clip)
-        self._count_at.copy_(torch.tensor(values if count is None else self._spread(count), dtype=torch.float64))
+        self._counts.at.copy_(torch.tensor(values if count is None else self._spread(count), dtype=torch.float64))
         for group, value in zip(self.groups, values, strict=True):
             group.threshold.fill_(value)
 
@@ -131,12 +133,17 @@ class ClippingEngine:
     @property
     def counts(self) -> Tensor:
         """b̄_k: how many examples since `reset` had ‖g_k‖ <= the count threshold, (K,) float64 on the CPU."""
-        return self._within.double().cpu()
+        return self._counts.within.double().cpu()
+
+    @property
+    def examples(self) -> int:
+        """Examples since `reset`."""
+        return self._counts.examples
 
     @property
     def nonfinite(self) -> int:
         """Examples left out since `reset` because a norm was not finite (the most over groups)."""
-        return int(self._left_out.max())
+        return int(self._counts.left_out.max())
 
     @property
     def products_reused(self) -> int:
@@ -149,19 +156,16 @@ class ClippingEngine:
         return torch.stack([self.squared_norms[k] for k in range(len(self.groups))]).clamp_min(0).sqrt()
 
     def reset(self) -> None:
-        """Begin a logical batch: forget counts and examples (the parameters' .grad are the caller's to clear)."""
-        self.examples = 0
-        self._within.zero_()
-        self._left_out.zero_()
+        """Begin a logical batch: forget counts, examples and microbatches that still wait for their backward pass (the
+        parameters' .grad are the caller's to clear)."""
+        self._flights.forget()
+        self._counts.reset()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
-        before = self.examples, self._within.clone(), self._left_out.clone()
-        try:
+        with self._counts.kept():
             yield
-        finally:
-            self.examples, self._within, self._left_out = before
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
@@ -176,36 +180,18 @@ class ClippingEngine:
                 its layer; a trainable parameter that the losses do not reach.
         """
         self._check_losses(losses)
-        self._check_trains()
-        check_paths(losses, self._names)
-        try:
-            squares = self._ghost_norms(losses) if self.norms == "ghost" else None
-            if squares is not None:
-                losses = self._reweigh(losses, squares)
-            else:
-                self._round = Round(Phase.CLIP, losses.shape[0])
-            assert self._round is not None
+        self.check_output(losses)
+        ghost = self.norms == "ghost"
+        with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
+            if ghost:
+                current, losses = self._reweigh(losses, self._ghost_norms(losses))
             _run_backward(losses)
-            self._check_reached(self._round.closed)
-            self._count(self._round.squared_norms)
-        finally:
-            self._round = None
-            self._open.clear()
-            self._shared.clear()
-        self.examples += losses.shape[0]
-
-    def _count(self, squared_norms: dict[int, Tensor]) -> None:
-        """Count all groups at once, after the backward pass: examples within their thresholds, and those left out."""
-        self.squared_norms = squared_norms
-        squares = torch.stack([squared_norms[k].to(self._within.device) for k in range(len(self.groups))])
-        norms = squares.clamp_min(0).sqrt_()
-        self._within += (norms <= self._count_at.to(norms.dtype).unsqueeze(1)).sum(1)
-        self._left_out += (~(squares < math.inf)).sum(1)
+            self._check_reached(current)
+            self._count(current.squared_norms, losses.shape[0])
 
     def _ghost_norms(self, losses: Tensor) -> Tensor:
         """First pass: only squared norms, as the probe's gradient; the graph stays for the second."""
-        self._round = Round(Phase.NORMS, losses.shape[0])
-        group_pass = self._open.get(0)
+        group_pass = self._flights.open.get(0)
         if group_pass is None or group_pass.probe is None:
             raise UserError("The losses do not come from the attached model: no layer of it ran with gradients on.")
         (squares,) = torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True)
@@ -214,14 +200,137 @@ class ClippingEngine:
         group_pass.entries.clear()
         return squares
 
-    def _reweigh(self, losses: Tensor, squares: Tensor) -> Tensor:
+    def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[Round, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
         with torch.no_grad():
-            factors = self._open[0].clip(squares)
-        keep = (factors != 0).to(factors.dtype)
-        everyone = may_ask(keep) and bool(keep.all())
-        self._round = Round(Phase.SUMS, losses.shape[0], None if everyone else keep, {0: squares})
-        return torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
+            factors = self.factors(squares)
+        current = Round(Phase.SUMS, len(squares), self._flights.open, _left_out(factors), {0: squares})
+        self._flights.round = current
+        return current, torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
+
+    def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
+        self.squared_norms = squared_norms
+        self._counts.add(squared_norms, examples)
+
+    @contextmanager
+    def _backward(self, phase: Phase, examples: int, *microbatch: Hashable) -> Iterator[Round]:
+        """Inside, layers report; afterwards the passes that took part are over."""
+        try:
+            with self._flights.backward(phase, examples, *microbatch) as current:
+                yield current
+        finally:
+            self._shared.clear()
+
+    # -- several microbatches in flight (pipelines) ---------------------------------------------------------------
+
+    @contextmanager
+    def forward_of(self, microbatch: Hashable) -> Iterator[None]:
+        """Forward passes inside belong to `microbatch`; several may wait for their backward passes.
+
+        Raises:
+            UserError: inside another one; or the microbatch waits already, with another batch size.
+        """
+        with self._flights.forward_of(microbatch):
+            yield
+
+    def check_output(self, output: Tensor) -> None:
+        """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.
+
+        `backward` does it each time; the model of a pipeline runs the same code on every microbatch, so once is enough.
+
+        Raises:
+            UserError: a parameter used outside its layer, or frozen or thawed since `attach`.
+        """
+        self._check_trains()
+        check_paths(output, self._names, shards=self._direct)
+
+    @contextmanager
+    def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
+        """A backward pass inside, by anybody and from any output of `forward_of(microbatch)`, clips and is counted.
+
+        Its outputs must add up to Σ_i loss_i over the rows i of the batch, as `backward` has them.
+
+        Args:
+            microbatch: the name that `forward_of` got; it may be used again afterwards.
+            examples: rows of the microbatch.
+            absent: how many of them, at the end, are fillers: their losses have weight 0, and they are not counted.
+
+        Raises:
+            UserError: no such forward pass; inside another one; a group or parameter that was not reached; a filler
+                with a gradient; ghost norms, which take two passes.
+        """
+        if self.norms == "ghost":
+            raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of on reweighted losses.")
+        if not 0 <= absent <= examples:
+            raise UserError(f"{absent} of {examples} examples cannot be absent: give a number from 0 to {examples}.")
+        self._check_trains()
+        with self._backward(Phase.CLIP, examples, microbatch) as current:
+            yield
+            first = not self._checked
+            self._check_reached(current)
+            norms, present = current.squared_norms, examples - absent
+            if absent:
+                self._counts.check_fillers(norms, absent, wait=first)
+                norms = {k: squares[:present] for k, squares in norms.items()}
+            self._count(norms, present)
+
+    @contextmanager
+    def norms_of(self, microbatch: Hashable, examples: int) -> Iterator[None]:
+        """A backward pass inside only makes `squared_norms[k]`, ‖g_k^(i)‖², (examples,): no parameter gets a gradient.
+
+        It uses the graph up, so `sums_of` needs the forward pass again. Nothing is counted (see `count_norms`).
+
+        Raises:
+            UserError: no such forward pass; inside another one; a group that was not reached.
+        """
+        self._check_trains()
+        with self._backward(Phase.NORMS, examples, microbatch) as current:
+            yield
+            check_groups(self.groups, current, self._direct)
+            self.squared_norms = current.squared_norms
+
+    @contextmanager
+    def sums_of(self, microbatch: Hashable, examples: int, factors: Tensor | None = None) -> Iterator[None]:
+        """A backward pass inside adds Σ_i ∂loss_i to .grad, for losses that the caller has multiplied by the factors.
+
+        Nothing is counted.
+
+        Args:
+            microbatch: the name that `forward_of` got.
+            examples: rows of the microbatch.
+            factors: the factors (examples,) from `factors`; rows with factor 0 are left out of the sums whatever they
+                hold (0 · NaN is NaN). None leaves nobody out.
+
+        Raises:
+            UserError: no such forward pass; inside another one; a parameter that was not reached; several groups.
+        """
+        if len(self.groups) != 1:
+            raise UserError(f"Reweighted losses clip one group; this engine has {len(self.groups)}: use backward_of.")
+        self._check_trains()
+        with self._backward(Phase.SUMS, examples, microbatch) as current:
+            current.factors = None if factors is None else _left_out(factors)
+            yield
+            self._check_reached(current)
+
+    def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
+        """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
+        return self.groups[group].factors(squared_norms)
+
+    def count_norms(self, squared_norms: Tensor) -> None:
+        """Count the examples of a whole batch by squared norms (K, n) from elsewhere: of the whole model, say, for flat
+        clipping over the stages of a pipeline.
+
+        Raises:
+            UserError: not one row a group.
+        """
+        if squared_norms.dim() != 2 or len(squared_norms) != len(self.groups):
+            raise UserError(
+                f"Squared norms of shape {tuple(squared_norms.shape)} were given for {len(self.groups)} groups: give "
+                "one row a group, one column an example."
+            )
+        self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
+
+    # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_losses(self, losses: Tensor) -> None:
         if losses.dim() != 1 or not losses.is_floating_point():
@@ -238,98 +347,26 @@ class ClippingEngine:
                 done = "thawed" if parameter.requires_grad else "frozen"
                 raise UserError(f"Parameter {name!r} was {done} after attaching: detach, then attach again.")
 
-    def _check_reached(self, closed: set[int]) -> None:
-        if self._checked:
-            return
-        for group in self.groups:
-            if group.index not in closed:
-                raise UserError(
-                    f"The losses reach no layer of group {group.name!r}: freeze its parameters, or use them."
-                )
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
-        self._checked = True
-
-    # -- how layers find their group ------------------------------------------------------------------------------
-
-    def _patch(self, layers: tuple[Layer, ...]) -> list[nn.Module]:
-        places = {member.name: (group, member) for group in self.groups for member in group.members}
-        patched = []
-        for layer in layers:
-            if "forward" in layer.module.__dict__:
-                raise UserError(
-                    f"Layer {layer.name!r} has its forward replaced already: detach the other engine or wrapper first."
-                )
-        for layer in layers:
-            group, member = places[layer.name]
-            run = self._run_layer
-            if isinstance(member.rule, FallbackRule):
-                member.rule.bypass, run = self.bypassed, self._run_fallback
-            layer.module.forward = torch.compiler.disable(partial(run, layer.module, group, member))  # type: ignore[method-assign]
-            patched.append(layer.module)
-        return patched
-
-    def _run_layer(self, module: nn.Module, group: GroupState, member: Member, *args: Any, **kwargs: Any) -> Tensor:
-        if self._bypassed or not torch.is_grad_enabled():
-            return type(module).forward(module, *args, **kwargs)
-        rule = member.rule
-        x = rule.prepare(args[0] if args else next(iter(kwargs.values())))
-        parameters = [getattr(module, name) for name in rule.parameter_names]
-        x, parameters = _autocast(rule.autocast, x, [None if p is None else p.detach() for p in parameters])
-        group_pass = self._pass(group, member, x)
-        return LayerFunction.apply(group_pass, member, group_pass.probe, x, *parameters)
-
-    def _run_fallback(self, module: nn.Module, group: GroupState, member: Member, *args: Any, **kwargs: Any) -> Any:
-        if self._bypassed or not torch.is_grad_enabled():
-            return type(module).forward(module, *args, **kwargs)
-        call = Call((args, kwargs))
-        if not call.values:
-            raise UserError(f"Layer {member.name!r} was called without a tensor, so its examples cannot be told apart.")
-        parameters = [p.detach() for _, p in module.named_parameters()]
-        group_pass = self._pass(group, member, call.values[0])
-        receive = partial(group_pass.receive, member)
-        with torch.autocast(call.values[0].device.type, enabled=False):
-            outputs = FallbackForward.apply(
-                member.rule, call, receive, group_pass.probe, len(call.values), *call.values, *parameters
-            )
-        return call.outputs.rebuild(outputs)
-
-    def _pass(self, group: GroupState, member: Member, x: Tensor) -> GroupPass:
-        """The group's open pass; a recomputation inside backward (checkpointing) joins the one that is running."""
-        group_pass = self._open.get(group.index)
-        if self._round is not None:
-            if group_pass is None:
-                raise UserError(
-                    f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
-                    "use_reentrant=False."
-                )
-            return group_pass
-        if group_pass is None or group_pass.batch != x.shape[0]:
-            if group_pass is not None:
-                group_pass.probe = None  # a forward whose losses never came, or one with another batch size
-            group_pass = GroupPass(group, x.shape[0], x.device, lambda: self._round)
-            self._open[group.index] = group_pass
-        group_pass.calls[member.name] += 1
-        return group_pass
+    def _check_reached(self, current: Round) -> None:
+        if not self._checked:
+            check_groups(self.groups, current, self._direct)
+            if not self._direct:  # shards may get their gradients later
+                check_gradients(self.model)
+            self._checked = True
 
     # -- leaving no trace -----------------------------------------------------------------------------------------
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
         """Inside, the model runs as if nothing were attached (gradients are then plain and unclipped)."""
-        before, self._bypassed = self._bypassed, True
-        try:
+        with self._patches.bypassed():
             yield
-        finally:
-            self._bypassed = before
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        for module in self._patched:
-            module.__dict__.pop("forward", None)
-        self._patched = []
-        self._open.clear()
+        self._patches.remove()
+        self._flights.forget()
+        self._flights.open.clear()
 
     def __enter__(self) -> "ClippingEngine":
         return self
@@ -350,10 +387,7 @@ def _run_backward(losses: Tensor) -> None:
         raise
 
 
-def _autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-    """What autocast would do to a layer's inputs, so that the rule itself can run without it."""
-    device = x.device.type
-    if kind == "keep" or not torch.is_autocast_enabled(device):
-        return x, parameters
-    dtype = torch.get_autocast_dtype(device) if kind == "lower" else torch.float32
-    return x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
+def _left_out(factors: Tensor) -> Tensor | None:
+    """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
+    keep = (factors != 0).to(factors.dtype)
+    return None if may_ask(keep) and bool(keep.all()) else keep

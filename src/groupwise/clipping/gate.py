@@ -4,6 +4,9 @@
 once the backward pass has left that layer, when every member has added its squared norms to the probe's gradient. The
 gate then *returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and reductions on
 gradients need no special case. The norms of all groups go to the engine, which counts them at once.
+
+Where parameters are shards that become whole tensors only while their layer runs (FSDP2), no gate can hold on to them:
+`DirectFunction` returns the gradients itself. That takes a norm which one layer knows, or two backward passes.
 """
 
 from collections import Counter
@@ -31,14 +34,18 @@ class Phase(Enum):
 
 @dataclass
 class Round:
-    """What is common to all groups in one call of `ClippingEngine.backward`."""
+    """What is common to all groups in one backward pass."""
 
     phase: Phase
     examples: int
+    passes: "dict[int, GroupPass]"
+    """Those that take part, by group."""
     factors: Tensor | None = None
     """Ghost, second pass: None, or 0 for examples left out and 1 for the others."""
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
+    """Layers that returned their gradients themselves."""
 
 
 @dataclass(frozen=True)
@@ -60,45 +67,44 @@ class GroupState:
     index: int
     name: str
     members: tuple[Member, ...]
-    parameters: tuple[torch.nn.Parameter, ...]
+    homes: tuple[tuple[torch.nn.Module, str], ...]
+    """Where its trainable parameters are found: a module, and the name inside it."""
+    gated: tuple[Tensor, ...]
+    """What the gate returns gradients for: the parameters, or a stand-in that gets none where layers return them."""
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """Its trainable parameters as they are now (shards, between two passes under FSDP2)."""
+        return tuple(module.get_parameter(name) for module, name in self.homes)
+
+    def factors(self, squares: Tensor) -> Tensor:
+        """Squared norms (n,) -> clip factors (n,), 0 where a norm is not finite."""
+        threshold = self.threshold if self.threshold.dtype == squares.dtype else self.threshold.to(squares.dtype)
+        return keep_finite(self.clip_rule(squares.clamp_min(0).sqrt_(), threshold), squares)
 
 
 class GroupPass:
     """One group in one forward and backward pass: the probe, what its layers handed in, and the sums so far."""
 
-    def __init__(self, group: GroupState, batch: int, device: torch.device, current_round: Any) -> None:
-        self.group, self.batch, self.current_round = group, batch, current_round
+    def __init__(self, group: GroupState, batch: int, device: torch.device, flights: Any) -> None:
+        self.group, self.batch, self.flights = group, batch, flights
         self.calls: Counter[str] = Counter()
         self.entries: list[Entry] = []
         self.due: list[tuple[Member, Finish]] = []
-        self.sums: list[Tensor | None] = [None] * len(group.parameters)
+        self.sums: list[Tensor | None] = [None] * len(group.gated)
         self.squares: list[Tensor] = []
         self.done = False
-        self.probe: Tensor | None = Gate.apply(self, device, *group.parameters)
+        self.probe: Tensor | None = Gate.apply(self, device, *group.gated)
 
     def receive(self, member: Member, saved: Saved, g: Any) -> Tensor:
         """Take a layer's activations and output gradients; returns its squared norms, the probe's gradient."""
-        current: Round | None = self.current_round()
-        if current is None:
-            raise UserError(
-                "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
-            )
-        if self.probe is None:
-            raise UserError(
-                "These losses come from a forward pass that is over: call engine.backward before the next one."
-            )
-        rows = (g[0] if isinstance(g, tuple) else g).shape[0]
-        if rows != current.examples:
-            raise UserError(
-                f"Layer {member.name!r} saw a batch of {rows}, but there are {current.examples} losses: the first axis "
-                "of every layer's input must be the batch (pass position ids explicitly, one row an example)."
-            )
+        current = self._current(member, g)
         if current.phase is Phase.SUMS:
             self.add(member, member.rule.weighted_sum(saved, g, current.factors, member.wanted))
-            return self.group.threshold.new_zeros(rows)
+            return self.group.threshold.new_zeros(current.examples)
         joint = member.shared or self.calls[member.name] > 1
         if current.phase is Phase.CLIP and len(self.group.members) == 1 and not joint:
             self.add(member, member.rule.clipped_sum(saved, g, self.clip, member.wanted))
@@ -112,12 +118,47 @@ class GroupPass:
         self.due.append((member, finish))
         return squares
 
+    def return_gradients(self, member: Member, saved: Saved, g: Any) -> tuple[Tensor, Gradients]:
+        """The same for a layer that returns its gradients itself: its squared norms, and one gradient a parameter."""
+        current = self._current(member, g)
+        if member.name in current.reported:
+            raise UserError(
+                f"Layer {member.name!r} runs twice in one forward pass, and with direct=True no norm joins the two: "
+                "use a layer for each, or do without direct=True."
+            )
+        current.reported.add(member.name)
+        if current.phase is Phase.NORMS:
+            return member.rule.squared_norms(saved, g, member.wanted), (None,) * len(member.wanted)
+        if current.phase is Phase.SUMS:
+            gradients = member.rule.weighted_sum(saved, g, current.factors, member.wanted)
+            return self.group.threshold.new_zeros(current.examples), gradients
+        gradients = member.rule.clipped_sum(saved, g, self.clip, member.wanted)
+        self.done = True
+        return self.all_squares(), gradients
+
+    def _current(self, member: Member, g: Any) -> Round:
+        """The backward pass that runs, if this layer's call can take part in it."""
+        current: Round | None = self.flights.round
+        if current is None:
+            raise UserError(
+                "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
+            )
+        rows = (g[0] if isinstance(g, tuple) else g).shape[0]
+        if rows != current.examples:
+            raise UserError(
+                f"Layer {member.name!r} saw a batch of {rows}, but there are {current.examples} losses: the first axis "
+                "of every layer's input must be the batch (pass position ids explicitly, one row an example)."
+            )
+        if self.probe is None:
+            raise UserError(
+                "These losses come from a forward pass that is over: call engine.backward before the next one."
+            )
+        return current
+
     def clip(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
-        threshold = self.group.threshold
-        threshold = threshold if threshold.dtype == squares.dtype else threshold.to(squares.dtype)
-        return keep_finite(self.group.clip_rule(squares.clamp_min(0).sqrt_(), threshold), squares)
+        return self.group.factors(squares)
 
     def all_squares(self) -> Tensor:
         """Squared norms (B,) of the whole round, once they are in."""
@@ -125,20 +166,27 @@ class GroupPass:
 
     def close(self, squares: Tensor) -> None:
         """All members have reported: form the factors, and the weighted sums that are still due."""
-        current: Round = self.current_round()
-        if self.group.index in current.closed:
+        current: Round = self.flights.round
+        if current.passes.get(self.group.index) is not self:
             raise UserError(
-                f"Group {self.group.name!r} was used with two batch sizes in one forward pass: the first axis of every "
-                "layer's input must be the batch (pass position ids explicitly, one row an example)."
+                f"Group {self.group.name!r} ran forward for another microbatch than the one whose backward pass this "
+                "is: a forward pass inside forward_of(m) needs its backward pass inside backward_of(m)."
             )
         current.closed.add(self.group.index)
-        if current.phase is Phase.SUMS or self.done:
+        if current.phase is Phase.SUMS:
             return
-        factors = self.clip(squares + self.cross_terms(squares))
-        self.entries.clear()
-        while self.due:  # what a layer kept is freed as soon as its sum is made
-            member, finish = self.due.pop()
-            self.add(member, finish(factors))
+        if not self.done:
+            squares = squares + self.cross_terms(squares)
+            self.entries.clear()
+        if current.phase is Phase.NORMS:
+            current.squared_norms[self.group.index] = squares
+            return
+        if not self.done:
+            factors = self.clip(squares)
+            while self.due:  # what a layer kept is freed as soon as its sum is made
+                member, finish = self.due.pop()
+                self.add(member, finish(factors))
+        current.squared_norms[self.group.index] = self.all_squares()
 
     def cross_terms(self, squares: Tensor) -> Tensor:
         """2Σ⟨a_i, b_i⟩ over pairs of uses of one parameter: what the members' own norms miss of the joint norm."""
@@ -157,6 +205,15 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
+def autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
+    """What autocast would do to a layer's inputs, so that the rule itself can run without it."""
+    device = x.device.type
+    if kind == "keep" or not torch.is_autocast_enabled(device):
+        return x, parameters
+    dtype = torch.get_autocast_dtype(device) if kind == "lower" else torch.float32
+    return x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
+
+
 class Gate(torch.autograd.Function):
     """Opens as a probe of B zeros; its backward closes the group and returns the clipped sums."""
 
@@ -170,8 +227,6 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, squares: Tensor) -> Any:
         group_pass: GroupPass = ctx.group_pass
         group_pass.close(squares)
-        if group_pass.current_round().phase is Phase.CLIP:
-            group_pass.current_round().squared_norms[group_pass.group.index] = group_pass.all_squares()
         sums, group_pass.sums, group_pass.probe = group_pass.sums, [], None
         return None, None, *sums
 
@@ -198,3 +253,28 @@ class LayerFunction(torch.autograd.Function):
             gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
             squares = ctx.group_pass.receive(ctx.member, saved, g)
         return None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 4)
+
+
+class DirectFunction(torch.autograd.Function):
+    """A layer's own forward and all its gradients: for parameters that only the layer itself ever sees whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, x: Tensor, *parameters: Tensor | None
+    ) -> Tensor:
+        ctx.group_pass, ctx.member = group_pass, member
+        _, used = autocast(member.rule.autocast, x, list(parameters))  # in here, so that gradients stay float32
+        with no_autocast(x.device.type):
+            y, saved = member.rule.forward(x, *used)
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        saved, rule = ctx.saved_tensors, ctx.member.rule
+        with no_autocast(g.device.type):
+            g = rule.arrange(saved, g)
+            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
+            squares, gradients = ctx.group_pass.return_gradients(ctx.member, saved, g)
+        return None, None, squares, gx, *gradients

@@ -8,33 +8,59 @@ from groupwise.clipping.discovery import Layer
 from groupwise.clipping.factors import ClipRule
 from groupwise.clipping.gate import GroupState, Member
 from groupwise.clipping.partition import Group, Partition
+from groupwise.clipping.rules.fallback import FallbackRule
+from groupwise.errors import UserError
 
 
 def build_groups(
-    layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, shared: Shared, thrifty: bool
+    layers: tuple[Layer, ...],
+    partition: Partition,
+    clip_rule: ClipRule,
+    shared: Shared,
+    *,
+    thrifty: bool,
+    direct: bool,
 ) -> tuple[GroupState, ...]:
-    """One `GroupState` a group; `thrifty` layers keep nothing for the sake of speed."""
+    """One `GroupState` a group; `thrifty` layers keep nothing for the sake of speed, `direct` ones use no gate.
+
+    Raises:
+        UserError: a layer that cannot be `direct`, or would have to be.
+    """
     by_name = {layer.name: layer for layer in layers}
     uses: dict[int, int] = {}
     for layer in layers:
         for parameter in layer.trainable.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    groups = tuple(_build_group(k, group, by_name, uses, clip_rule, shared) for k, group in enumerate(partition))
+    groups = tuple(
+        _build_group(k, group, by_name, uses, clip_rule, shared, direct) for k, group in enumerate(partition)
+    )
     for member in (member for group in groups for member in group.members):
         member.rule.thrifty = thrifty
+    if direct:
+        _check_direct(groups, ghost=thrifty)
+    else:
+        _check_whole(layers)
     return groups
 
 
 def _build_group(
-    index: int, group: Group, by_name: dict[str, Layer], uses: dict[int, int], clip_rule: ClipRule, shared: Shared
+    index: int,
+    group: Group,
+    by_name: dict[str, Layer],
+    uses: dict[int, int],
+    clip_rule: ClipRule,
+    shared: Shared,
+    direct: bool,
 ) -> GroupState:
     parameters: list[nn.Parameter] = []
+    homes: list[tuple[nn.Module, str]] = []
     place: dict[int, int] = {}
     for name in group.layers:
-        for parameter in by_name[name].trainable.values():
+        for local, parameter in by_name[name].trainable.items():
             if id(parameter) not in place:
                 place[id(parameter)] = len(parameters)
                 parameters.append(parameter)
+                homes.append((by_name[name].module, local))
     members = []
     for name in group.layers:
         layer = by_name[name]
@@ -46,12 +72,45 @@ def _build_group(
         rule.alone = len(group.layers) == 1 and not tied
         members.append(Member(name, rule, tuple(p is not None for p in places), places, tied))
     dtype, device = parameters[0].dtype, parameters[0].device
-    threshold = torch.ones((), dtype=dtype, device=device)
     return GroupState(
         index,
         group.name,
         tuple(members),
-        tuple(parameters),
+        tuple(homes),
+        (torch.zeros((), dtype=dtype, device=device, requires_grad=True),) if direct else tuple(parameters),
         clip_rule,
-        threshold,
+        torch.ones((), dtype=dtype, device=device),
     )
+
+
+def _check_direct(groups: tuple[GroupState, ...], ghost: bool) -> None:
+    """Refuse what one layer alone cannot clip."""
+    for group in groups:
+        for member in group.members:
+            if isinstance(member.rule, FallbackRule):
+                kind = type(member.rule.module).__name__
+                raise UserError(
+                    f"Layer {member.name!r} ({kind}) has no rule of its own, and the generic fallback cannot return "
+                    "gradients itself (direct=True): register a rule for it, or freeze it."
+                )
+            if member.shared:
+                raise UserError(
+                    f"Layer {member.name!r} shares a parameter with another layer, and with direct=True no norm joins "
+                    "the two: untie them."
+                )
+        if len(group.members) > 1 and not ghost:
+            raise UserError(
+                f"Layer {group.members[0].name!r} shares group {group.name!r} with others, and with direct=True it "
+                "returns its gradients before the group's norm is known: use one group a layer, or flat with "
+                "norms='ghost'."
+            )
+
+
+def _check_whole(layers: tuple[Layer, ...]) -> None:
+    """Refuse parameters in shards: a gate would hold on to what is whole only while its layer runs."""
+    for layer in layers:
+        for local, parameter in layer.trainable.items():
+            if hasattr(parameter, "placements"):  # a DTensor, without importing torch.distributed
+                raise UserError(
+                    f"Parameter {layer.full_name(local)!r} is in shards (fully_shard): attach with direct=True."
+                )

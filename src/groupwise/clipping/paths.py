@@ -1,37 +1,41 @@
 """Proof that no parameter's gradient bypasses its group's gate."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from groupwise.clipping.gate import Gate
+from groupwise.clipping.gate import DirectFunction, Gate
 from groupwise.errors import UserError
 
 
-def check_paths(losses: Tensor, names: dict[int, str]) -> None:
-    """Walk the autograd graph of the losses: only gates may lead to trainable parameters.
+def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
+    """Walk the autograd graph of the losses: only gates (or layers that clip by themselves) may lead to parameters.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
     the clipped sum.
 
     Args:
-        losses: the per-example losses, (B,).
+        losses: the per-example losses, (B,), or any other output of the model.
         names: names of the trainable parameters, by id.
+        shards: parameters may be shards, and whole tensors that nobody can name while their layer runs.
 
     Raises:
         UserError: naming the parameter.
     """
-    gate = Gate.__name__ + "Backward"
+    gate, direct = Gate.__name__ + "Backward", DirectFunction.__name__ + "Backward"
     seen, stack = set(), [losses.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == gate:
+        kind = node.name()
+        if kind == gate:
             continue
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in names:
+        if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
+            name = names.get(id(variable), f"of shape {tuple(variable.shape)}")
             raise UserError(
-                f"Parameter {names[id(variable)]!r} is used outside its own layer's forward, where its gradient cannot "
+                f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot "
                 "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter."
             )
-        stack.extend(next_node for next_node, _ in node.next_functions)
+        following = node.next_functions[:2] if kind == direct else node.next_functions  # probe and input
+        stack.extend(next_node for next_node, _ in following)

@@ -1,5 +1,6 @@
 """How the noise is spread over the groups: the weights γ_k of line 13 of Algorithm 1."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,16 +45,29 @@ def noise_stds(
     sizes: torch.Tensor | Sequence[int],
     noise_multiplier: float,
     allocation: str,
+    *,
+    groups_elsewhere: int = 0,
 ) -> torch.Tensor:
     """Return std_k = σ_new·S·γ_k, float64 of shape (K,), the noise on each coordinate of group k's *sum*.
 
     Formal guarantee: Σ_k (C_k/std_k)² = 1/σ_new² for every allocation, so releasing all K noisy sums costs exactly one
     Gaussian release with noise multiplier σ_new = ``noise_multiplier``. σ_new = 0 gives zeros (and no guarantee).
+
+    With ``groups_elsewhere`` = K' more groups on other devices the sum runs over all K + K' groups, provided that every
+    device counts all the others' groups: std_k = σ_new·√(K + K')·C_k (Algorithm 2). It takes "equal_budget", whose S
+    is a root of a number of groups; the others' S needs the thresholds of all devices. Raises :class:`UserError`.
     """
     if not 0.0 <= noise_multiplier < float("inf"):
         raise UserError(f"noise_multiplier is {noise_multiplier}; give a finite number of at least 0.")
+    if groups_elsewhere < 0:
+        raise UserError(f"groups_elsewhere is {groups_elsewhere}; give the number of groups on other devices.")
     weights = noise_weights(thresholds, sizes, allocation)
-    return noise_multiplier * sensitivity(thresholds, weights) * weights
+    if groups_elsewhere and allocation != "equal_budget":
+        raise UserError(
+            f"allocation {allocation!r} needs the thresholds of the other devices: with groups on several devices set "
+            "noise.allocation=equal_budget."
+        )
+    return noise_multiplier * math.hypot(sensitivity(thresholds, weights), math.sqrt(groups_elsewhere)) * weights
 
 
 def _positive(values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:

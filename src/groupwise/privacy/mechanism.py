@@ -21,6 +21,7 @@ def release_gradients(
     expected_batch_size: float,
     noise: NoiseSource,
     step: int,
+    groups_elsewhere: int = 0,
 ) -> torch.Tensor:
     """Turn clipped sums into private means, in place on ``p.grad``: (Σ_i g̃_k^(i) + N(0, std_k²))/B.
 
@@ -31,13 +32,18 @@ def release_gradients(
     other than those that clipped.
 
     Args:
-        groups: K groups of parameters that share no memory. A ``grad`` of None (an empty batch) is a sum of 0.
+        groups: K groups of parameters that share no memory. A ``grad`` of None (an empty batch) is a sum of 0. Of
+            parameters in shards over several processes (FSDP2) each process noises its own shards, so its ``noise``
+            must be a source of its own (see :meth:`~groupwise.privacy.noise.NoiseSource.derive`).
         thresholds: C, (K,), the very ones that clipped this batch.
         allocation: "global", "equal_budget" or "weighted" (γ_k).
         noise_multiplier: σ_new; 0 adds nothing and guarantees nothing.
         expected_batch_size: B = ρN as configured, never the drawn size.
         noise: the run's source; parameter j (counted through the groups) uses stream j.
         step: the logical step, which the noise belongs to.
+        groups_elsewhere: how many groups the other devices of a pipeline release for the same sample, each device with
+            a noise source of its own (Algorithm 2); the guarantee is then for the groups of all devices together. Only
+            with "equal_budget".
 
     Returns:
         std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
@@ -46,20 +52,20 @@ def release_gradients(
         raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B = ρN, above 0.")
     _check_partition(groups)
     sizes = [sum(parameter.numel() for parameter in group) for group in groups]
-    stds = noise_stds(thresholds, sizes, noise_multiplier, allocation)
+    stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
     stream = 0
     for group, std in zip(groups, stds.tolist(), strict=True):
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            noise.add_gaussian_(parameter.grad, std, step, stream).div_(expected_batch_size)
+            noise.add_gaussian_(_local(parameter.grad), std, step, stream).div_(expected_batch_size)
             stream += 1
     return stds
 
 
 def _check_partition(groups: Sequence[Sequence[nn.Parameter]]) -> None:
     """Refuse memory that appears twice: two thresholds would bound it, and it would be noised twice."""
-    parameters = [parameter for group in groups for parameter in group if parameter.numel()]
+    parameters = [local for group in groups for parameter in group if (local := _local(parameter)).numel()]
     taken = sorted((_extent(parameter), tuple(parameter.shape)) for parameter in parameters)
     for ((storage, _, end), _), ((other, start, _), shape) in pairwise(taken):
         if storage == other and start < end:
@@ -69,7 +75,12 @@ def _check_partition(groups: Sequence[Sequence[nn.Parameter]]) -> None:
             )
 
 
-def _extent(parameter: nn.Parameter) -> tuple[int, int, int]:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a distributed tensor, in the same memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _extent(parameter: torch.Tensor) -> tuple[int, int, int]:
     """The storage, and the first byte and the one past the last that the parameter's entries take in it."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     start = int(parameter.storage_offset()) * parameter.element_size()

@@ -141,7 +141,8 @@ class FallbackForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> Any:
-        values, parameters = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: a checkpointed forward pass unpacks them once only
+        values, parameters = saved[: ctx.count], saved[ctx.count :]
         needed = [i for i, need in enumerate(ctx.needs_input_grad[5 : 5 + ctx.count]) if need]
         gradients: list[Tensor | None] = [None] * ctx.count
         if needed:

@@ -19,8 +19,12 @@ class HFConv1DRule(LinearRule):
 
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
-        kind = type(module)
-        return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        return any(
+            kind.__name__ == "Conv1D"
+            and kind.__module__ == "transformers.pytorch_utils"
+            and type(module).forward is kind.__dict__.get("forward")
+            for kind in type(module).__mro__
+        )
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters

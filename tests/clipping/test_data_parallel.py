@@ -1,0 +1,190 @@
+"""On two processes: the engine inside torch's own DDP and FSDP2 gives the clipped sums and counts of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.config import LoraConfig, ModelConfig
+from groupwise.errors import UserError
+from groupwise.models.language import load_causal
+from groupwise.models.trainable import choose_trainable
+from tests.pipeline.ranks import run_ranks
+
+WORLD, EXAMPLES, LENGTH, VOCABULARY, THRESHOLD = 2, 7, 6, 40, 0.3
+RTOL = 1e-9
+
+
+class Tokenizer:
+    """As much of a tokeniser as loading a model asks for."""
+
+    pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+
+class Mlp(nn.Module):
+    """(B, T) ids to logits: embedding, four linear layers, a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, VOCABULARY)
+        self.remakes = False
+
+    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.remakes else block(x))
+        return self.head(self.norm(x))
+
+
+class Logits(nn.Module):
+    """A causal language model that returns nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, position_ids=position_ids).logits
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    if name.startswith("mlp"):
+        model: nn.Module = Mlp().double()
+        model.remakes = name == "mlp_remakes"
+        return model
+    settings = ModelConfig(
+        architecture="gpt2",
+        shape={"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8},
+        untie=True,
+        fresh=True,
+        dropout=0.0,
+        attention_dropout=0.0,
+        trains="lora" if name == "gpt2_lora" else "all",
+        lora=LoraConfig(rank=3, alpha=6.0, targets=["c_attn", "c_proj"]),
+    )
+    model = choose_trainable(load_causal(settings, Tokenizer()), settings).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return Logits(model)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are sharded on their own: blocks, or the MLP's single layers."""
+    if isinstance(model, Mlp):
+        return [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return [module for name, module in model.named_modules() if name.split(".")[-2:-1] == ["h"]]
+
+
+def losses_of(model: nn.Module, rows: slice) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, VOCABULARY, (EXAMPLES, LENGTH), generator=generator)[rows]
+    logits = model(ids, torch.arange(LENGTH).expand_as(ids))
+    weights = torch.logspace(-4, 1, EXAMPLES, dtype=torch.float64)[rows]
+    return weights * F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none").sum(1)
+
+
+def clip(engine: Any, model: nn.Module, rows: range, microbatch: int = 2) -> None:
+    for start in range(rows.start, rows.stop, microbatch):
+        engine.backward(losses_of(model, slice(start, min(start + microbatch, rows.stop))))
+
+
+MODES = {"layer": (per_layer, "bookkeeping"), "flat": (flat, "bookkeeping"), "ghost": (flat, "ghost")}
+SHARES = (range(4), range(4, 7))
+"""Uneven shares, of as many microbatches: a replica with fewer would make the others wait."""
+
+
+def one_process(name: str, mode: str) -> tuple[dict[str, Tensor], Tensor]:
+    model = make_model(name)
+    make_partition, norms = MODES[mode]
+    with attach(model, make_partition(model), THRESHOLD, norms=norms) as engine:
+        clip(engine, model, range(EXAMPLES))
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}, engine.counts
+
+
+def counted(engine: Any) -> list[float]:
+    counts = engine.counts
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def wrapped(name: str, mode: str, rank: int, attach_first: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """torch's DDP, which averages over the replicas."""
+    model = make_model(name)
+    make_partition, norms = MODES[mode]
+    replica = None if attach_first else DistributedDataParallel(model)
+    with attach(model, make_partition(model), THRESHOLD, norms=norms) as engine:
+        replica = replica or DistributedDataParallel(model)
+        clip(engine, replica, SHARES[rank])
+        return {k: WORLD * p.grad for k, p in model.named_parameters() if p.grad is not None}, counted(engine)
+
+
+def sharded(name: str, mode: str, rank: int, attach_first: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """FSDP2: blocks and the rest in shards, which averages too."""
+    model = make_model(name)
+    make_partition, norms = MODES[mode]
+    partition = make_partition(model)
+    engine = attach(model, partition, THRESHOLD, norms=norms, direct=True) if attach_first else None
+    for block in blocks_of(model):
+        fully_shard(block)
+    fully_shard(model)
+    if engine is None:
+        with pytest.raises(UserError, match=r"is in shards \(fully_shard\): attach with direct=True"):
+            attach(model, partition, THRESHOLD, norms=norms)
+        engine = attach(model, partition, THRESHOLD, norms=norms, direct=True)
+    with engine:
+        clip(engine, model, SHARES[rank])
+        assert all(type(group.threshold) is Tensor for group in engine.groups)
+        assert all(hasattr(p, "placements") for group in engine.groups for p in group.parameters)
+        gradients = {k: WORLD * p.grad.full_tensor() for k, p in model.named_parameters() if p.grad is not None}
+        return gradients, counted(engine)
+
+
+CASES = [
+    (wrap, name, mode, attach_first)
+    for wrap, modes in ((wrapped, ("layer", "flat", "ghost")), (sharded, ("layer", "ghost")))
+    for name in ("mlp", "mlp_remakes", "gpt2_untied", "gpt2_lora")
+    for mode in modes
+    for attach_first in ((True, False) if name == "mlp" or wrap is sharded else (True,))
+]
+
+
+def run_all(rank: int, world: int) -> list[tuple[dict[str, Tensor], list[float]] | str]:
+    found: list[tuple[dict[str, Tensor], list[float]] | str] = []
+    for wrap, name, mode, attach_first in CASES:
+        found.append(wrap(name, mode, rank, attach_first))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Any]:
+    """One pair of processes for all cases."""
+    return run_ranks(run_all, WORLD, timeout=150)
+
+
+@pytest.mark.parametrize(
+    "case", range(len(CASES)), ids=lambda i: "-".join(map(str, (CASES[i][0].__name__, *CASES[i][1:])))
+)
+def test_sums_and_counts_are_those_of_one_process(results, case):
+    _, name, mode, _ = CASES[case]
+    expected, counts = one_process(name, mode)
+    assert 0 < float(counts.sum()) < EXAMPLES * len(counts)
+    for rank in range(WORLD):
+        gradients, found = results[rank][case]
+        assert found == counts.tolist()
+        assert gradients.keys() == expected.keys()
+        for key, gradient in expected.items():
+            assert float((gradients[key] - gradient).norm()) <= RTOL * float(gradient.norm()) + 1e-14, key

@@ -1,0 +1,228 @@
+"""direct=True: layers return clipped gradients themselves. The same sums as through a gate, and what it cannot do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.clipping import WSConv2d, attach, automatic_factors, clip_factors, flat, per_block, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.errors import UserError
+from tests.clipping.conftest import CASES, make_case
+
+RTOL = 1e-9
+SIMPLE = [name for name in CASES if not name.startswith(("fallback", "reused", "tied", "parametrized"))]
+MODES = {
+    "layer": (per_layer, {}),
+    "layer_gram": (per_layer, {"formula": "gram"}),
+    "layer_materialized": (per_layer, {"formula": "materialize"}),
+    "layer_automatic": (per_layer, {"clip_rule": automatic_factors(0.01)}),
+    "ghost": (flat, {"norms": "ghost"}),
+}
+
+
+def middle_thresholds(case, partition) -> list[float]:
+    norms = clipped_sums(case.model, case.loss_of, range(6), partition, [1.0] * len(partition)).norms
+    return norms.sort(1).values[:, 2:4].mean(1).clamp_min(1e-3).tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SIMPLE)
+def test_clipped_sums_norms_and_counts(double, name, mode):
+    case = make_case(name)
+    make_partition, options = MODES[mode]
+    partition = make_partition(case.model)
+    thresholds = middle_thresholds(case, partition)
+    rule = options.get("clip_rule", clip_factors)
+    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds, rule)
+    with attach(case.model, partition, thresholds, direct=True, **options) as engine:
+        engine.backward(case.losses())
+        for key, parameter in case.model.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None
+                continue
+            error = float((parameter.grad - truth.sums[key]).norm())
+            assert error <= RTOL * float(truth.sums[key].norm()) + 1e-12, (key, error)
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
+        assert torch.equal(engine.counts, truth.counts)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
+def test_microbatches_dropped_forwards_and_checkpoints_change_nothing(double, make_partition, norms):
+    model, x = mlp(), torch.randn(6, 5)
+    found = []
+    for direct in (False, True):
+        model.zero_grad()
+        with attach(model, make_partition(model), 0.3, norms=norms, direct=direct) as engine:
+            for rows in (x[:4], x[4:]):
+                if direct:
+                    model(rows)  # a forward pass whose losses never come
+                    model(rows[:1])
+                out = checkpoint(model, rows, use_reentrant=False) if direct else model(rows)
+                engine.backward(out.square().sum(1))
+            found.append(({name: p.grad.clone() for name, p in model.named_parameters()}, engine.counts))
+    for name, gradient in found[0][0].items():
+        torch.testing.assert_close(found[1][0][name], gradient, rtol=1e-12, atol=1e-15)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("make_partition", [per_layer, flat])
+def test_microbatches_in_flight(double, make_partition):
+    model, x = mlp(), torch.randn(6, 5)
+    norms = "ghost" if make_partition is flat else "bookkeeping"
+    with attach(model, make_partition(model), 0.3, norms=norms, direct=True) as engine:
+        engine.backward(model(x).square().sum(1))
+        expected, counts = {name: p.grad.clone() for name, p in model.named_parameters()}, engine.counts
+        model.zero_grad()
+        engine.reset()
+        parts = x.split(3)
+        for _ in range(2 if norms == "ghost" else 1):
+            outputs = []
+            for m, part in enumerate(parts):
+                with engine.forward_of(m):
+                    outputs.append(model(part))
+                engine.check_output(outputs[m])
+            if norms == "bookkeeping":
+                for m in (1, 0):
+                    with engine.backward_of(m, 3):
+                        outputs[m].square().sum().backward()
+            elif engine.examples == 0:
+                squares = {}
+                for m in (1, 0):
+                    with engine.norms_of(m, 3):
+                        outputs[m].square().sum().backward()
+                    squares[m] = engine.squared_norms[0]
+                assert all(p.grad is None for p in model.parameters())
+                engine.count_norms(torch.cat([squares[0], squares[1]])[None])
+            else:
+                for m in (1, 0):
+                    factors = engine.factors(squares[m])
+                    with engine.sums_of(m, 3, factors):
+                        (outputs[m].square().sum(1) * factors).sum().backward()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
+    assert torch.equal(engine.counts, counts)
+
+
+@pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
+def test_an_example_that_is_not_finite_contributes_zero(double, make_partition, norms):
+    model, x = mlp(), torch.randn(6, 5)
+    with attach(model, make_partition(model), 0.3, norms=norms, direct=True) as engine:
+        engine.backward(model(x[1:]).square().sum(1))
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        engine.reset()
+        engine.backward(model(x).square().sum(1) * torch.tensor([float("inf"), 1, 1, 1, 1, 1]))
+        assert engine.nonfinite == 1
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_autocast_keeps_the_bound():
+    torch.manual_seed(0)
+    model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    with attach(model, per_layer(model), 1e-3, direct=True) as engine:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.randn(1, 3, 6, 6))
+        assert out.dtype == torch.bfloat16
+        engine.backward(out.float().square().sum(1))
+        for group in engine.groups:
+            norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
+            assert float(norm) == pytest.approx(1e-3, rel=1e-5)  # bf16 rounding of the sum would miss by up to 4e-3
+
+
+def test_parameters_are_looked_up_when_the_layer_runs(double):
+    """As fully_shard does it: another tensor in the module's place for every pass."""
+    model, x = mlp(), torch.randn(6, 5)
+    twin = copy.deepcopy(model)
+    with attach(twin, per_layer(twin), 0.3) as engine:
+        engine.backward(twin(x).square().sum(1))
+    with attach(model, per_layer(model), 0.3, direct=True) as engine:
+        for layer in (model[0], model[2], model[4]):
+            for name in ("weight", "bias"):
+                setattr(layer, name, nn.Parameter(getattr(layer, name).detach().clone()))
+        engine.backward(model(x).square().sum(1))
+        assert all(p is q for p, q in zip(engine.groups[0].parameters, model[0].parameters(), strict=True))
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
+
+
+class TestRefusals:
+    """Each names the layer."""
+
+    @pytest.mark.parametrize("make_partition", [flat, per_block])
+    def test_a_group_of_several_layers(self, make_partition):
+        model = nn.Sequential(mlp(), mlp())
+        with pytest.raises(UserError, match=r"Layer '0.0' shares group .* one group a layer"):
+            attach(model, make_partition(model), 1.0, direct=True)
+
+    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
+    def test_tied_layers(self, double, make_partition, norms):
+        model = make_case("tied").model
+        with pytest.raises(UserError, match=r"Layer 'wte' shares a parameter"):
+            attach(model, make_partition(model), 1.0, norms=norms, direct=True)
+
+    @pytest.mark.filterwarnings("ignore:groupwise has no rule")
+    def test_a_layer_without_a_rule(self, double):
+        model = make_case("fallback_transposed_conv").model
+        with pytest.raises(UserError, match=r"\(ConvTranspose2d\) has no rule of its own"):
+            attach(model, per_layer(model), 1.0, direct=True)
+
+    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
+    def test_a_layer_that_runs_twice(self, double, make_partition, norms):
+        case = make_case("reused_linear")
+        with attach(case.model, make_partition(case.model), 1.0, norms=norms, direct=True) as engine:  # noqa: SIM117
+            with pytest.raises(UserError, match="Layer 'layer' runs twice"):
+                engine.backward(case.losses())
+
+    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
+    def test_a_parameter_used_outside_its_layer(self, double, make_partition, norms):
+        class Sneaky(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Linear(5, 5)
+
+            def forward(self, x):
+                return self.net(x) @ self.net.weight
+
+        model = Sneaky()
+        with attach(model, make_partition(model), 1.0, norms=norms, direct=True) as engine:
+            with pytest.raises(UserError, match=r"'net.weight' is used outside"):
+                engine.backward(model(torch.randn(4, 5)).sum(1))
+            model.net.weight = nn.Parameter(model.net.weight.detach().clone())  # nobody knows this one by its name
+            with pytest.raises(UserError, match=r"of shape \(5, 5\).*used outside"):
+                engine.backward(model(torch.randn(4, 5)).sum(1))
+
+    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
+    def test_a_layer_that_the_losses_never_reach(self, double, make_partition, norms):
+        model = mlp()
+        model[4].spare = nn.Linear(2, 2)
+        with attach(model, make_partition(model), 1.0, norms=norms, direct=True) as engine:  # noqa: SIM117
+            with pytest.raises(UserError, match=r"spare"):
+                engine.backward(model(torch.randn(4, 5)).sum(1))
+
+    def test_half_precision_that_a_shard_turns_into(self):
+        model = nn.Sequential(nn.Linear(5, 3))
+        with attach(model, per_layer(model), 1.0, direct=True):
+            model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
+            with pytest.raises(UserError, match=r"Layer '0' got its weight in torch.bfloat16"):
+                model(torch.randn(4, 5))
+
+    def test_losses_of_a_forward_pass_that_is_over(self, double):
+        model, x = mlp(), torch.randn(6, 5)
+        with attach(model, per_layer(model), 0.5, direct=True) as engine:
+            first, second = model(x).sum(1), model(x).sum(1)
+            engine.backward(second)
+            with pytest.raises(UserError, match="forward pass that is over"):
+                engine.backward(first)
+
+    def test_plain_backward(self, double):
+        model = mlp()
+        with attach(model, per_layer(model), 0.5, direct=True), pytest.raises(UserError, match=r"engine\.backward"):
+            model(torch.randn(6, 5)).sum().backward()

@@ -1,0 +1,433 @@
+"""Several microbatches between their forward and backward passes (pipelines): each clips as if it were alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.clipping import ClippingEngine, attach, clip_factors, flat, per_block, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.errors import UserError
+
+SIZES = (4, 3, 5)
+RTOL = 1e-9
+
+
+class Block(nn.Module):
+    """A residual block with a normalisation; its middle layer is run twice where asked for."""
+
+    def __init__(self, width: int, twice: bool) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.twice = twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(self.norm(x)))
+        return x + self.outer(torch.tanh(self.inner(h)) if self.twice else h)
+
+
+class Model(nn.Module):
+    """Token ids (B, T) to logits (B, T, 11): embedding, three blocks, a head, all of them or a middle stage's part."""
+
+    def __init__(self, *, tied: bool = False, twice: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block(6, twice) for _ in range(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+        self.remakes = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.remakes else block(x)
+        return self.head(x)
+
+
+@dataclass
+class Run:
+    """A model and the examples of three microbatches."""
+
+    model: Model
+    ids: list[Tensor]
+    weights: list[Tensor]
+
+    def output(self, m: int) -> Tensor:
+        return self.model(self.ids[m])
+
+    def losses_of(self, output: Tensor, m: int) -> Tensor:
+        """The end of the pipeline, outside the model: (B,)."""
+        return self.weights[m] * F.cross_entropy(output[:, :-1].mT, self.ids[m][:, 1:], reduction="none").sum(1)
+
+    def loss_of(self, example: int) -> Tensor:
+        """Alone, through the whole batch in order, fillers left out."""
+        rows = [(m, i) for m in range(3) for i in range(len(self.ids[m])) if self.weights[m][i] > 0]
+        m, i = rows[example]
+        ids = self.ids[m][i : i + 1]
+        output = self.model(ids)
+        return self.weights[m][i] * F.cross_entropy(output[0, :-1], ids[0, 1:], reduction="sum")
+
+    @property
+    def examples(self) -> int:
+        return sum(int((weights > 0).sum()) for weights in self.weights)
+
+
+@pytest.fixture
+def make(double) -> Callable[..., Run]:
+    def make(fillers: int = 0, **options: bool) -> Run:
+        model = Model(**options)
+        ids = [torch.randint(0, 11, (size, 7)) for size in SIZES]
+        weights = [torch.logspace(-1, 1, size) for size in SIZES]
+        if fillers:
+            ids[2][-fillers:] = ids[2][:1]
+            weights[2][-fillers:] = 0
+        return Run(model, ids, weights)
+
+    return make
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = RTOL) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= rtol * float(gradient.norm()) + 1e-12, name
+
+
+def middle_thresholds(run: Run, partition) -> list[float]:
+    """Thresholds that clip some examples and leave others, and that no norm equals."""
+    norms = clipped_sums(run.model, run.loss_of, range(run.examples), partition, [1.0] * len(partition)).norms
+    ordered = norms.sort(1).values
+    return ordered[:, run.examples // 2 - 1 : run.examples // 2 + 1].mean(1).tolist()
+
+
+def run_forward(engine: ClippingEngine, run: Run, m: int) -> Tensor:
+    with engine.forward_of(m):
+        return run.output(m)
+
+
+def run_backward(run: Run, output: Tensor, m: int) -> None:
+    """As a stage in the middle does it: output gradients that come from elsewhere."""
+    received = output.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(run.losses_of(received, m).sum(), received)
+    torch.autograd.backward(output, gradient)
+
+
+ORDERS = {
+    "gpipe": ["f0", "f1", "f2", "b0", "b1", "b2"],
+    "1f1b": ["f0", "f1", "b0", "f2", "b1", "b2"],
+    "backwards": ["f0", "f1", "f2", "b2", "b0", "b1"],
+}
+KINDS = {"plain": {}, "tied": {"tied": True}, "twice": {"twice": True}}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("remakes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make_partition", [flat, per_layer, per_block])
+def test_any_order_equals_the_reference(make, make_partition, kind, remakes, order):
+    run = make(fillers=2, **KINDS[kind])
+    partition = make_partition(run.model)
+    thresholds = middle_thresholds(run, partition)
+    truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, thresholds)
+    run.model.remakes = remakes
+    outputs: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
+    with attach(run.model, partition, thresholds) as engine:
+        for event in ORDERS[order]:
+            m = int(event[1])
+            if event[0] == "f":
+                outputs[m] = run_forward(engine, run, m)
+                continue
+            engine.check_output(outputs[m])
+            with engine.backward_of(m, len(run.ids[m]), absent=2 if m == 2 else 0):
+                run_backward(run, outputs.pop(m), m)
+            norms[m] = engine.per_example_norms
+    assert engine.examples == run.examples == 10
+    torch.testing.assert_close(torch.cat([norms[m] for m in range(3)], 1), truth.norms, rtol=1e-7, atol=1e-9)
+    assert torch.equal(engine.counts, truth.counts)
+    assert_equal(gradients(run.model), truth.sums)
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_the_same_as_one_backward_call_a_microbatch(make, make_partition):
+    run = make()
+    partition = make_partition(run.model)
+    thresholds = middle_thresholds(run, partition)
+    with attach(run.model, partition, thresholds) as engine:
+        for m in range(3):
+            engine.backward(run.losses_of(run.output(m), m))
+        expected, counts = gradients(run.model), engine.counts
+        run.model.zero_grad()
+        engine.reset()
+        outputs = [run_forward(engine, run, m) for m in range(3)]
+        for m in (1, 2, 0):
+            with engine.backward_of(m, SIZES[m]):
+                run.losses_of(outputs[m], m).sum().backward()  # the last stage's way: from a loss
+    assert_equal(gradients(run.model), expected, rtol=1e-12)
+    assert torch.equal(engine.counts, counts)
+    assert engine.examples == sum(SIZES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
+def test_norms_then_sums_are_flat_clipping(make, norms, kind):
+    """Two pipeline passes: norms of all microbatches, factors, then reweighted losses."""
+    run = make(fillers=1, **KINDS[kind])
+    partition = flat(run.model)
+    (threshold,) = thresholds = middle_thresholds(run, partition)
+    truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, thresholds)
+    with attach(run.model, partition, thresholds, norms=norms) as engine:
+        outputs = [run_forward(engine, run, m) for m in range(3)]
+        squares = {}
+        for m in (1, 0, 2):
+            with engine.norms_of(m, SIZES[m]):
+                run_backward(run, outputs[m], m)
+            squares[m] = engine.squared_norms[0]
+        assert all(p.grad is None for p in run.model.parameters())
+        assert engine.examples == 0
+        whole = torch.cat([squares[m] for m in range(3)])
+        present = whole[:-1]
+        torch.testing.assert_close(present.sqrt(), truth.norms[0], rtol=1e-7, atol=0)
+        assert float(whole[-1]) == 0
+        engine.count_norms(present[None])
+        factors = engine.factors(whole)
+        torch.testing.assert_close(factors[:-1], clip_factors(truth.norms[0], torch.tensor(threshold)))
+        for m, part in enumerate(factors.split(SIZES)):
+            output = run_forward(engine, run, m)
+            with engine.sums_of(m, SIZES[m], part):
+                (part * run.losses_of(output, m)).sum().backward()
+    assert_equal(gradients(run.model), truth.sums)
+    assert torch.equal(engine.counts, truth.counts)
+    assert engine.examples == run.examples
+
+
+@pytest.mark.parametrize("make_partition", [per_layer, per_block])
+def test_norms_of_many_groups(make, make_partition):
+    run = make()
+    partition = make_partition(run.model)
+    truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, [1.0] * len(partition))
+    with attach(run.model, partition, 1.0) as engine:
+        output = run_forward(engine, run, 1)
+        with engine.norms_of(1, SIZES[1]):
+            run_backward(run, output, 1)
+        torch.testing.assert_close(engine.per_example_norms, truth.norms[:, 4:7], rtol=1e-7, atol=1e-9)
+        with pytest.raises(UserError, match="clip one group"), engine.sums_of(1, 3):
+            pass
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_an_example_that_is_not_finite_contributes_zero_in_both_passes(make, make_partition):
+    run = make()
+    with attach(run.model, make_partition(run.model), 0.5) as engine:
+        run.weights[0][1] = 0
+        engine.backward(run.losses_of(run.output(0), 0))
+        expected = gradients(run.model)
+        run.model.zero_grad()
+        engine.reset()
+        run.weights[0][1] = float("inf")
+        output = run_forward(engine, run, 0)
+        with engine.backward_of(0, 4):
+            run_backward(run, output, 0)
+        assert engine.nonfinite == 1
+        assert_equal(gradients(run.model), expected)
+        if len(engine.groups) > 1:
+            return
+        run.model.zero_grad()
+        output = run_forward(engine, run, 0)
+        with engine.norms_of(0, 4):
+            run_backward(run, output, 0)
+        factors = engine.factors(engine.squared_norms[0])
+        assert factors[1] == 0
+        output = run_forward(engine, run, 0)
+        with engine.sums_of(0, 4, factors):
+            (factors * run.losses_of(output, 0)).sum().backward()  # 0 · inf is NaN, in the row that is left out
+        assert_equal(gradients(run.model), expected)
+
+
+def test_a_name_may_be_used_again_and_reset_forgets_who_waits(make):
+    run = make()
+    with attach(run.model, flat(run.model), 0.5) as engine:
+        for _ in range(2):
+            output = run_forward(engine, run, 0)
+            with engine.backward_of(0, 4):
+                run_backward(run, output, 0)
+        assert engine.examples == 8
+        run_forward(engine, run, 1)
+        engine.reset()
+        with pytest.raises(UserError, match="Microbatch 1 has no forward pass that waits"), engine.backward_of(1, 3):
+            pass
+
+
+def test_a_forward_pass_in_two_parts_is_one(make):
+    """As an interleaved stage may run it, under one name: the two uses of a layer get a joint norm."""
+    run = make()
+    found = []
+    with attach(run.model, flat(run.model), 0.5) as engine:
+        for split in (False, True):
+            run.model.zero_grad()
+            with engine.forward_of(0):
+                first = run.output(0)
+                second = None if split else run.model(run.ids[0].flip(1))
+            if second is None:
+                with engine.forward_of(0):
+                    second = run.model(run.ids[0].flip(1))
+            with engine.backward_of(0, 4):
+                torch.autograd.backward([first.square().sum(), second.square().sum()])
+            found.append(gradients(run.model))
+    assert_equal(*found, rtol=1e-12)
+
+
+def test_ordinary_passes_in_between_do_not_disturb(make):
+    run = make()
+    with attach(run.model, flat(run.model), 0.5) as engine:
+        engine.backward(run.losses_of(run.output(0), 0))
+        expected = gradients(run.model)
+        run.model.zero_grad()
+        output = run_forward(engine, run, 0)
+        run.output(1)
+        with torch.no_grad():
+            run.output(2)
+        with engine.uncounted():
+            engine.backward(run.losses_of(run.output(1), 1))
+        run.model.zero_grad()
+        with engine.backward_of(0, 4):
+            run_backward(run, output, 0)
+    assert_equal(gradients(run.model), expected, rtol=1e-12)
+
+
+class TestMisuse:
+    """One sentence each, and nothing is left running."""
+
+    @pytest.fixture(params=[flat, per_layer])
+    def engine(self, make, request):
+        self.run = make()
+        with attach(self.run.model, request.param(self.run.model), 0.5) as engine:
+            yield engine
+
+    def test_a_microbatch_that_nobody_knows(self, engine):
+        run_forward(engine, self.run, 0)
+        with pytest.raises(UserError, match=r"Microbatch 5 has no forward pass that waits.*forward_of\(5\)"):  # noqa: SIM117
+            with engine.backward_of(5, 4):
+                pass
+
+    def test_a_microbatch_whose_backward_pass_is_over(self, engine):
+        output = run_forward(engine, self.run, 0)
+        with engine.backward_of(0, 4):
+            run_backward(self.run, output, 0)
+        with pytest.raises(UserError, match="Microbatch 0 has no forward pass that waits"), engine.backward_of(0, 4):
+            pass
+
+    def test_a_forward_pass_without_gradients(self, engine):
+        with torch.no_grad():
+            run_forward(engine, self.run, 0)
+        with pytest.raises(UserError, match="with gradients on"), engine.backward_of(0, 4):
+            pass
+
+    def test_backward_passes_do_not_nest(self, engine):
+        run_forward(engine, self.run, 0)
+        run_forward(engine, self.run, 1)
+        with pytest.raises(UserError, match="begun inside another one"), engine.backward_of(0, 4):  # noqa: SIM117
+            with engine.backward_of(1, 3):
+                pass
+        with pytest.raises(UserError, match="begun inside another one"), engine.norms_of(1, 3):
+            engine.backward(self.run.losses_of(self.run.output(2), 2))
+
+    def test_forward_passes_do_not_nest(self, engine):
+        with pytest.raises(UserError, match=r"forward_of\(1\) was entered inside"), engine.forward_of(0):  # noqa: SIM117
+            with engine.forward_of(1):
+                pass
+        run_forward(engine, self.run, 2)
+        with pytest.raises(UserError, match=r"forward_of\(1\) was entered inside"), engine.backward_of(2, 5):  # noqa: SIM117
+            with engine.forward_of(1):
+                pass
+
+    def test_one_name_for_two_batch_sizes(self, engine):
+        with engine.forward_of("a"):
+            self.run.output(0)
+        with pytest.raises(UserError, match=r"got a batch of 3 in microbatch 'a', which began with 4"):  # noqa: SIM117
+            with engine.forward_of("a"):
+                self.run.output(1)
+
+    def test_another_number_of_examples(self, engine):
+        output = run_forward(engine, self.run, 0)
+        with pytest.raises(UserError, match="saw a batch of 4, but there are 3 losses"), engine.backward_of(0, 3):
+            run_backward(self.run, output, 0)
+
+    def test_the_output_of_another_microbatch(self, engine):
+        first = run_forward(engine, self.run, 0)
+        self.run.ids[1] = self.run.ids[0]
+        run_forward(engine, self.run, 1)
+        with pytest.raises(UserError, match="forward for another microbatch"), engine.backward_of(1, 4):
+            run_backward(self.run, first, 0)
+        assert all(p.grad is None for p in self.run.model.parameters())
+
+    def test_a_plain_backward_pass(self, engine):
+        output = run_forward(engine, self.run, 0)
+        with pytest.raises(UserError, match=r"Call engine\.backward"):
+            run_backward(self.run, output, 0)
+
+    def test_a_backward_pass_that_reaches_nothing(self, engine):
+        run_forward(engine, self.run, 0)
+        with pytest.raises(UserError, match="reach no layer of group"), engine.backward_of(0, 4):
+            pass
+
+    def test_fillers_that_weigh_something(self, engine):
+        output = run_forward(engine, self.run, 0)
+        with pytest.raises(UserError, match="last 2 examples of the microbatch are fillers"):  # noqa: SIM117
+            with engine.backward_of(0, 4, absent=2):
+                run_backward(self.run, output, 0)
+
+    @pytest.mark.parametrize("absent", [-1, 5])
+    def test_more_fillers_than_examples(self, engine, absent):
+        run_forward(engine, self.run, 0)
+        with pytest.raises(UserError, match=f"{absent} of 4 examples"), engine.backward_of(0, 4, absent=absent):
+            pass
+
+    def test_norms_of_another_number_of_groups(self, engine):
+        with pytest.raises(UserError, match="one row a group"):
+            engine.count_norms(torch.ones(99, 4))
+
+    def test_a_failure_leaves_the_engine_usable(self, engine):
+        with pytest.raises(KeyError), engine.forward_of(0):
+            self.run.output(0)
+            raise KeyError
+        output = run_forward(engine, self.run, 0)
+        with engine.backward_of(0, 4):
+            run_backward(self.run, output, 0)
+        assert engine.examples == 4
+
+
+def test_ghost_norms_are_sent_to_two_passes(make):
+    run = make()
+    with attach(run.model, flat(run.model), 0.5, norms="ghost") as engine:
+        run_forward(engine, run, 0)
+        with pytest.raises(UserError, match="norms_of, then sums_of"), engine.backward_of(0, 4):
+            pass
+
+
+def test_check_output_finds_a_parameter_used_outside_its_layer(double):
+    class Sneaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) @ self.net.weight
+
+    model = Sneaky()
+    with attach(model, flat(model), 1.0) as engine:
+        with engine.forward_of(0):
+            output = model(torch.randn(4, 3, 5))
+        with pytest.raises(UserError, match=r"'net.weight' is used outside"):
+            engine.check_output(output)
+        model.net.bias.requires_grad_(False)
+        with pytest.raises(UserError, match=r"'net.bias' was frozen"), engine.backward_of(0, 4):
+            pass
