@@ -45,7 +45,7 @@ class Rounds:
         self._bare_seconds: Seconds | None = None
         self._watch: Stopwatch | None = None
 
-    def step(self, step: int) -> dict[str, float]:
+    def step(self, step: int) -> list[float]:
         """One step of the loop; between two rounds, a round of bare steps first."""
         if step % self.steps == 0:
             if self._watch is not None and self._bare_seconds is not None:

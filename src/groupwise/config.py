@@ -91,7 +91,8 @@ class ClipConfig:
 
     name: str = "adaptive_layer"
     grouping: str = "layer"
-    """none | flat | layer | block | custom: the partition of the layers into K groups."""
+    """none | flat | layer | block | device | custom: the partition of the layers into K groups; device is one group for
+    each stage of a pipeline, and so flat on a single one."""
     norms: str = "bookkeeping"
     """bookkeeping (one backward) | ghost (two backwards, nothing kept; one flat group only)."""
     policy: str = "adaptive"
@@ -226,6 +227,34 @@ class EvalConfig:
 
 
 @dataclass
+class PipelineConfig:
+    """The model cut into stages of consecutive blocks, a process and a device each (Algorithm 2)."""
+
+    stages: int = 1
+    """K of per-device clipping; 1 is no pipeline."""
+    schedule: str = "1f1b"
+    """1f1b | gpipe."""
+    balance: str = "parameters"
+    """parameters | time (measured on one microbatch): what is to be even between the stages."""
+    blocks: list[int] = field(default_factory=list)
+    """How many blocks each stage gets, by hand; empty balances."""
+    rematerialize: bool = False
+    """Keep only each block's input, and compute the block again in the backward pass."""
+    timeout: float = 600.0
+    """Seconds that a process waits for another before it gives up."""
+
+
+@dataclass
+class ParallelConfig:
+    """Replicas of the model (or of the whole pipeline), each with its own share of every batch."""
+
+    ranks: int = 1
+    """Replicas; 1 is no data parallelism."""
+    kind: str = "ddp"
+    """ddp: a whole copy each | fsdp: parameters in shards (FSDP2)."""
+
+
+@dataclass
 class TrackerConfig:
     """Where metrics go beside the run's own files, which are always written."""
 
@@ -269,6 +298,8 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

@@ -129,7 +129,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone():
     assert len(trainer.sampler.indices(0)) == 0
     before = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()])
     thresholds = trainer.thresholds.clip_thresholds
-    report = trainer.step(0)
+    report = trainer.report(trainer.step(0))
     moved = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()]) - before
     assert report["nonprivate/batch_size"] == 0 and bool((moved != 0).all())
     expected = (
@@ -162,7 +162,7 @@ def test_state_goes_back_and_forth():
     first.step(0)
     second.load_state_dict(first.state_dict(), 1)
     second.step(1)
-    rates = second.step(2)["learning_rate"]
+    rates = second.report(second.step(2))["learning_rate"]
     assert torch.equal(torch.cat([p.detach().flatten() for p in second.task.model.parameters()]), expected)
     assert torch.equal(second.thresholds.clip_thresholds, whole.thresholds.clip_thresholds)
     assert rates == make_trainer_rate(adam, 2)
@@ -170,7 +170,7 @@ def test_state_goes_back_and_forth():
 
 def make_trainer_rate(optim: OptimConfig, step: int) -> float:
     trainer = make_trainer(NONE, optim=optim)
-    return [trainer.step(s)["learning_rate"] for s in range(step + 1)][-1]
+    return [trainer.report(trainer.step(s))["learning_rate"] for s in range(step + 1)][-1]
 
 
 def test_the_task_orders_a_batch_and_looks_at_each_update(monkeypatch):

@@ -18,11 +18,14 @@ from groupwise.config import ClipConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
 
-_PARTITIONS = {"flat": flat, "layer": per_layer, "block": per_block}
+_PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
 
 
-def make_engine(model: nn.Module, clip: ClipConfig) -> ClippingEngine | None:
-    """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop."""
+def make_engine(model: nn.Module, clip: ClipConfig, direct: bool = False) -> ClippingEngine | None:
+    """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop.
+
+    `direct` is for a model whose parameters are in shards (FSDP2).
+    """
     if clip.grouping == "none":
         return None
     if clip.grouping == "custom":
@@ -30,7 +33,7 @@ def make_engine(model: nn.Module, clip: ClipConfig) -> ClippingEngine | None:
     elif clip.grouping in _PARTITIONS:
         partition = _PARTITIONS[clip.grouping](model)
     else:
-        raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block or custom.")
+        raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block, device or custom.")
     rule = automatic_factors(clip.gamma) if clip.rule == "automatic" else clip_factors
     return attach(
         model,
@@ -39,15 +42,22 @@ def make_engine(model: nn.Module, clip: ClipConfig) -> ClippingEngine | None:
         norms=clip.norms,  # type: ignore[arg-type]
         clip_rule=rule,
         formula=clip.formula,  # type: ignore[arg-type]
+        direct=direct,
     )
 
 
-def make_thresholds(clip: ClipConfig, plan: PrivacyPlan) -> FixedThresholds | AdaptiveThresholds:
-    """C_k = C/√K, fixed (appendix A.1), or the start of private quantile estimates (Algorithm 1, lines 15-18)."""
-    groups = plan.num_groups
+def make_thresholds(
+    clip: ClipConfig, plan: PrivacyPlan, here: int | None = None
+) -> FixedThresholds | AdaptiveThresholds:
+    """C_k = C/√K, fixed (appendix A.1), or the start of private quantile estimates (Algorithm 1, lines 15-18).
+
+    `here` is how many of the K groups this process hosts, where it hosts one stage of a pipeline.
+    """
+    groups = plan.num_groups if here is None else here
+    even = _even(clip, plan.num_groups)
     if clip.policy == "fixed":
-        return FixedThresholds([_even(clip, groups)] * groups)
-    start = _even(clip, groups) if clip.initial_threshold is None else clip.initial_threshold
+        return FixedThresholds([even] * groups)
+    start = even if clip.initial_threshold is None else clip.initial_threshold
     return AdaptiveThresholds(
         [start] * groups,
         target_quantile=clip.target_quantile,

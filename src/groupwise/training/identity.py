@@ -15,7 +15,17 @@ from omegaconf.errors import OmegaConfBaseException
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 
-VOLATILE = ("paths.", "tracker.", "resume", "overwrite", "explain", "export", "train.checkpoint_every", "clip.formula")
+VOLATILE = (
+    "paths.",
+    "tracker.",
+    "resume",
+    "overwrite",
+    "explain",
+    "export",
+    "train.checkpoint_every",
+    "clip.formula",
+    "pipeline.timeout",
+)
 """Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
 as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
 

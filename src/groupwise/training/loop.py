@@ -1,6 +1,12 @@
-"""The loop body: one logical batch, one private release, one update (Algorithm 1)."""
+"""The loop body: one logical batch, one private release, one update (Algorithm 1).
+
+With several replicas (`ranks`) each takes its share of the batch, and gradients and counts are summed over them once a
+logical batch, before the noise; all hold the run's key and so add the very same noise, and stay equal bit for bit. That
+explicit sum is what DistributedDataParallel with `no_sync` would do, and a replica may have any number of microbatches.
+"""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +23,17 @@ from groupwise.privacy import (
     ShuffleSampler,
     release_gradients,
 )
-from groupwise.training.task import Task
+from groupwise.training.checkpoint import save_checkpoint
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.task import Split, Task
 
 
 @dataclass
 class Trainer:
-    """Everything that one step reads or changes; `state_dict` and the step number are all that a resumed run needs."""
+    """Everything that one step reads or changes; `state_dict` and the step number are all that a resumed run needs.
+
+    It is a `groupwise.training.session.AnyTrainer`: with replicas, all of them call the same methods at the same time.
+    """
 
     task: Task
     engine: ClippingEngine | None
@@ -35,31 +46,46 @@ class Trainer:
     schedule: torch.optim.lr_scheduler.LRScheduler
     microbatch: int
     device: torch.device
+    ranks: Alone | Ranks = field(default_factory=Alone)
     _loss: torch.Tensor = field(init=False)
+    _known: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._trainable = [p for p in self.task.model.parameters() if p.requires_grad]
+        self._gradient_noise = self._count_noise = self.noise
 
-    def step(self, step: int) -> dict[str, float]:
-        """Run step `step` (0-based) and return what it may log; what is no private release is `nonprivate/`."""
+    def step(self, step: int) -> list[float]:
+        """Run step `step` (0-based); returns this process's part of what `report` takes."""
         examples = self.task.order(self.sampler.indices(step))
         if self.engine is not None and self.thresholds is not None:
             self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
         self._accumulate(examples)
+        counts = self._sum_over_replicas()
         noise_norm = self._release(step)
         rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
-        self.task.check_update(step)
-        return {"learning_rate": rate, **noise_norm, **self._report(examples, step)}
+        self._check_update(step)
+        self._known = {"learning_rate": rate, **noise_norm, "nonprivate/batch_size": float(len(examples))}
+        if self.engine is None or self.thresholds is None:
+            return [float(self._loss)]
+        self.thresholds.update(counts, len(examples), self._count_noise, step)  # last: noise took those that clipped
+        self._known["nonprivate/clipped"] = 1.0 - float(counts.mean()) / max(len(examples), 1)
+        return [float(self._loss), float(self.engine.nonfinite)]
+
+    def report(self, totals: list[float]) -> dict[str, float]:
+        """What the last step may log, from the sums over all processes; what is no private release is `nonprivate/`."""
+        loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
+        return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
     def _accumulate(self, examples: np.ndarray) -> None:
-        """Sum the clipped gradients of the logical batch, as many examples at a time as fit."""
+        """Sum the clipped gradients of this replica's share of the batch, as many examples at a time as fit."""
+        share = self.ranks.share(examples)
         while True:
             self._clear()
             try:
-                for start in range(0, len(examples), self.microbatch):
-                    self._backward(examples[start : start + self.microbatch])
+                for start in range(0, len(share), self.microbatch):
+                    self._backward(share[start : start + self.microbatch])
                 return
             except torch.cuda.OutOfMemoryError:
                 if self.microbatch == 1:
@@ -84,6 +110,22 @@ class Trainer:
             self.engine.backward(losses)
         self._loss += losses.detach().sum()
 
+    def _sum_over_replicas(self) -> torch.Tensor:
+        """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""
+        counts = torch.zeros(0) if self.engine is None else self.engine.counts
+        if self.ranks.replicas > 1:
+            on_device = counts.to(self.device)
+            self.ranks.sum_([*self._own_sums(), *([on_device] if len(counts) else [])])
+            counts = on_device.cpu()
+        return counts
+
+    def _own_sums(self) -> list[torch.Tensor]:
+        """Gradients that hold this replica's share alone; those of an empty share are zeros."""
+        for parameter in self._trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self._trainable if parameter.grad is not None]
+
     def _release(self, step: int) -> dict[str, float]:
         """Noise once for the logical batch, with the thresholds that clipped, then divide by the configured B."""
         batch_size = self.plan.expected_batch_size
@@ -99,37 +141,28 @@ class Trainer:
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
-            noise=self.noise,
+            noise=self._gradient_noise,
             step=step,
+            groups_elsewhere=self.plan.num_groups - len(self.engine.groups),
         )
         sizes = torch.tensor([sum(p.numel() for p in group.parameters) for group in self.engine.groups])
         return {"noise_norm": float((stds.square() * sizes).sum().sqrt()) / batch_size}
 
-    def _report(self, examples: np.ndarray, step: int) -> dict[str, float]:
-        """Update the thresholds from the counts, last; and say what happened."""
-        drawn = len(examples)
-        report = {"nonprivate/batch_size": float(drawn), "nonprivate/loss": float(self._loss) / max(drawn, 1)}
-        if self.engine is not None and self.thresholds is not None:
-            counts = self.engine.counts
-            self.thresholds.update(counts, drawn, self.noise, step)
-            report["nonprivate/clipped"] = 1.0 - float(counts.mean()) / max(drawn, 1)
-            report["nonprivate/nonfinite"] = float(self.engine.nonfinite)
-        return report
+    def _check_update(self, step: int) -> None:
+        self.task.check_update(step)
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on."""
         state = {
-            "model": self.task.model.state_dict(),
+            "model": self._model_state(),
             "optimizer": self.optimizer.state_dict(),
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "microbatch": self.microbatch,
-            "random": torch.get_rng_state(),
+            "random": self.ranks.gather(self._random()),
             "noise_key": self.noise.key,
             "noise_is_secret": self.noise.is_secret,
             "plan": self.plan.to_dict(),
         }
-        if self.device.type == "cuda":
-            state["random_cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -141,6 +174,62 @@ class Trainer:
         if self.thresholds is not None:
             self.thresholds.load_state_dict(state["thresholds"])
         self.microbatch = state["microbatch"]
-        torch.set_rng_state(state["random"].cpu())
+        random = state["random"][self.ranks.replica]
+        torch.set_rng_state(random[0].cpu())
         if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random_cuda"].cpu(), self.device)
+            torch.cuda.set_rng_state(random[1].cpu(), self.device)
+
+    def _random(self) -> list[torch.Tensor]:
+        """This process's random state (dropout): the CPU's, and its GPU's where it has one."""
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else [])]
+
+    # -- what a session asks for beside steps: every process calls these, and the main one writes -----------------
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """The task's own metrics; replicas are equal, and each works them out for itself."""
+        return self.task.evaluate(split, batch_size, limit, final=final)
+
+    def outputs(self) -> dict[str, list[dict[str, Any]]]:
+        """Texts that the last final evaluation made."""
+        return self.task.outputs()
+
+    def named_thresholds(self) -> dict[str, float]:
+        """Group -> C_k; {} unclipped."""
+        if self.engine is None or self.thresholds is None:
+            return {}
+        names = [group.name for group in self.engine.groups]
+        return dict(zip(names, self.thresholds.clip_thresholds.tolist(), strict=True))
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint, with the main process's `extra`."""
+        state = self.state_dict()
+        if self.ranks.main:
+            save_checkpoint(path, {**state, **extra})
+
+    def load(self, path: Path, state: dict[str, Any], step: int) -> None:
+        """Go on after `step` steps, from `state`, which was read from `path`."""
+        self.load_state_dict(state, step)
+
+    def forget(self, path: Path) -> None:
+        """Remove the checkpoint: it holds the key of the noise."""
+        path.unlink(missing_ok=True)
+
+    def save_model(self, path: Path) -> None:
+        """Write the weights alone."""
+        state = self._model_state()
+        if self.ranks.main:
+            save_checkpoint(path, state)
+
+    def _model_state(self) -> dict[str, Any]:
+        return self.task.model.state_dict()
+
+    def export(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """Write the model for other programs."""
+        if self.ranks.main:
+            self.task.export(folder, provenance)
+
+    def machine(self) -> dict[str, Any]:
+        """Nothing to add to what the row says of the main process's machine."""
+        return {}

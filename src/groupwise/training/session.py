@@ -1,86 +1,157 @@
-"""A training session: steps, checkpoints, metrics and evaluations, then the accounts and the result row."""
+"""A training session: steps, checkpoints, metrics and evaluations, then the accounts and the result row.
 
+Every process of a run goes through it in lock-step. What depends on a clock or a signal (a checkpoint now? stop?) is
+agreed on once a step, together with the sums that the step reports; the main process alone writes the record.
+"""
+
+import io
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy import PrivacyPlan
-from groupwise.training.checkpoint import save_checkpoint
+from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.training.identity import stable_config
-from groupwise.training.loop import Trainer
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
+from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
-from groupwise.training.task import Task
+from groupwise.training.task import Split, Task
 from groupwise.training.trackers import make_tracker
 
 
-def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any]) -> dict[str, Any]:
+class AnyTrainer(Protocol):
+    """What a session needs of a trainer, be it the whole model on one process or on each replica, or one stage of it.
+
+    All processes of a run call all methods but `forget` at the same time.
+    """
+
+    task: Task
+    plan: PrivacyPlan
+    noise: NoiseSource
+    device: torch.device
+    microbatch: int
+    ranks: Alone | Ranks
+
+    def step(self, step: int) -> list[float]:
+        """Run step `step` (0-based); returns this process's part of sums over all processes, as many in each."""
+
+    def report(self, totals: list[float]) -> dict[str, float]:
+        """From those sums, what the last step may log; `nonprivate/batch_size` is the number of examples drawn."""
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """As `Task.evaluate`; the main process's metrics count."""
+
+    def outputs(self) -> dict[str, list[dict[str, Any]]]:
+        """As `Task.outputs`."""
+
+    def named_thresholds(self) -> dict[str, float]:
+        """Group -> C_k, of all stages; {} unclipped."""
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint that holds the main process's `extra` too; once `path` is there it is whole."""
+
+    def forget(self, path: Path) -> None:
+        """Remove that checkpoint, which holds the key of the noise; the main process alone is asked."""
+
+    def save_model(self, path: Path) -> None:
+        """Write the whole model's weights, and nothing else."""
+
+    def export(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """As `Task.export`, with the main process's `provenance`."""
+
+    def machine(self) -> dict[str, Any]:
+        """What the row says of the other processes' machines, beside the main one's `resources`."""
+
+
+def train(
+    config: RunConfig, record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any]
+) -> dict[str, Any]:
     """Train from step `start` to the end, write the record as it goes, evaluate, account and close it.
 
     Args:
+        record: on the main process it has begun; the others only read from it where it lies.
         state: the checkpoint that `trainer` was loaded from; empty for a new run.
 
     Returns:
-        The result row.
+        The result row; {} on all processes but the main one.
 
     Raises:
         UserError: more was spent than planned, or something cannot be written.
         KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step.
     """
-    plan, noise, headline = trainer.plan, trainer.noise, trainer.task.headline
-    private = plan.is_private and noise.is_secret
-    replayed = int(state.get("replayed_steps", 0)) + max([row["step"] - start for row in record.metrics()] + [0])
-    record.cut_metrics(start)
-    record.write_data(trainer.task.describe_data())
-    record.write(
-        "seeds", {"seed": config.seed, "noise_seed": config.debug.noise_seed, "noise_is_secret": noise.is_secret}
-    )
-    record.write("privacy", {"plan": plan.to_dict(), "executed_steps": start, "private": private})
-    tracker = make_tracker(config, record, start)
+    plan, ranks, headline = trainer.plan, trainer.ranks, trainer.task.headline
+    private = plan.is_private and trainer.noise.is_secret
+    replayed = _begin(record, trainer, start, state, private) if ranks.main else 0
+    tracker = make_tracker(config, record, start) if ranks.main else _Silent()
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
     began = saved = time.monotonic()
 
     def save(step: int) -> None:
         seconds = elapsed + time.monotonic() - began
         extra = {"step": step, "replayed_steps": replayed, "seconds": seconds, "examples": examples}
-        save_checkpoint(record.checkpoint, {**trainer.state_dict(), **extra})
+        trainer.save(record.checkpoint, extra)
 
+    stream = None if ranks.main else io.StringIO()
     with (
-        Progress(plan.steps, start=start, epsilon=_spent(plan), target_epsilon=plan.epsilon) as bar,
+        Progress(plan.steps, start=start, epsilon=_spent(plan), target_epsilon=plan.epsilon, stream=stream) as bar,
         _stop_flag() as stop,
     ):
         if start == 0:
             save(0)  # the key of the noise is safe before the first release
         for step in range(start, plan.steps):
-            metrics = trainer.step(step)
+            parts = trainer.step(step)
+            found = evaluate(config, trainer) if _evaluates(config, plan, step + 1) else {}
+            late = ranks.main and time.monotonic() - saved >= config.train.checkpoint_every
+            due, stopping, *totals = ranks.agree(late, len(stop), *parts)
+            metrics = trainer.report(totals) | found
             drawn = int(metrics["nonprivate/batch_size"])
             examples += drawn
-            note = ""
-            if _evaluates(config, plan, step + 1):
-                metrics |= evaluate(config, trainer)
-                note = f"valid {headline} {metrics[f'valid/{headline}']:.1f}"
             tracker.log(step + 1, {**metrics, "epsilon_estimate": plan.progress(step + 1)})
-            bar.update(step + 1, drawn, note)
-            if time.monotonic() - saved >= config.train.checkpoint_every or stop:
+            bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
+            if due or stopping:
                 save(step + 1)
                 saved = time.monotonic()
-            if stop:
+            if stopping:
                 raise KeyboardInterrupt
         throughput = bar.examples_per_second
     seconds = elapsed + time.monotonic() - began
     final = evaluate(config, trainer, final=True)
     tracker.log(plan.steps, final)
-    record.write_outputs(trainer.task.outputs())
+    outputs = trainer.outputs()
+    if ranks.main:
+        record.write_outputs(outputs)
     tracker.finish()
     return _close(record, trainer, final, private, replayed, seconds, throughput)
+
+
+class _Silent:
+    """The tracker of a process that writes nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing is kept."""
+
+    def finish(self) -> None:
+        """Nothing is open."""
+
+
+def _begin(record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any], private: bool) -> int:
+    """Write what is known before the first step; returns how many steps are or were run again in all."""
+    replayed = int(state.get("replayed_steps", 0)) + max([row["step"] - start for row in record.metrics()] + [0])
+    record.cut_metrics(start)
+    record.write_data(trainer.task.describe_data())
+    seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
+    record.write("seeds", {**seeds, "noise_is_secret": trainer.noise.is_secret})
+    record.write("privacy", {"plan": trainer.plan.to_dict(), "executed_steps": start, "private": private})
+    return replayed
 
 
 def _spent(plan: PrivacyPlan) -> Any:
@@ -95,19 +166,19 @@ def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
     return step % between == 0
 
 
-def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:
+def evaluate(config: RunConfig, trainer: AnyTrainer, final: bool = False) -> dict[str, float]:
     """Metrics on all splits (before the end: validation and training); the training set's are no private releases."""
-    task, size = trainer.task, config.eval.batch_size
+    splits, size = trainer.task.splits, config.eval.batch_size
     found: dict[str, float] = {}
-    for split in task.splits if final else task.splits[:1]:
-        found |= {f"{split}/{k}": v for k, v in task.evaluate(split, size, final=final).items()}
-    train = task.evaluate("train", size, config.eval.train_limit)
+    for split in splits if final else splits[:1]:
+        found |= {f"{split}/{k}": v for k, v in trainer.evaluate(split, size, final=final).items()}
+    train = trainer.evaluate("train", size, config.eval.train_limit)
     return found | {f"nonprivate/train_{k}": v for k, v in train.items()}
 
 
 def _close(
     record: RunRecord,
-    trainer: Trainer,
+    trainer: AnyTrainer,
     final: dict[str, float],
     private: bool,
     replayed: int,
@@ -115,19 +186,22 @@ def _close(
     throughput: float,
 ) -> dict[str, Any]:
     """Account for what was executed, write the result, and leave weights without the noise key behind."""
-    plan = trainer.plan
+    plan, main = trainer.plan, trainer.ranks.main
+    thresholds, machine = trainer.named_thresholds(), trainer.machine()
     report = plan.spent(plan.steps)
     if report.epsilon > plan.epsilon * (1 + 1e-6):
         raise UserError(
             f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
         )
-    thresholds = {} if trainer.thresholds is None else _named_thresholds(trainer)
     spent = {**report.to_dict(), "guaranteed": private}
-    privacy = {"spent": spent, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
-    record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
-    save_checkpoint(record.folder / "model.pt", trainer.task.model.state_dict())
+    if main:
+        privacy = {"spent": spent, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
+        record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
+    trainer.save_model(record.folder / "model.pt")
     if record.config.export is not None:
-        export(record, trainer.task, final)
+        export(record, trainer, final)
+    if not main:
+        return {}
     row = record.finish(
         final,
         plan={
@@ -136,9 +210,9 @@ def _close(
             "private": private,
             "replayed_steps": replayed,
         },
-        system=_system(trainer, seconds, throughput),
+        system={**_system(trainer, seconds, throughput), **machine},
     )
-    record.checkpoint.unlink(missing_ok=True)  # it holds the key of the noise
+    trainer.forget(record.checkpoint)
     stamp = "" if private else " (as published, not a guarantee)" if trainer.noise.is_secret else " (NOT PRIVATE)"
     if plan.noise_multiplier > 0:
         print(f"Spent: epsilon {report.epsilon:.3f} at delta {plan.delta:g} in {plan.steps} steps{stamp}")
@@ -149,29 +223,26 @@ def _close(
     return row
 
 
-def export(record: RunRecord, task: Task, final: dict[str, float]) -> None:
+def export(record: RunRecord, trainer: AnyTrainer, final: dict[str, float]) -> None:
     """Write the model to `export=FOLDER` for other programs, with where it came from."""
     folder = Path(str(record.config.export)).expanduser()
-    task.export(
+    if not trainer.ranks.main:
+        trainer.export(folder, {})
+        return
+    trainer.export(
         folder,
         {
             "hash": record.hash,
             "config": stable_config(record.config),
             "git": {key: record.git()[key] for key in ("sha", "dirty")},
-            "data": task.describe_data(),
+            "data": trainer.task.describe_data(),
             "metrics": final,
         },
     )
     print(f"Exported: {folder}")
 
 
-def _named_thresholds(trainer: Trainer) -> dict[str, float]:
-    assert trainer.engine is not None and trainer.thresholds is not None
-    names = [group.name for group in trainer.engine.groups]
-    return dict(zip(names, trainer.thresholds.clip_thresholds.tolist(), strict=True))
-
-
-def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, Any]:
+def _system(trainer: AnyTrainer, seconds: float, throughput: float) -> dict[str, Any]:
     return {
         **resources(trainer.device, seconds),
         "cores": usable_cores(),

@@ -1,0 +1,149 @@
+"""The processes of one run: which of them writes, what they agree on, and sums over replicas.
+
+A run has S stages of a pipeline and D replicas of it, S·D processes; process r = d·S + s is stage s of replica d. One
+process alone is S = D = 1, and then nothing here costs anything.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from groupwise.errors import UserError
+
+BUCKET = 1 << 26
+"""Bytes that are summed at once: few messages, and little memory beside the tensors themselves."""
+
+
+class Alone:
+    """A run of one process: it writes, it agrees with itself, and its share of a batch is the batch."""
+
+    main = True
+    """This is the one process that writes the record and shows the progress."""
+    replica = stage = 0
+    replicas = stages = 1
+
+    def agree(self, *numbers: float) -> list[float]:
+        """The sums over all processes, in float64: the numbers themselves."""
+        return list(numbers)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum over the replicas, in place: nothing to do."""
+
+    def copy_(self, tensors: Sequence[Tensor]) -> None:
+        """Give every replica the first one's values, in place: nothing to do."""
+
+    def share(self, examples: np.ndarray) -> np.ndarray:
+        """This replica's part of a drawn batch: all of it."""
+        return examples
+
+    def told(self, value: Any) -> Any:
+        """What the main process passed in: ``value``."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by process: this one alone."""
+        return [value]
+
+
+class Ranks:
+    """A run of several processes, of which this is one; every method but `share` is called by all of them at once.
+
+    Args:
+        stages: S; the number of processes is a multiple of it. The default process group must be up.
+        device: this process's own; small sums go through it where the backend takes no tensors on the CPU (NCCL alone).
+        timeout: how long a process waits for the others; None takes torch's.
+
+    Raises:
+        UserError: the processes do not divide into whole pipelines.
+    """
+
+    def __init__(self, stages: int = 1, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if world % stages:
+            raise UserError(f"{world} processes cannot form pipelines of {stages} stages each: start a multiple of it.")
+        self.stages, self.replicas = stages, world // stages
+        self.replica, self.stage = divmod(rank, stages)
+        self.main = rank == 0
+        self.pipeline = self.data = dist.group.WORLD
+        """Process groups: the stages of this replica; this stage in every replica."""
+        if self.stages > 1 and self.replicas > 1:  # every process makes every group, in the same order
+            pipelines = [[d * stages + s for s in range(stages)] for d in range(self.replicas)]
+            self.pipeline = [dist.new_group(members, timeout=timeout) for members in pipelines][self.replica]
+            self.data = [dist.new_group(list(of_one), timeout=timeout) for of_one in zip(*pipelines, strict=True)][
+                self.stage
+            ]
+        self._device = "cpu" if "cpu:" in dist.get_backend_config() else device
+
+    def agree(self, *numbers: float) -> list[float]:
+        """The sums over all processes, in float64 and the same everywhere, by one small all-reduce."""
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum over the replicas, in place; afterwards they are equal bit for bit.
+
+        Each replica passes tensors of the same shapes in the same order.
+        """
+        if self.replicas > 1:
+            for bucket in _buckets(tensors):
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+                dist.all_reduce(flat, group=self.data)
+                _spread(flat, bucket)
+
+    def copy_(self, tensors: Sequence[Tensor]) -> None:
+        """Give every replica the first one's values, in place."""
+        if self.replicas > 1:
+            for bucket in _buckets(tensors):
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+                dist.broadcast(flat, src=self.stage, group=self.data)  # process s is stage s of the first replica
+                _spread(flat, bucket)
+
+    def share(self, examples: np.ndarray) -> np.ndarray:
+        """This replica's part of a drawn batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,); all parts together are the batch.
+
+        Every D-th example, so that a batch that is sorted by length gives every replica as much to do.
+        """
+        return examples[self.replica :: self.replicas]
+
+    def told(self, value: Any) -> Any:
+        """What the main process passed in, to every process; for small things, once."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by process, to every process; for small things, seldom."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one dtype and device each, of `BUCKET` bytes together, or one larger tensor alone."""
+    buckets: list[list[Tensor]] = []
+    filling: dict[
+        tuple[torch.dtype, torch.device], tuple[list[Tensor], int]
+    ] = {}  # by kind, with the room that is left
+    for tensor in tensors:
+        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        bucket, room = filling.get(kind, ([], 0))
+        if size > room:
+            bucket, room = [], max(BUCKET, size)
+            buckets.append(bucket)
+        bucket.append(tensor)
+        if size <= BUCKET:
+            filling[kind] = (bucket, room - size)
+    return buckets
+
+
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the entries of `flat` back, in row-major order whatever the tensors' memory layout."""
+    with torch.no_grad():
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

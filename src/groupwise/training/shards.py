@@ -1,0 +1,166 @@
+"""Replicas that share one copy of the parameters between them, in shards (FSDP2), instead of a whole copy each.
+
+Every block is gathered for as long as it works, clips on each replica the gradients of its own examples, and goes back
+into shards; the clipped sums are added up over the replicas on their way there. A replica adds noise to its own shards
+from a stream of its own, so that together they add one noise to the whole gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from groupwise.clipping import ClippingEngine, per_block
+from groupwise.config import ClipConfig
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
+from groupwise.training.clipping import make_engine
+from groupwise.training.loop import Trainer
+from groupwise.training.task import Split
+
+
+def shard(
+    model: nn.Module, engine: ClippingEngine | None, clip: ClipConfig, device: torch.device
+) -> ClippingEngine | None:
+    """Shard `model` over all processes, block by block, and clip it anew; `engine` is detached.
+
+    Returns:
+        The engine of the sharded model; None where there was none.
+
+    Raises:
+        UserError: layers that share parameters or have no rule, or groups of several layers that are not ghost's.
+    """
+    blocks = [group.name for group in per_block(model) if all(_inside(layer, group.name) for layer in group.layers)]
+    if engine is not None:
+        _check(engine)
+        engine.detach()
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for name in blocks:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)  # sums: the private release divides by the expected batch size
+        module.set_force_sum_reduction_for_comms(True)
+    return None if engine is None else make_engine(model, clip, direct=True)
+
+
+def _inside(layer: str, block: str) -> bool:
+    return layer.startswith(f"{block}.")
+
+
+def _check(engine: ClippingEngine) -> None:
+    """Refuse what a layer that is whole only while it works cannot clip, in the words of the configuration."""
+    for group in engine.groups:
+        tied = [member.name for member in group.members if member.shared]
+        if tied:
+            raise UserError(
+                f"Layer {tied[0]!r} shares a parameter with another, which parallel.kind=fsdp cannot clip: untie them "
+                "(model.untie=true for the head of a language model), or use parallel.kind=ddp."
+            )
+        if len(group.members) > 1 and engine.norms != "ghost":
+            raise UserError(
+                f"Group {group.name!r} has several layers, and with parallel.kind=fsdp none is whole for long enough "
+                "to wait for the others: use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
+            )
+
+
+class ShardedTrainer(Trainer):
+    """A `Trainer` of a model that `shard` has sharded.
+
+    All replicas run the same number of microbatches, because each one gathers parameters from all; a replica with too
+    few examples repeats one with its loss times 0, which adds exactly nothing and is not counted.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own_key = self.noise.derive(f"shard {self.ranks.replica}")
+        self._gradient_noise = NoiseSource.from_key(own_key, self.noise.is_secret)
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """The task's own metrics, which the replicas work out together, all of them on the same examples."""
+        found = super().evaluate(split, batch_size, limit, final)
+        for module in _sharded(self.task.model):
+            module.reshard()  # a forward pass alone leaves the outermost parameters whole
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Trainer.state_dict`, every tensor whole and on the CPU."""
+        return _mapped(super().state_dict(), _whole)
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Go back to where `state_dict` was taken; every replica has the whole of it."""
+        places = dict(self.task.model.named_parameters(remove_duplicate=False))
+        model = {name: _like(value, places.get(name)) for name, value in state["model"].items()}
+        moments = {
+            i: {name: _like(value, self._trainable[i]) for name, value in entries.items()}
+            for i, entries in state["optimizer"]["state"].items()
+        }
+        super().load_state_dict({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}}, step)
+
+    def _accumulate(self, examples: np.ndarray) -> None:
+        self._clear()
+        share = self.ranks.share(examples)
+        most = -(-len(examples) // self.ranks.replicas)
+        try:
+            for start in range(0, most, self.microbatch):
+                if start < len(share):
+                    self._backward(share[start : start + self.microbatch])
+                else:
+                    self._backward_nothing(examples[:1])
+        except torch.cuda.OutOfMemoryError:
+            raise UserError(
+                f"Microbatches of {self.microbatch} do not fit into the GPU's memory: lower train.microbatch."
+            ) from None
+
+    def _backward_nothing(self, filler: np.ndarray) -> None:
+        losses = self.task.losses(filler) * 0
+        if self.engine is None:
+            losses.sum().backward()
+        else:
+            with self.engine.uncounted():
+                self.engine.backward(losses)
+
+    def _own_sums(self) -> list[Tensor]:
+        """None: gradients were summed on their way into the shards."""
+        return []
+
+    def _check_update(self, step: int) -> None:
+        """Nothing: what the task remembers are parameters from before they were sharded."""
+
+    def _model_state(self) -> dict[str, Any]:
+        return _mapped(super()._model_state(), _whole)
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor from all its shards; every replica asks for the same ones in the same order."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(value: Any, parameter: nn.Parameter | None) -> Any:
+    """This replica's shard of a whole tensor, where it belongs to a parameter in shards."""
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        whole = value.to(parameter.device)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of dicts and lists with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(part, change) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_mapped(part, change) for part in value]
+    return value

@@ -1,0 +1,132 @@
+"""A small network in blocks, in float64, and its trainer on any number of processes: made as `run.py` makes it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.config import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
+from groupwise.launch.making import make_trainer
+from groupwise.privacy import make_plan
+from groupwise.training.clipping import make_engine
+from groupwise.training.loop import Trainer
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.task import Task
+
+EXAMPLES, WIDTH = 40, 8
+FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
+GHOST = ClipConfig("ghost", grouping="flat", norms="ghost", policy="fixed", threshold=0.5, rescale=False)
+ADAPTIVE_LAYER = ClipConfig(threshold=0.5, quantile_budget=0.1)
+NONE = ClipConfig("none", grouping="none", policy="fixed")
+BATCHES = (list(range(13)), [5], [], list(range(20, 28)))
+"""On two replicas with microbatches of 3: the first has one more; the second has no example; nobody has one."""
+
+
+class Block(nn.Module):
+    """x + W2 tanh(W1 norm(x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rise, self.fall = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fall(torch.tanh(self.rise(self.norm(x))))
+
+
+class Network(nn.Module):
+    """Two blocks between two linear layers; the head has fewer classes than four processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(5, WIDTH), nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class PointsTask(Task):
+    """Classification of random points."""
+
+    train_size = EXAMPLES
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Network().double()
+        torch.manual_seed(0)
+        self.x, self.y = torch.randn(EXAMPLES, 5).double(), torch.randint(0, 3, (EXAMPLES,))
+
+    def losses(self, examples):
+        rows = torch.as_tensor(np.asarray(examples))
+        return F.cross_entropy(self.model(self.x[rows]), self.y[rows], reduction="none")
+
+    @torch.no_grad()
+    def evaluate(self, split, batch_size, limit=None, final=False):
+        return {"loss": float(self.losses(range(EXAMPLES)).mean())}
+
+    def describe_data(self):
+        return {}
+
+
+class Batches:
+    """A sampler of batches that are given."""
+
+    def __init__(self, batches: Sequence[Sequence[int]]) -> None:
+        self.batches = batches
+
+    def indices(self, step: int) -> np.ndarray:
+        return np.array(self.batches[step], dtype=np.int64)
+
+
+def build(
+    clip: ClipConfig,
+    ranks: Alone | Ranks,
+    kind: str = "ddp",
+    sigma: float = 0.0,
+    optim: OptimConfig | None = None,
+    batches: Sequence[Sequence[int]] = BATCHES,
+    allocation: str = "global",
+    task: Task | None = None,
+) -> Trainer:
+    """The trainer of this process, with microbatches of 3."""
+    task = task or PointsTask(seed=ranks.replica)  # replicas begin apart, and become the first
+    config = RunConfig(
+        clip=clip,
+        noise=NoiseConfig(allocation),
+        optim=optim or OptimConfig(learning_rate=0.5),
+        parallel=ParallelConfig(ranks.replicas, kind),
+    )
+    config.train.microbatch, config.debug.noise_seed = 3, 7
+    engine = make_engine(task.model, clip)
+    plan = make_plan(
+        dataset_size=EXAMPLES,
+        expected_batch_size=8,
+        steps=len(batches),
+        delta=1e-5,
+        noise_multiplier=0.0 if engine is None else sigma,
+        num_groups=1 if engine is None else len(engine.groups),
+        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
+        accountant="rdp",
+    )
+    trainer = make_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
+    trainer.sampler = Batches(batches)
+    return trainer
+
+
+def steps(trainer: Trainer, start: int = 0) -> list[dict[str, float]]:
+    """Run the steps that are left as a session does; returns their reports."""
+    reports = []
+    for step in range(start, trainer.plan.steps):
+        reports.append(trainer.report(trainer.ranks.agree(*trainer.step(step))))
+        trainer.evaluate("valid", 8)
+    return reports
+
+
+def parameters(trainer: Trainer) -> Tensor:
+    """All of them, whole, in one vector."""
+    return torch.cat([value.flatten() for value in trainer.state_dict()["model"].values()])

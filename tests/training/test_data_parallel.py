@@ -1,0 +1,238 @@
+"""Replicas and shards equal one process: the same steps, and one noise however many processes there are."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.config import ClipConfig, OptimConfig
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
+from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.ranks import Alone, Ranks
+from tests.pipeline.ranks import run_ranks
+from tests.training.data_parallel import (
+    ADAPTIVE_LAYER,
+    FLAT,
+    GHOST,
+    NONE,
+    PointsTask,
+    build,
+    parameters,
+    steps,
+)
+
+ADAM = OptimConfig(name="adam", learning_rate=0.01)
+FIXED_LAYER = ClipConfig("fixed_layer", policy="fixed", threshold=0.5)
+CASES = {
+    "ddp flat": (FLAT, "ddp", 0.0),
+    "ddp ghost": (GHOST, "ddp", 0.0),
+    "ddp adaptive_layer": (ADAPTIVE_LAYER, "ddp", 0.0),
+    "ddp none": (NONE, "ddp", 0.0),
+    "ddp flat, with noise": (FLAT, "ddp", 1.0),
+    "ddp adaptive_layer, with noise": (ADAPTIVE_LAYER, "ddp", 1.0),
+    "fsdp ghost": (GHOST, "fsdp", 0.0),
+    "fsdp adaptive_layer": (ADAPTIVE_LAYER, "fsdp", 0.0),
+    "fsdp none": (NONE, "fsdp", 0.0),
+}
+
+
+def outcome(case, ranks):
+    clip, kind, sigma = CASES[case]
+    trainer = build(clip, ranks, kind, sigma)
+    reports = steps(trainer)
+    return parameters(trainer), trainer.named_thresholds(), reports
+
+
+def _noises(ranks, kind, change=lambda trainer: None):
+    """What 40 steps without examples moved the parameters by, in units of the noise of one process, (40, P)."""
+    trainer = build(FIXED_LAYER, ranks, kind, sigma=1.0, batches=[[]] * 40, allocation="weighted")
+    change(trainer)
+    places = [parameters(trainer)]
+    for step in range(40):
+        trainer.step(step)
+        places.append(parameters(trainer))
+    groups = trainer.engine.groups
+    units = {}
+    for group in groups:  # std_k = σ·S·C_k/√d_k with S = √(Σ d_j); moved by 0.5/8 of it
+        size = sum(p.numel() for p in group.parameters)
+        everything = sum(p.numel() for other in groups for p in other.parameters)
+        units[group.name] = 0.5 / 8 * math.sqrt(everything) * (0.5 / math.sqrt(len(groups))) / math.sqrt(size)
+    unit = [torch.full((p.numel(),), units[n.rpartition(".")[0]]) for n, p in trainer.task.model.named_parameters()]
+    return torch.stack(places).diff(dim=0) / torch.cat(unit)
+
+
+def _add_noise_on_every_rank(trainer):
+    release = trainer._release
+    trainer._gradient_noise = NoiseSource.from_seed(100 + trainer.ranks.replica)
+
+    def release_and_sum(step):
+        found = release(step)
+        trainer.ranks.sum_([parameter.grad for parameter in trainer._trainable])
+        return found
+
+    trainer._release = release_and_sum
+
+
+def _share_one_stream(trainer):
+    trainer._gradient_noise = trainer.noise
+
+
+def _on_two(rank, world, folder):
+    ranks = Ranks()
+    return {
+        "outcomes": {case: outcome(case, ranks) for case in CASES},
+        "noises": {kind: _noises(ranks, kind) for kind in ("ddp", "fsdp")},
+        "planted": _noises(ranks, "ddp", _add_noise_on_every_rank),
+        "one stream": _noises(ranks, "fsdp", _share_one_stream),
+        "resumed": {case: _resumed(ranks, case, Path(folder)) for case in RESUMED},
+        "shards": _shards(ranks),
+        "refused": {name: _refused(ranks, name) for name in REFUSED},
+    }
+
+
+def _on_four(rank, world):
+    ranks = Ranks()
+    return {kind: (_noises(ranks, kind), outcome(f"{kind} adaptive_layer", ranks)) for kind in ("ddp", "fsdp")}
+
+
+def _resumed(ranks, case, folder):
+    """Parameters after all steps in one go, and with a checkpoint after the second; and as they were written."""
+    clip, kind, make_task = RESUMED[case]
+    whole, first, second = (build(clip, ranks, kind, 1.0, ADAM, task=make_task()) for _ in range(3))
+    steps(whole)
+    first.step(0)
+    first.step(1)
+    first.save(folder / case, {"step": 2})
+    ranks.told(None)  # written
+    second.load(folder / case, load_checkpoint(folder / case), 2)
+    steps(second, 2)
+    second.save_model(folder / f"{case}.pt")
+    ranks.told(None)
+    plain = make_task().model
+    plain.load_state_dict(load_checkpoint(folder / f"{case}.pt"))
+    return parameters(whole), parameters(second), torch.cat([value.flatten() for value in plain.state_dict().values()])
+
+
+def _shards(ranks):
+    """How many numbers of the model this process holds."""
+    trainer = build(ADAPTIVE_LAYER, ranks, "fsdp")
+    return sum(parameter.to_local().numel() for parameter in trainer.task.model.parameters())
+
+
+class TiedTask(PointsTask):
+    """Two layers of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.blocks[1].fall.weight = self.model.blocks[0].fall.weight
+
+
+RESUMED = {
+    "ddp": (ADAPTIVE_LAYER, "ddp", PointsTask),
+    "fsdp": (ADAPTIVE_LAYER, "fsdp", PointsTask),
+    "fsdp tied": (NONE, "fsdp", TiedTask),
+}
+REFUSED = {
+    "tied": (TiedTask, ADAPTIVE_LAYER, "untie"),
+    "flat": (PointsTask, FLAT, "clip=adaptive_layer, fixed_layer or ghost"),
+}
+
+
+def _refused(ranks, name):
+    make_task, clip, _ = REFUSED[name]
+    try:
+        build(clip, ranks, "fsdp", task=make_task())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_ranks(_on_two, 2, str(tmp_path_factory.mktemp("two")), timeout=240)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run_ranks(_on_four, 4, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def one_noise():
+    return _noises(Alone(), "ddp")
+
+
+def same(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-12)
+    assert found[1] == pytest.approx(expected[1], rel=1e-12)
+    for there, here in zip(found[2], expected[2], strict=True):
+        assert there == pytest.approx(here, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_one(two, case):
+    for process in two:
+        same(process["outcomes"][case], outcome(case, Alone()))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_so_are_four_of_which_some_hold_no_part_of_the_smallest_parameter(four, kind):
+    for process in four:
+        same(process[kind][1], outcome(f"{kind} adaptive_layer", Alone()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_are_equal_bit_for_bit(two, case):
+    first, second = (process["outcomes"][case] for process in two)
+    assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
+
+
+def test_shards_together_are_the_model(two):
+    held = [process["shards"] for process in two]
+    assert sum(held) == len(parameters(build(NONE, Alone()))) and max(held) < 0.6 * sum(held)
+
+
+def chi_square(noise):
+    """The sum of squares of n standard normals, as a number of its own standard deviations from n."""
+    return float(noise.square().sum() - noise.numel()) / math.sqrt(2 * noise.numel())
+
+
+def test_the_noise_is_one_whatever_the_number_of_processes(one_noise, two, four):
+    noises = [one_noise, *two[0]["noises"].values(), *(noise for noise, _ in four[0].values())]
+    for noise in noises:
+        assert abs(chi_square(noise)) < 5 and abs(float(noise.sum())) < 5 * math.sqrt(noise.numel())
+    for ddp in (two[0]["noises"]["ddp"], four[0]["ddp"][0]):
+        torch.testing.assert_close(ddp, one_noise, rtol=0, atol=1e-9)  # every replica drew the very same
+
+
+def test_noise_on_every_rank_is_caught(two):
+    planted = two[0]["planted"]
+    assert chi_square(planted) > 50
+    assert float(planted.square().mean()) == pytest.approx(2, rel=0.1)
+
+
+def halves(noise):
+    """Correlation between what two processes add to their halves of the weight of a layer, in standard deviations."""
+    start = 5 * 8 + 8 + 8 + 8  # after the stem and the first norm: (12, 8)
+    a, b = noise[:, start : start + 48].flatten(), noise[:, start + 48 : start + 96].flatten()
+    return float((a * b).sum()) / math.sqrt(a.numel())
+
+
+def test_shards_get_noises_of_their_own(two):
+    assert abs(halves(two[0]["noises"]["fsdp"])) < 5
+    assert halves(two[0]["one stream"]) > 20
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_checkpoint_goes_on_where_it_was_and_the_weights_fit_the_plain_model(two, case):
+    for process in two:
+        whole, resumed, written = process["resumed"][case]
+        assert torch.equal(whole, resumed) and torch.equal(whole, written)
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_shards_cannot_clip_is_refused(two, mistake):
+    for process in two:
+        assert REFUSED[mistake][2] in process["refused"][mistake] and "\n" not in process["refused"][mistake]

@@ -1,0 +1,98 @@
+"""Two processes go through a session in lock-step: one of them writes, and a stop that reaches either stops both."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from groupwise.config import PathsConfig, RunConfig
+from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.record import RunRecord
+from groupwise.training.session import train
+from tests.pipeline.ranks import run_ranks
+from tests.training.data_parallel import ADAPTIVE_LAYER, BATCHES, PointsTask, build
+
+
+class StoppedTask(PointsTask):
+    """Asks its process to stop while step 1 runs."""
+
+    def check_update(self, step):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def session(folder, ranks, stops=False, resumes=False):
+    """One session in `folder`; returns its row, or the name of what ended it."""
+    config = RunConfig(paths=PathsConfig(results=str(folder)))
+    config.train.batch_size, config.train.checkpoint_every, config.eval.batch_size = 8, 3600, 8
+    trainer = build(ADAPTIVE_LAYER, ranks, sigma=1.0, task=(StoppedTask if stops else PointsTask)())
+    record = RunRecord.open(config)
+    state = load_checkpoint(record.checkpoint) if resumes else {}
+    if resumes:
+        trainer.load(record.checkpoint, state, state["step"])
+    if ranks.main:
+        record.begin()
+    try:
+        return train(config, record, trainer, state.get("step", 0), state)
+    except KeyboardInterrupt:
+        return "stopped"
+    finally:
+        record.close()
+
+
+def _two(rank, world, folder):
+    ranks, folder, messages = Ranks(), Path(folder), []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda tensor, *args, **kwargs: (
+        messages.append(tensor.numel()),
+        all_reduce(tensor, *args, **kwargs),
+    )
+    whole = session(folder / "whole", ranks)
+    dist.all_reduce = all_reduce
+    stopped = session(folder / "stopped", ranks, stops=rank == 1)
+    ranks.told(None)  # the checkpoint is written
+    return whole, messages, stopped, session(folder / "stopped", ranks, resumes=True)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    processes = run_ranks(_two, 2, str(folder), timeout=120)
+    folders = {name: next((folder / name / "runs").iterdir()) for name in ("whole", "stopped")}
+    return processes, folders
+
+
+def test_the_main_process_alone_returns_the_row_and_writes_the_record(found, tmp_path):
+    (first, second), folders = found
+    assert first[0]["valid/loss"] > 0 and second[0] == {}
+    steps = [json.loads(line)["step"] for line in (folders["whole"] / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 4]
+    assert not (folders["whole"] / "checkpoint.pt").exists() and (folders["whole"] / "DONE").exists()
+    alone = session(tmp_path, Alone())
+    losses = {key: alone[key] for key in ("valid/loss", "nonprivate/train_loss")}
+    assert losses == {key: pytest.approx(first[0][key], rel=1e-9) for key in losses}
+    logged = [(folder / "metrics.jsonl").read_text() for folder in (folders["whole"], *(tmp_path / "runs").iterdir())]
+    for there, here in zip(*(map(json.loads, lines.splitlines()) for lines in logged), strict=True):
+        assert there == pytest.approx(here, rel=1e-9)
+
+
+def test_a_step_takes_two_messages_the_gradients_and_one_small_one(found):
+    processes, _ = found
+    size = sum(parameter.numel() for parameter in PointsTask().model.parameters())
+    for _, messages, _, _ in processes:
+        assert messages == [size + 8, 4] * len(BATCHES)  # with 8 counts; two flags, the loss, and who was left out
+
+
+def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):
+    processes, folders = found
+    assert [process[2] for process in processes] == ["stopped", "stopped"]
+    assert processes[0][3]["plan.steps"] == len(BATCHES)
+    steps = [json.loads(line)["step"] for line in (folders["stopped"] / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 4]
+    whole, resumed = (torch.load(folders[name] / "model.pt") for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
