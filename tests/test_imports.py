@@ -16,6 +16,19 @@ MAY_IMPORT = {
     "training": {"training", "clipping", "privacy", "config", "atomic", "errors"},
     "metrics": {"metrics", "errors"},
     "tasks": {"tasks", "training", "models", "data", "metrics", "config", "atomic", "errors"},
+    "pipeline": {
+        "pipeline",
+        "clipping",
+        "privacy",
+        "training",
+        "tasks",
+        "models",
+        "data",
+        "config",
+        "atomic",
+        "errors",
+        "suggestions",
+    },
     "analysis": {"analysis", "training", "atomic", "errors"},
 }
 

@@ -36,7 +36,7 @@ def generate(
     settings say; an attached clipping engine sees nothing.
 
     Args:
-        model: a causal language model of transformers, bare or with peft's adapters.
+        model: a causal language model of transformers, bare or with peft's adapters, or what stands for one.
         tokenizer: its tokeniser; the end token also pads where there is no pad token.
         prompts: token ids, at least one each.
         settings: beams, max_new_tokens, length_penalty, no_repeat_ngram (which also counts the prompt's own), and
@@ -148,7 +148,7 @@ def _quiet(model: nn.Module, generator: Any) -> Iterator[None]:
 
 def _line_breaks(generator: Any, tokenizer: Any) -> Tensor:
     """Which tokens have a line break in them, (V,) bool, V the model's vocabulary."""
-    size = generator.get_input_embeddings().num_embeddings
+    size = generator.config.get_text_config().vocab_size
     return torch.tensor(["\n" in text for text in tokenizer.batch_decode([[token] for token in range(size)])])
 
 

@@ -14,6 +14,8 @@ from groupwise.config import RunConfig
 from groupwise.data import ImageData, channel_statistics, load_images, normalize
 from groupwise.errors import UserError
 from groupwise.models import wide_resnet
+from groupwise.tasks.pipelined import ImageFeed
+from groupwise.training.feed import Feed
 from groupwise.training.precision import autocast
 from groupwise.training.task import Split, Task
 
@@ -43,34 +45,48 @@ class ImageClassification(Task):
         """Cross-entropy of each example, (n,)."""
         images, labels = self._splits["train"]
         rows = torch.as_tensor(np.asarray(examples, dtype=np.int64), device=images.device)
-        return self._losses(images[rows], labels[rows])[0]
+        return F.cross_entropy(self._logits(images[rows]), labels[rows], reduction="none")
+
+    def feed(self, split: Split, device: torch.device) -> Feed:
+        """Microbatches of a split for a pipeline."""
+        return ImageFeed(*self._splits[split], self._prepare, device)
 
     @torch.no_grad()
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
         """{"accuracy": percent, "loss": mean cross-entropy}; `final` adds nothing."""
-        images, labels = self._splits[split]
+        images, labels = (part[: limit or None] for part in self._splits[split])
         training = self.model.training
         self.model.eval()
-        correct, total, count = 0, 0.0, min(limit or len(images), len(images))
-        for start in range(0, count, batch_size):
-            rows = slice(start, min(start + batch_size, count))
-            losses, logits = self._losses(images[rows], labels[rows])
-            correct += int((logits.argmax(1) == labels[rows]).sum())
-            total += float(losses.double().sum())
+        outcomes = [
+            image_outcomes(self._logits(some), classes)
+            for some, classes in zip(images.split(batch_size), labels.split(batch_size), strict=True)
+        ]
         self.model.train(training)
-        return {"accuracy": 100.0 * correct / count, "loss": total / count}
+        return self.metrics(split, np.arange(len(images)), torch.cat(outcomes))
+
+    def metrics(
+        self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Callable[..., list[str]] | None = None
+    ) -> dict[str, float]:
+        """What `evaluate` returns, from `image_outcomes` (n, 2) of these rows; a pipeline gets them its own way."""
+        loss, right = outcomes.double().sum(0).tolist()
+        return {"accuracy": 100.0 * right / len(rows), "loss": loss / len(rows)}
 
     def describe_data(self) -> dict[str, Any]:
         """Source, counts and SHA-256 of the files."""
         return self._description
 
-    def _losses(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _logits(self, images: Tensor) -> Tensor:
         with self._precision():
             logits = self._network(self._prepare(images))
-        logits = logits.float()
-        return F.cross_entropy(logits, labels, reduction="none"), logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def image_outcomes(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each image's cross-entropy, and 1 where the likeliest class is the right one: (b, classes), (b,) -> (b, 2)."""
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return torch.stack((losses, (logits.argmax(1) == labels).to(losses.dtype)), dim=1)
 
 
 def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:

@@ -6,7 +6,8 @@ read, never predicted. `samples.py` says how the two stand in one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.config import RunConfig
+from groupwise.config import GenerateConfig, ModelConfig, RunConfig
 from groupwise.data.text import PairedText, Request, load_paired, synthetic_paired
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, position_limit
 from groupwise.models.trainable import choose_trainable
+from groupwise.tasks.decoding import generate
 from groupwise.tasks.padding import predictions
+from groupwise.tasks.pipelined import TextFeed
 from groupwise.tasks.samples import PairEncoder, Samples
 from groupwise.tasks.text_task import (
     TextTask,
@@ -28,13 +31,17 @@ from groupwise.tasks.text_task import (
     choose_data,
     describe,
     find_tokenizer,
+    padding_token,
     per_example,
     token_losses,
 )
+from groupwise.training.feed import Feed
 from groupwise.training.task import Split
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
+Write = Callable[[Any, list[list[int]], GenerateConfig], list[str]]
+"""From a tokeniser, prompts and settings to texts, as `decoding.generate` with a model."""
 DELIMITER = "\nTL;DR"
 """The last line of a source that is to be summarised (appendix C.2)."""
 
@@ -56,7 +63,7 @@ class TextGeneration(TextTask):
         train = self._samples["train"].tokens
         super().__init__(config, model, tokenizer, train.lengths, _describe(config, data, self._samples))
         self._task, self._token_loss, self._generate = config.task, config.train.token_loss, config.eval.generate
-        self._data, self._encoder = data, encoder
+        self._data, self._encoder, self._max_length = data, encoder, config.data.max_length
         self._context = position_limit(model) - self._generate.max_new_tokens  # tokens that a prompt may have
         self._outputs: list[dict[str, Any]] = []
 
@@ -64,6 +71,10 @@ class TextGeneration(TextTask):
         """Mean (or sum) over each example's own target tokens, (n,)."""
         losses, labels = self._token_losses(self._samples["train"], examples)
         return per_example(losses, labels, self._token_loss)
+
+    def feed(self, split: Split, device: torch.device) -> Feed:
+        """Microbatches of a split for a pipeline."""
+        return TextFeed(self._samples[split], padding_token(self.tokenizer), self._max_length, device)
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -74,20 +85,33 @@ class TextGeneration(TextTask):
         {"rouge1", "rouge2", "rougeL"} for SAMSum.
         """
         samples = self._samples[split]
-        count = min(limit or len(samples), len(samples))
-        total, loss = 0.0, 0.0
+        batches = list(batches_by_length(samples.tokens.lengths[: limit or None], batch_size))
+        found = []
         with self.evaluating():
-            for rows in batches_by_length(samples.tokens.lengths[:count], batch_size):
+            for rows in batches:
                 losses, labels = self._token_losses(samples, rows)
-                total += float(losses.double().sum())
-                loss += float(per_example(losses.double(), labels, self._token_loss).sum())
-        nll = total / int(samples.target_lengths[:count].sum())
-        found = {"loss": loss / count, "nll": nll, "perplexity": float(torch.tensor(nll, dtype=torch.float64).exp())}
-        if not final or split != "test":
+                found.append(per_example(losses.double(), labels, self._token_loss).cpu())
+        write = partial(generate, self.model, device=self.device) if final else None
+        return self.metrics(split, np.concatenate(batches), torch.cat(found), write)
+
+    def metrics(self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Write | None = None) -> dict[str, float]:
+        """What `evaluate` returns, from each example's loss; a pipeline works out the losses its own way.
+
+        Args:
+            split: evaluated.
+            rows: examples of it, (n,).
+            outcomes: their losses, the mean or sum over their own target tokens as in training, (n,).
+            write: generates texts, and so makes the evaluation final.
+        """
+        losses, lengths = outcomes.double(), torch.from_numpy(self._samples[split].target_lengths[rows])
+        totals = losses if self._token_loss == "sum" else losses * lengths
+        nll = totals.sum() / lengths.sum()
+        found = {"loss": float(losses.mean()), "nll": float(nll), "perplexity": float(nll.exp())}
+        if write is None or split != "test":
             return found
         requests = self._requests()
         prompts = self._encoder.prompts([request.source for request in requests], self._context)
-        return found | self._score(requests, prompts)
+        return found | self._score(requests, prompts, write)
 
     def evaluate_in_context(self, shots: int, prompt_set: int) -> dict[str, float]:
         """Scores, as in `evaluate`, of what the model writes after `shots` training examples and a test input.
@@ -104,7 +128,8 @@ class TextGeneration(TextTask):
         shown = demonstrations(self._data.train, shots, prompt_set, lambda text: self._encoder.count(text) <= share)
         requests = self._requests()
         texts = [in_context_prompt(shown, request.source) for request in requests]
-        return self._score(requests, self._encoder.in_context(texts, self._context))
+        prompts = self._encoder.in_context(texts, self._context)
+        return self._score(requests, prompts, partial(generate, self.model, device=self.device))
 
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
         """{"test": a {"source", "output", "references"} for each input}, of the last generation."""
@@ -113,14 +138,12 @@ class TextGeneration(TextTask):
     def _requests(self) -> list[Request]:
         return self._data.test[: self._generate.limit]
 
-    def _score(self, requests: Sequence[Request], prompts: list[list[int]]) -> dict[str, float]:
+    def _score(self, requests: Sequence[Request], prompts: list[list[int]], write: Write) -> dict[str, float]:
         """Generate a text for each prompt, keep them, and compare them with the references."""
         if not requests:
             return {}
-        from groupwise.tasks.decoding import generate
-
         with self.precision():
-            texts = generate(self.model, self.tokenizer, prompts, self._generate, device=self.device)
+            texts = write(self.tokenizer, prompts, self._generate)
         self._outputs = [
             {"source": request.source, "output": text, "references": list(request.references)}
             for request, text in zip(requests, texts, strict=True)
@@ -138,11 +161,19 @@ class TextGeneration(TextTask):
         return token_losses(torch.take_along_dim(logits, places.unsqueeze(-1), dim=1), labels), labels
 
 
-def make_text_generation(config: RunConfig, device: torch.device) -> TextGeneration:
-    """`task=e2e|dart|samsum` on files, or on made-up pairs (`data.name=synthetic`)."""
+def make_text_generation(
+    config: RunConfig, device: torch.device, build: Callable[[ModelConfig, Any], nn.Module] | None = None
+) -> TextGeneration:
+    """`task=e2e|dart|samsum` on files, or on made-up pairs (`data.name=synthetic`).
+
+    `build` makes the model from its settings and the tokeniser, with what trains chosen; None loads it to `device`.
+    """
     tokenizer = find_tokenizer(config)
     data = _load(config)
-    model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
+    if build is None:
+        model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
+    else:
+        model = build(config.model, tokenizer)
     encoder = PairEncoder(tokenizer, DELIMITER if config.task in SUMMARIES else "", config.data.max_length)
     check_length(config.data.max_length, len(encoder.ending) + 2, model)
     new, most = config.eval.generate.max_new_tokens, position_limit(model)

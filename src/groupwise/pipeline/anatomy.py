@@ -1,0 +1,135 @@
+"""Where the parts of a model are: what comes before its blocks, the blocks, and what comes after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from torch import nn
+
+from groupwise.errors import UserError
+from groupwise.models.wide_resnet import WideResNet
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of the parts of a causal language model of transformers; those after `body` are inside it.
+
+    Args:
+        body: the module that runs the blocks, from the whole model.
+        tokens: token embedding.
+        blocks: list of blocks.
+        norm: after the last block.
+        positions: table of positions that is added to the tokens; rotary ones are made anew wherever they are needed.
+        dropout: between the embedding and the first block.
+        project_in: from the embedding's width to the blocks'.
+        project_out: back.
+    """
+
+    body: str
+    tokens: str
+    blocks: str
+    norm: str
+    positions: str = ""
+    dropout: str = ""
+    project_in: str = ""
+    project_out: str = ""
+
+
+_LIKE_GPT2 = Family("transformer", "wte", "h", "ln_f", positions="wpe", dropout="drop")
+_LIKE_LLAMA = Family("model", "embed_tokens", "layers", "norm")
+
+FAMILIES = {
+    "gpt2": _LIKE_GPT2,
+    "gpt_neo": _LIKE_GPT2,
+    "gptj": Family("transformer", "wte", "h", "ln_f", dropout="drop"),
+    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", dropout="emb_dropout"),
+    "opt": Family(
+        "model.decoder",
+        "embed_tokens",
+        "layers",
+        "final_layer_norm",
+        positions="embed_positions",
+        project_in="project_in",
+        project_out="project_out",
+    ),
+    "llama": _LIKE_LLAMA,
+    "mistral": _LIKE_LLAMA,
+    "qwen2": _LIKE_LLAMA,
+    "gemma": _LIKE_LLAMA,
+    "gemma2": _LIKE_LLAMA,
+}
+"""transformers' model_type → where its parts are."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of one model.
+
+    Args:
+        entry: modules that only the first stage needs.
+        blocks: in their order.
+        exit: modules that only the last stage needs.
+        network: the model without peft's wrapper.
+        family: of a language model; None for a wide residual network.
+    """
+
+    entry: tuple[nn.Module, ...]
+    blocks: tuple[nn.Module, ...]
+    exit: tuple[nn.Module, ...]
+    network: Any
+    family: Family | None = None
+
+    @property
+    def parts(self) -> list[tuple[nn.Module, ...]]:
+        """Entry, each block, exit: n + 2 of them for n blocks."""
+        return [self.entry, *((block,) for block in self.blocks), self.exit]
+
+    @property
+    def body(self) -> Any:
+        """The module of a language model that runs the blocks."""
+        assert self.family is not None
+        return _body(self.network, self.family)
+
+
+def dissect(model: nn.Module) -> Anatomy:
+    """Find the parts of a causal language model, bare or with peft's adapters inside, or of a wide residual network.
+
+    Raises:
+        UserError: a model whose parts are not known here.
+    """
+    network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if isinstance(network, WideResNet):
+        start = _present(network.stem, getattr(network, "stem_norm", None))
+        return Anatomy(start, tuple(network.blocks), _present(network.final_norm, network.classifier), network)
+    check_known(getattr(getattr(network, "config", None), "model_type", type(network).__name__))
+    family = FAMILIES[network.config.model_type]
+    head = network.get_output_embeddings()
+    if head is None:
+        raise UserError(f"{type(network).__name__} predicts no next token: give a causal language model.")
+    body = _body(network, family)
+    entry = (getattr(body, name, None) for name in (family.tokens, family.positions, family.project_in))
+    exit_ = (getattr(body, name, None) for name in (family.norm, family.project_out))
+    return Anatomy(_present(*entry), tuple(getattr(body, family.blocks)), _present(*exit_, head), network, family)
+
+
+def check_known(model_type: str) -> None:
+    """Refuse a type of model that cannot be cut.
+
+    Raises:
+        UserError: naming those that can.
+    """
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"A {model_type} cannot be cut into stages: give a model of type {', '.join(FAMILIES)}, or "
+            "pipeline.stages=1."
+        )
+
+
+def _body(network: Any, family: Family) -> Any:
+    return reduce(getattr, family.body.split("."), network)
+
+
+def _present(*modules: nn.Module | None) -> tuple[nn.Module, ...]:
+    return tuple(module for module in modules if module is not None)

@@ -1,0 +1,147 @@
+"""A stage with weights, where no process ever holds the whole model: built empty, cut, then filled from the files."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.config import ModelConfig
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.errors import UserError
+from groupwise.models.language_config import make_config
+from groupwise.models.sources import find_source
+from groupwise.models.trainable import choose_trainable
+from groupwise.pipeline.anatomy import check_known
+from groupwise.pipeline.split import Ranges, Stage, cut
+from groupwise.pipeline.weights import Weights
+
+
+def load_stage(
+    settings: ModelConfig,
+    tokenizer: Any,
+    choose: Callable[[nn.Module], Ranges],
+    index: int,
+    *,
+    seed: int,
+    device: torch.device,
+    rematerialize: bool = False,
+    token_loss: str = "mean",
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Stage:
+    """Stage `index` of `model.source` on `device`, with what trains chosen; only its own tensors are read.
+
+    It equals what `cut` makes of the whole model, but for the adapters: A is drawn as peft draws it, from `seed` and
+    the parameter's name, so that any number of stages gives the same; B is zero.
+
+    Args:
+        settings: of a local folder that `save_pretrained` wrote.
+        tokenizer: the one whose tokens it reads.
+        choose: from the whole model, on the meta device, to the ranges, such as `partial(choose_ranges, stages=4)`.
+        index: which of them.
+        seed: of the adapters' A.
+        device: of the stage.
+        rematerialize, token_loss, precision: as in `cut`.
+
+    Raises:
+        UserError: as `make_config`, `choose_trainable` and `cut` do; fresh weights; a source that is not a local folder
+            of safetensors, or lacks a tensor.
+    """
+    folder = _folder(settings)
+    model = empty_model(settings, tokenizer)
+    aliases, weights = _aliases(model, settings.untie), Weights(folder, str(settings.source))
+    stage = cut(model, choose(model), index, rematerialize=rematerialize, token_loss=token_loss, precision=precision)
+    names = stage.names()
+    filled: dict[int, Tensor] = {}
+    for local, empty in stage.state_dict(keep_vars=True).items():
+        if id(empty) not in filled:  # else one parameter under two names
+            value = _adapter(names[local], empty, seed)
+            value = weights.read(*aliases(names[local])) if value is None else value
+            if value.shape != empty.shape:
+                raise UserError(
+                    f"model.source={settings.source} has weights of another shape for {names[local]!r}: give a folder "
+                    "whose weights and config.json belong together."
+                )
+            filled[id(empty)] = value.to(device, empty.dtype)
+            if isinstance(empty, nn.Parameter):
+                filled[id(empty)] = nn.Parameter(filled[id(empty)], requires_grad=empty.requires_grad)
+        module, _, leaf = local.rpartition(".")
+        setattr(stage.get_submodule(module), leaf, filled[id(empty)])
+    return stage.to(device)
+
+
+def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
+    """`model.source` with adapters and all, its parameters on the meta device; buffers are real.
+
+    Raises:
+        UserError: see `load_stage`.
+    """
+    import_torchvision()  # before transformers, which falls without it
+    import transformers
+    from accelerate import init_empty_weights
+
+    _folder(settings)
+    config = make_config(settings, tokenizer)
+    check_known(config.model_type)
+    half = settings.trains == "lora" and settings.frozen_dtype == "bfloat16"
+    with init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if half else torch.float32, attn_implementation=settings.attention
+        )
+    if settings.untie:
+        model.config.tie_word_embeddings = False
+    model.tie_weights()  # parameters that were one became two on their way to the meta device
+    with init_empty_weights(include_buffers=False):
+        return choose_trainable(model.train(), settings)
+
+
+def _folder(settings: ModelConfig) -> Path:
+    """The folder of `model.source`."""
+    if settings.fresh or not settings.source:
+        raise UserError(
+            "Stages read their weights from a folder, and model.fresh=true has none: give model.source=FOLDER, one "
+            "that save_pretrained wrote, and model.fresh=false."
+        )
+    folder = Path(find_source(settings.source))
+    if not folder.is_dir():
+        raise UserError(
+            f"model.source={settings.source} is no folder here, and stages read their weights from one: download it "
+            "first, and give the folder."
+        )
+    return folder
+
+
+def _aliases(model: nn.Module, untied: bool) -> Callable[[str], list[str]]:
+    """From a parameter's name in `model` to the names that it may have in the files, the likeliest first.
+
+    A head that is the token embedding, or was, is seldom there under its own name. Some folders, such as the hub's
+    gpt2, leave out the first part of all names.
+    """
+    network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    names = {id(module): f"{name}.weight" for name, module in network.named_modules()}
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    same = {names[id(head)]: names[id(embedding)]} if untied or head.weight is embedding.weight else {}
+
+    def aliases(name: str) -> list[str]:
+        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        found = [name, *([same[name]] if name in same else [])]
+        return found + [other.removeprefix(f"{network.base_model_prefix}.") for other in found]
+
+    return aliases
+
+
+def _adapter(name: str, empty: Tensor, seed: int) -> Tensor | None:
+    """Where an adapter starts, as in peft: A uniform with variance 1 / (3 · inputs), B zero; None for anything else."""
+    if ".lora_B." in name:
+        return torch.zeros(empty.shape)
+    if ".lora_A." not in name:
+        return None
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    return nn.init.kaiming_uniform_(torch.empty(empty.shape), a=math.sqrt(5), generator=generator)

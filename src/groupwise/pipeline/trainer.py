@@ -1,0 +1,156 @@
+"""The loop body on one stage of a pipeline (Algorithm 2): everything but the schedule is as in `training.loop`.
+
+All stages draw the same sample from the run's key. Each clips what it hosts, noises it at std_k = σ_new·√K·C_k from a
+stream of its own, and moves its own thresholds by its own noisy counts: nothing about an example is exchanged. With
+`clip.grouping=flat` all stages are one group; they then exchange squared norms once a logical batch, and all hold the
+one threshold.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupwise.errors import UserError
+from groupwise.models.adapters import MovedAdapters
+from groupwise.pipeline import checkpoint
+from groupwise.pipeline.evaluation import Staged, evaluate_pipeline
+from groupwise.pipeline.feed import Feed
+from groupwise.pipeline.stage import StageRunner
+from groupwise.privacy import AdaptiveThresholds, NoiseSource
+from groupwise.training.loop import Trainer
+from groupwise.training.provenance import peak_memory_bytes
+from groupwise.training.task import Split
+
+
+@dataclass(kw_only=True)
+class PipelineTrainer(Trainer):
+    """A trainer of one stage, `runner.stage`, which is `task.model` too; all processes call the same methods at once.
+
+    `thresholds` and `engine` are those of the stage's own groups, `plan.num_groups` is K, over all stages.
+
+    Raises:
+        UserError: a choice that would need other stages' thresholds.
+    """
+
+    runner: StageRunner
+    feed: Feed
+    """Of the training set."""
+    one_group: bool = False
+    """All stages together are one group (flat); else each stage has groups of its own."""
+    _adapters: MovedAdapters | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stage = self.runner.stage
+        self._gradient_noise = stage_noise(self.noise, stage.index)
+        if not self.one_group:
+            self._count_noise = self._gradient_noise
+            if isinstance(self.thresholds, AdaptiveThresholds) and self.thresholds.rescale_to is not None:
+                raise UserError("clip.rescale=true needs the thresholds of all stages: use clip.rescale=false.")
+        if any("lora_" in name and parameter.requires_grad for name, parameter in stage.named_parameters()):
+            self._adapters = MovedAdapters(stage)
+
+    def step(self, step: int) -> list[float]:
+        """Run step `step` (0-based); returns this process's part of what `report` takes."""
+        parts = super().step(step)
+        if self.engine is None:
+            return parts
+        loss, nonfinite = parts
+        groups = 1 / self.runner.stage.count if self.one_group else len(self.engine.groups) / self.plan.num_groups
+        clipped = self._known["nonprivate/clipped"] * groups / self.ranks.replicas
+        square = self._known["noise_norm"] ** 2 / self.ranks.replicas
+        by_stage = [0.0] * self.runner.stage.count
+        by_stage[self.runner.stage.index] = nonfinite
+        return [loss, clipped, square, *by_stage]
+
+    def report(self, totals: list[float]) -> dict[str, float]:
+        """What the last step may log, of all stages, from the sums over all processes."""
+        if self.engine is None:
+            return super().report(totals)
+        loss, clipped, square, *nonfinite = totals
+        whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
+        return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
+
+    def _accumulate(self, examples: np.ndarray) -> None:
+        self._clear()
+        run = self.runner.run_flat if self.one_group and self.engine is not None else self.runner.run
+        losses = run(self.feed.microbatches(self.ranks.share(examples), self.microbatch, self.runner.least))
+        if losses is not None:
+            self._loss += losses.sum()
+
+    def _check_update(self, step: int) -> None:
+        if self._adapters is not None:
+            self._adapters.check(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of the stage that the next step depends on; frozen weights come again from where they came."""
+        state = super().state_dict()
+        return {**state, "model": {name: state["model"][name] for name in self._kept()}}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Go back to where `state_dict` was taken, after `step` steps."""
+        if state["model"].keys() != set(self._kept()):
+            raise UserError("The checkpoint is of another cut of the model: start afresh with overwrite=true.")
+        super().load_state_dict({**state, "model": self.task.model.state_dict() | state["model"]}, step)
+
+    def _kept(self) -> list[str]:
+        frozen = {name for name, parameter in self.runner.stage.named_parameters() if not parameter.requires_grad}
+        return [name for name in self.runner.stage.state_dict() if name not in frozen]
+
+    # -- what a session asks for beside steps ---------------------------------------------------------------------
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """The task's own metrics, from forward passes of the pipeline; the same on every process."""
+        assert isinstance(self.task, Staged)
+        return evaluate_pipeline(
+            self.task,
+            self.runner.stage,
+            split,
+            batch_size,
+            limit,
+            final,
+            device=self.device,
+            group=self.runner.group,
+        )
+
+    def named_thresholds(self) -> dict[str, float]:
+        """Group -> C_k of all stages; a stage that is one group lends it its name."""
+        own = super().named_thresholds()
+        if self.one_group or not own:
+            return own
+        stage = f"stage {self.runner.stage.index}"
+        named = {stage if len(own) == 1 else f"{stage} {name}": value for name, value in own.items()}
+        by_process = self.ranks.gather(named)[: self.ranks.stages]
+        return {name: value for of_one in by_process for name, value in of_one.items()}
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint, a file for each stage, with the main process's `extra`."""
+        own = self.state_dict()
+        common = {name: own[name] for name in ("plan", "noise_key", "noise_is_secret", "microbatch")}
+        checkpoint.save(path, own, {**common, **extra}, self.ranks)
+
+    def load(self, path: Path, state: dict[str, Any], step: int) -> None:
+        """Go on after `step` steps, from the stage's own file of the checkpoint `state`, which was read from `path`."""
+        self.load_state_dict(checkpoint.load(path, state, self.ranks, self.device), step)
+
+    def forget(self, path: Path) -> None:
+        """Remove the checkpoint: it holds the key of the noise."""
+        checkpoint.forget(path)
+
+    def save_model(self, path: Path) -> None:
+        """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
+        checkpoint.save_weights(path, self.runner.stage, self.ranks)
+
+    def machine(self) -> dict[str, Any]:
+        """The most memory that each process held at once."""
+        return {"peak_memory_bytes_by_process": self.ranks.gather(peak_memory_bytes(self.device))}
+
+
+def stage_noise(noise: NoiseSource, stage: int) -> NoiseSource:
+    """A stage's own source: independent of the other stages', and the same in every replica."""
+    return NoiseSource.from_key(noise.derive(f"stage {stage}"), noise.is_secret)

@@ -1,0 +1,143 @@
+"""Checkpoints of a pipeline: whole or not at all, whoever fails; and weights that any number of stages can read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from groupwise.errors import UserError
+from groupwise.pipeline import checkpoint
+from groupwise.pipeline.split import choose_ranges, cut
+from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.ranks import Ranks
+from tests.pipeline.ranks import run_ranks
+from tests.pipeline.tiny import Case, make_model
+
+WORLD, STAGES = 4, 2
+CPU = torch.device("cpu")
+
+
+def own(rank: int, step: int) -> dict[str, Any]:
+    """A process's state: replicas differ in their random state alone."""
+    return {
+        "model": torch.full((2,), 10.0 * step + rank % STAGES),
+        "random": [torch.tensor([r, step]) for r in range(WORLD)],
+    }
+
+
+def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Everything in one start of four processes; returns what this one saw."""
+    ranks = Ranks(STAGES)
+    path = Path(folder) / "checkpoint.pt"
+    seen: dict[str, Any] = {}
+
+    def load() -> tuple[int, list[float], list[int]]:
+        state = checkpoint.load(path, load_checkpoint(path), ranks, CPU)
+        return state["step"], state["model"].tolist(), state["random"][ranks.replica].tolist()
+
+    for step in (0, 3):
+        checkpoint.save(path, own(rank, step), {"step": step, "noise_key": b"secret"}, ranks)
+        ranks.told(None)
+        seen[f"after {step}"] = load()
+    seen["folders"] = sorted(entry.name for entry in Path(folder).iterdir())
+    stage_file = Path(folder) / "checkpoint-3" / f"stage-{ranks.stage}.pt"
+    seen["key in a stage's file"] = "noise_key" in load_checkpoint(stage_file)
+    ranks.told(None)
+
+    write = checkpoint.save_checkpoint
+    for place in ("stage-1.pt", "checkpoint.pt"):
+
+        def full(to: Path, state: dict[str, Any], place: str = place) -> None:
+            if to.name == place:
+                raise UserError("the disk is full: make room.")
+            write(to, state)
+
+        checkpoint.save_checkpoint = full
+        try:
+            checkpoint.save(path, own(rank, 5), {"step": 5}, ranks)
+        except UserError as error:
+            seen[f"full at {place}"] = str(error)
+        checkpoint.save_checkpoint = write
+        seen[f"after full at {place}"] = load()
+        ranks.told(None)
+
+    model = make_model(Case("wrn"))
+    stage = cut(model, choose_ranges(model, STAGES), ranks.stage)
+    checkpoint.save_weights(Path(folder) / "model.pt", stage, ranks)
+    checkpoint.LARGEST = 10
+    checkpoint.save_weights(Path(folder) / "large.pt", stage, ranks)
+    ranks.told(None)
+    if ranks.main:
+        checkpoint.forget(path)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_ranks(saves, WORLD, str(folder), timeout=120)
+
+
+def test_every_process_gets_its_own_state_back(ran):
+    for rank, seen in enumerate(ran[1]):
+        for step in (0, 3):
+            assert seen[f"after {step}"] == (step, [10.0 * step + rank % STAGES] * 2, [rank, step])
+
+
+def test_one_checkpoint_is_kept_and_the_key_is_in_one_file_of_it(ran):
+    for seen in ran[1]:
+        assert seen["folders"] == ["checkpoint-3", "checkpoint.pt"]
+        assert not seen["key in a stage's file"]
+
+
+@pytest.mark.parametrize("place", ["stage-1.pt", "checkpoint.pt"])
+def test_when_one_cannot_write_all_say_so_and_the_last_checkpoint_stands(ran, place):
+    for seen in ran[1]:
+        assert seen[f"full at {place}"] == "the disk is full: make room."
+        assert seen[f"after full at {place}"] == seen["after 3"]
+
+
+@pytest.mark.parametrize("name", ["model", "large"])
+@pytest.mark.parametrize("stages", [1, 3, 4])
+def test_any_number_of_stages_reads_the_weights(ran, name, stages):
+    truth = make_model(Case("wrn")).state_dict()
+    for index in range(stages):
+        model = make_model(Case("wrn"))
+        stage = cut(model, choose_ranges(model, stages), index)
+        for parameter in stage.parameters():
+            torch.nn.init.zeros_(parameter)
+        stage.load_state_dict(checkpoint.read_weights(ran[0] / f"{name}.pt", stage.names()))
+        assert all(torch.equal(tensor, truth[stage.names()[own]]) for own, tensor in stage.state_dict().items())
+
+
+def test_a_small_model_is_also_one_file_as_any_task_leaves_it(ran):
+    truth = make_model(Case("wrn")).state_dict()
+    written = load_checkpoint(ran[0] / "model.pt")
+    assert written.keys() == truth.keys()
+    assert all(torch.equal(written[name], truth[name]) for name in truth)
+    assert not (ran[0] / "large.pt").exists()
+
+
+def test_nothing_with_the_key_is_left(ran):
+    assert not list(ran[0].glob("checkpoint*"))
+
+
+def test_weights_of_another_model_are_refused(ran):
+    with pytest.raises(UserError, match=r"model.pt has no other\.weight"):
+        checkpoint.read_weights(ran[0] / "model.pt", {"weight": "other.weight"})
+    with pytest.raises(UserError, match="has no other"):
+        checkpoint.read_weights(ran[0] / "absent.pt", {"weight": "other.weight"})
+
+
+class Alone:
+    """As much of `Ranks` as reading needs."""
+
+    replica, stage, stages = 0, 0, 2
+
+
+def test_a_checkpoint_of_other_stages_or_without_a_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"is of 4 stages, not 2: give pipeline.stages=4"):
+        checkpoint.load(tmp_path / "checkpoint.pt", {"stages": 4, "folder": "checkpoint-1"}, Alone, CPU)
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        checkpoint.load(tmp_path / "checkpoint.pt", {"stages": 2, "folder": "checkpoint-1"}, Alone, CPU)

@@ -1,0 +1,176 @@
+"""Tiny models over single characters, cut into three stages: they write what the whole model writes."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from groupwise.config import GenerateConfig
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.errors import UserError
+from groupwise.pipeline.decoding import generate_on_stages
+from groupwise.pipeline.split import cut
+from groupwise.tasks.decoding import generate
+from tests.pipeline.ranks import run_ranks
+
+import_torchvision()
+import transformers  # noqa: E402
+
+CPU = torch.device("cpu")
+END, POSITIONS = 96, 40
+PROMPTS = ["Hi", "name[The Eagle], food[French]", "x", "area[riverside]", "name[The Eagle]", "n" * (POSITIONS - 3)]
+SETTINGS = [
+    {"beams": 1},
+    {"beams": 4, "length_penalty": 2.0, "batch_size": 3},
+    {"beams": 4, "no_repeat_ngram": 2, "batch_size": 4},
+    {"beams": 3, "max_new_tokens": POSITIONS - 10},
+]
+FAMILIES = ["gpt2", "lora", "opt", "llama"]
+CASES = [(family, number) for family in FAMILIES for number in range(len(SETTINGS)) if family == "gpt2" or number < 2]
+
+
+def make_tokenizer():
+    """One token for each character from ! to ~, the space and the line break, and the end."""
+    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # as GPT-2 spells space and line break
+    vocabulary = {character: number for number, character in enumerate(characters)}
+    return transformers.GPT2TokenizerFast(vocab={**vocabulary, "<|endoftext|>": END}, merges=[])
+
+
+def make_model(family):
+    """Four blocks in float32, with weights so large that every token matters, the same in every process."""
+    torch.manual_seed(7)
+    common = {"vocab_size": END + 1, "bos_token_id": END, "eos_token_id": END, "pad_token_id": END}
+    if family in ("gpt2", "lora"):
+        sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "n_positions": POSITIONS}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **common, initializer_range=0.3))
+    else:
+        sizes = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 16, "init_std": 0.3}
+        sizes |= {"max_position_embeddings": POSITIONS, "initializer_range": 0.3}
+        if family == "opt":
+            config = transformers.OPTConfig(**sizes, **common, ffn_dim=32, word_embed_proj_dim=12)
+            model = transformers.OPTForCausalLM(config)
+        else:
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **common, intermediate_size=32))
+    if family == "lora":
+        import peft
+
+        adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        with warnings.catch_warnings(action="ignore"):
+            model = peft.get_peft_model(model, adapters)
+    model.get_output_embeddings().weight.requires_grad_(False)  # tied, it stands on two stages
+    return model.train()
+
+
+RANGES = ((0, 1), (1, 2), (2, 4))
+
+
+def settings_of(changes):
+    return GenerateConfig(**{"max_new_tokens": 8, **changes})
+
+
+def on_stages(rank, world):
+    """Texts by family and settings; then what goes wrong, and what is left behind."""
+    tokenizer = make_tokenizer()
+    prompts = tokenizer(PROMPTS).input_ids
+    found = {}
+    for family in FAMILIES:
+        stage = cut(make_model(family), RANGES, rank)
+        random = torch.get_rng_state()
+        for case in CASES:
+            if case[0] == family:
+                settings = settings_of(SETTINGS[case[1]])
+                found[case] = generate_on_stages(stage, tokenizer, prompts, settings, device=CPU)
+        found[family, "left"] = (
+            all(module.training for module in stage.modules()),
+            torch.equal(torch.get_rng_state(), random),
+            torch.is_grad_enabled(),
+        )
+    found["too long"] = failure(stage, tokenizer, [[1] * POSITIONS])
+    found["within"] = failure(stage, Breaks(tokenizer), prompts)
+    found["after"] = generate_on_stages(stage, tokenizer, prompts, settings_of(SETTINGS[0]), device=CPU)
+    pair = dist.new_group([1, 2])
+    if rank:
+        stage = cut(make_model("gpt2"), ((0, 3), (3, 4)), rank - 1, rematerialize=True)
+        found["pair"] = generate_on_stages(stage, tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU, group=pair)
+    return found
+
+
+class Breaks:
+    """A tokeniser that fails once the search is over for the first batch."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def decode(self, *_, **__):
+        raise ZeroDivisionError("in the last stage")
+
+
+def failure(stage, tokenizer, prompts):
+    try:
+        generate_on_stages(stage, tokenizer, prompts, settings_of({}), device=CPU)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks(on_stages, 3, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    tokenizer = make_tokenizer()
+    prompts = tokenizer(PROMPTS).input_ids
+    return {
+        (family, number): generate(make_model(family), tokenizer, prompts, settings_of(SETTINGS[number]), device=CPU)
+        for family, number in CASES
+    }
+
+
+@pytest.mark.parametrize(("family", "number"), CASES)
+def test_stages_write_what_the_whole_model_writes(found, expected, family, number):
+    assert [rank[family, number] for rank in found] == [expected[family, number]] * 3
+
+
+def test_the_cases_differ(expected):
+    """Each of the settings and each of the models matters."""
+    assert len({tuple(texts) for texts in expected.values()}) == len(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stages_are_as_before(found, family):
+    assert [rank[family, "left"] for rank in found] == [(True, True, True)] * 3
+
+
+def test_a_users_mistake_is_told_by_all(found):
+    for rank in found:
+        kind, message = rank["too long"]
+        assert kind == "UserError"
+        assert message.startswith(f"A prompt has {POSITIONS} tokens")
+
+
+def test_a_failure_of_the_last_stage_stops_the_others(found, expected):
+    assert found[2]["within"] == ("ZeroDivisionError", "in the last stage")
+    for rank in found[:2]:
+        kind, message = rank["within"]
+        assert kind == "RuntimeError"
+        assert "in the last stage" in message
+    assert [rank["after"] for rank in found] == [expected["llama", 0]] * 3
+
+
+def test_some_of_the_processes_may_be_a_pipeline(found, expected):
+    assert [rank.get("pair") for rank in found] == [None, expected["gpt2", 1], expected["gpt2", 1]]
+
+
+def test_one_stage_alone(expected, caplog):
+    tokenizer = make_tokenizer()
+    prompts = tokenizer(PROMPTS).input_ids
+    stage = cut(make_model("gpt2"), ((0, 4),), 0)
+    assert generate_on_stages(stage, tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU) == expected["gpt2", 1]
+    with pytest.raises(UserError, match="A prompt has 0 tokens"):
+        generate_on_stages(stage, tokenizer, [[]], settings_of({}), device=CPU)
+    assert not caplog.records, "transformers has nothing to complain about"

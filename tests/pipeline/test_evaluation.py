@@ -1,0 +1,112 @@
+"""Tasks in float64, their models cut into two stages: the metrics of the whole model, on every process."""
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.config import (
+    DataConfig,
+    EvalConfig,
+    GenerateConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from groupwise.pipeline.evaluation import Staged, evaluate_outcomes, evaluate_pipeline
+from groupwise.pipeline.split import choose_ranges, cut
+from groupwise.tasks import make_task
+from tests.pipeline.ranks import run_ranks
+
+CPU = torch.device("cpu")
+TEXT = {
+    "name": "gpt2_tiny",
+    "source": "pretrained/gpt2_mini",
+    "fresh": True,
+    "architecture": "gpt2",
+    "shape": {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 160},
+    "dropout": 0.3,
+    "attention_dropout": 0.3,
+}
+LORA = {"trains": "lora", "lora": LoraConfig(rank=2, targets=["c_attn"])}
+CALLS = {  # split, batch size, limit, final
+    "e2e": [("valid", 4, 10, False), ("train", 3, None, True), ("test", 5, 7, True)],
+    "e2e, sum": [("valid", 4, 10, False)],
+    "samsum, lora": [("valid", 3, 5, True), ("test", 3, 5, True)],
+    "images": [("valid", 16, 50, False), ("train", 7, 20, True)],
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    if name == "images":
+        model, train = ModelConfig(depth=10, width=1, norm_groups=8), TrainConfig(channels_last=False)
+        config = RunConfig(model=model, data=DataConfig("digits", train_limit=40), train=train)
+    else:
+        config = RunConfig(
+            task=name.partition(",")[0],
+            model=ModelConfig(**TEXT | (LORA if "lora" in name else {"untie": True})),
+            data=DataConfig(name="synthetic", train_limit=20, max_length=96),
+            train=TrainConfig(token_loss="sum" if name.endswith("sum") else "mean"),
+            eval=EvalConfig(generate=GenerateConfig(beams=2, max_new_tokens=6, batch_size=4, limit=3)),
+        )
+    task = make_task(config, CPU)
+    if name == "images":
+        prepare = task._prepare
+        task._prepare = lambda images: prepare(images).double()
+    for parameter in task.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    task.model.double().train()
+    return task, config.train.token_loss
+
+
+def on_stages(rank, world):
+    found = {}
+    for name, calls in CALLS.items():
+        task, token_loss = make(name)
+        stage = cut(task.model, choose_ranges(task.model, world), rank, token_loss=token_loss)
+        task.model = stage
+        assert isinstance(task, Staged)
+        metrics = [evaluate_pipeline(task, stage, *call, device=CPU) for call in calls]
+        found[name] = (metrics, task.outputs(), all(module.training for module in stage.modules()))
+    feed = task.feed("valid", CPU)
+    filled = feed.microbatches(np.arange(5), 4)  # the second has three fillers
+    found["filled"] = evaluate_outcomes(stage, filled, CPU)
+    found["plain"] = evaluate_outcomes(stage, feed.microbatches(np.arange(5), 5), CPU)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks(on_stages, 2, timeout=120)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_process_gets_the_metrics_of_the_whole_model(found, name):
+    task, _ = make(name)
+    expected = [pytest.approx(task.evaluate(*call), rel=1e-12) for call in CALLS[name]]
+    for rank in found:
+        metrics, outputs, training = rank[name]
+        assert metrics == expected
+        assert outputs == task.outputs()
+        assert training
+
+
+def test_texts_are_scored_at_the_end_alone(found):
+    names = [set(metrics) for metrics in found[1]["samsum, lora"][0]]
+    assert names == [{"loss", "nll", "perplexity"}, {"loss", "nll", "perplexity", "rouge1", "rouge2", "rougeL"}]
+    assert len(found[0]["samsum, lora"][1]["test"]) == 3
+    assert any(row["output"] for row in found[0]["samsum, lora"][1]["test"])
+
+
+def test_fillers_are_left_out(found):
+    for rank in found:
+        assert rank["filled"].shape == (5, 2)
+        torch.testing.assert_close(rank["filled"], rank["plain"], rtol=1e-12, atol=0)
+
+
+def test_one_stage_alone():
+    task, token_loss = make("images")
+    expected = task.evaluate("valid", 16, 50)
+    stage = cut(task.model, choose_ranges(task.model, 1), 0, token_loss=token_loss)
+    assert evaluate_pipeline(task, stage, "valid", 16, 50, device=CPU) == pytest.approx(expected, rel=1e-12)

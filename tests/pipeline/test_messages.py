@@ -1,0 +1,96 @@
+"""Nothing is exchanged for clipping or noise: message by message, a private step sends what a non-private one does."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from groupwise.pipeline.trainer import PipelineTrainer
+from groupwise.training.ranks import Ranks
+from tests.pipeline.ranks import run_ranks
+from tests.pipeline.tiny import BATCHES, MICROBATCH, Case, make_trainer
+
+CALLS = (
+    "send", "recv", "recv_anysource", "allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "scatter",
+    "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base", "gather",
+    "reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "alltoall", "alltoall_base",
+)  # fmt: skip
+PRIVATE = {
+    "fixed": Case(sigma=1.0),
+    "adaptive": Case(policy="adaptive", sigma=1.0),
+    "by layer": Case(grouping="layer", policy="adaptive", sigma=1.0),
+}
+Messages = Counter[tuple[str, int, int]]
+"""(call, how many tensors, bytes) → how often."""
+
+
+@contextmanager
+def counted() -> Iterator[Messages]:
+    """Every message that this process sends or receives inside, at the one door that all of torch goes through."""
+    seen: Messages = Counter()
+    before = {name: vars(dist.ProcessGroup)[name] for name in CALLS}
+
+    def call(name, group, *args, **kwargs):
+        tensors = [t for part in args if isinstance(part, list) for t in part if hasattr(t, "nbytes")]
+        seen[name, len(tensors), sum(t.nbytes for t in tensors)] += 1
+        return before[name].__get__(group)(*args, **kwargs)
+
+    for name in CALLS:
+        setattr(dist.ProcessGroup, name, lambda group, *args, _name=name, **kw: call(_name, group, *args, **kw))
+    try:
+        yield seen
+    finally:
+        for name, method in before.items():
+            setattr(dist.ProcessGroup, name, method)
+
+
+def steps(case: Case, ranks: Ranks) -> tuple[list[Messages], list[float]]:
+    """What each step sends and receives, the sum for the log and the flags at its end apart; and its seconds."""
+    trainer: PipelineTrainer = make_trainer(case, ranks)
+    found, seconds = [], []
+    for step in range(len(BATCHES)):
+        began = time.perf_counter()
+        with counted() as seen:
+            trainer.step(step)
+        found.append(seen)
+        seconds.append(time.perf_counter() - began)
+    return found, seconds
+
+
+def on_two_stages(rank: int, world: int) -> dict:
+    """Messages and seconds by case, for both schedules."""
+    ranks, found = Ranks(2), {}
+    for schedule in ("1f1b", "gpipe"):
+        run = partial(Case, schedule=schedule)
+        found[schedule, "none"] = steps(run(grouping="none"), ranks)
+        found[schedule, "flat"] = steps(run(grouping="flat", policy="adaptive", sigma=1.0), ranks)
+        for name, case in PRIVATE.items():
+            found[schedule, name] = steps(replace(case, schedule=schedule), ranks)
+    with counted() as seen:
+        ranks.agree(0.0, 1.0, 2.0)
+    found["agree"] = seen
+    return found
+
+
+def test_private_steps_send_exactly_what_non_private_ones_do():
+    for rank, found in enumerate(run_ranks(on_two_stages, 2, timeout=150)):
+        assert list(found["agree"].values()) == [1], "a step ends with one small sum, private or not"
+        for schedule in ("1f1b", "gpipe"):
+            plain, _ = found[schedule, "none"]
+            for name in PRIVATE:
+                assert found[schedule, name][0] == plain, (rank, schedule, name)
+            flat, _ = found[schedule, "flat"]
+            for step, batch in enumerate(BATCHES):
+                count = -(-len(batch) // MICROBATCH)
+                kinds = Counter(call for call, *_ in plain[step].elements())
+                asked = 1 if batch else 0  # whether all stages know their shapes, which torch asks before a step
+                assert kinds == Counter({"send": count + asked, "recv": count + asked}) - Counter()
+                twice = Counter({message: 2 * often for message, often in plain[step].items()})
+                norms = Counter({("allreduce", 1, 8 * count * MICROBATCH): asked})
+                assert flat[step] == twice + norms, (rank, schedule, step)
+            device, whole = (sum(found[schedule, name][1]) for name in ("adaptive", "flat"))
+            print(f"{schedule}, stage {rank}: per device {device:.3f} s, flat {whole:.3f} s for the same steps")

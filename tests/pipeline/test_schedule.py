@@ -1,0 +1,202 @@
+"""What a step of a pipeline runs, and nothing more; what it keeps, and what it refuses."""
+
+import gc
+from collections import Counter
+from dataclasses import fields
+
+import pytest
+import torch
+
+from groupwise.errors import UserError
+from groupwise.pipeline.schedule import check_schedule, held_at_once, least_microbatches
+from groupwise.pipeline.stage import StageRunner
+from groupwise.pipeline.stepped import SteppedStage
+from groupwise.pipeline.trainer import PipelineTrainer
+from groupwise.training.ranks import Alone, Ranks
+from tests.pipeline.ranks import run_ranks
+from tests.pipeline.tiny import BATCHES, MICROBATCH, Case, Images, make_trainer
+
+COUNTS = [-(-len(BATCHES[step]) // MICROBATCH) for step in (0, 2)]
+"""Microbatches of the steps that have examples."""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ZBVZeroBubble", "clipped and counted twice"),
+        ("interleaved_zero_bubble", "clipped and counted twice"),
+        ("DualPipeV", "clipped and counted twice"),
+        ("interleaved1f1b", "several stages on one device"),
+        ("gpip", "did you mean gpipe"),
+    ],
+)
+def test_schedules_that_would_break_clipping_are_refused_with_the_reason(name, reason):
+    with pytest.raises(UserError, match=reason):
+        check_schedule(name)
+    with pytest.raises(UserError, match=reason):
+        StageRunner(make_trainer(Case(stages=1), Alone()).runner.stage, None, torch.device("cpu"), name)
+
+
+def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():
+    assert (least_microbatches("1f1b", 4), least_microbatches("gpipe", 4)) == (4, 1)
+    assert [held_at_once("1f1b", 4, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert held_at_once("gpipe", 4, 1, 100) == 100
+
+
+def test_thresholds_that_need_other_stages_are_refused():
+    trainer = make_trainer(Case(stages=1), Alone())
+    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.ranks).thresholds
+    rescaled.rescale_to = 1.0
+    with pytest.raises(UserError, match=r"clip\.rescale=false"):
+        PipelineTrainer(**{**_fields(trainer), "thresholds": rescaled})
+
+
+def _fields(trainer: PipelineTrainer) -> dict:
+    return {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.init}
+
+
+def on_two_stages(rank: int, world: int) -> dict:
+    """All that is looked at on two processes."""
+    ranks = Ranks(2)
+    checks = (passes, buffers, losses, same_dropout, left_out)
+    return {check.__name__: check(ranks) for check in checks}
+
+
+def passes(ranks: Ranks) -> dict:
+    """How often a block runs forward, and its output gets a gradient, in the first two steps that have examples."""
+    found = {}
+    for schedule in ("1f1b", "gpipe"):
+        for again in (False, True):
+            trainer = make_trainer(Case(schedule=schedule, rematerialize=again), ranks)
+            seen = Counter()
+
+            def look(_, __, output, seen=seen):
+                seen["forward"] += 1
+                output.register_hook(lambda _: seen.update(["backward"]))
+
+            trainer.runner.stage.register_forward_hook(look)
+            block = next(m for m in trainer.runner.stage.modules() if type(m).__name__ == "GPT2MLP")
+            block.register_forward_pre_hook(lambda *_, seen=seen: seen.update(["block"]))
+            steps = []
+            for step in (0, 2):
+                seen.clear()
+                random = torch.get_rng_state()
+                trainer.step(step)
+                assert torch.equal(random, torch.get_rng_state())
+                steps.append(dict(seen))
+            found[schedule, again] = steps
+    return found
+
+
+def buffers(ranks: Ranks) -> dict:
+    """Receive buffers of six microbatches, and stages that outlive their step; without the garbage collector."""
+    found = {}
+    for schedule in ("1f1b", "gpipe"):
+        trainer = make_trainer(Case(schedule=schedule), ranks)
+        microbatches = trainer.feed.microbatches(trainer.task.order(trainer.sampler.indices(0)), 2)
+        kept: list[int] = []
+        backward = SteppedStage.backward_one_chunk
+
+        def count(stage, *args, kept=kept, backward=backward, **kwargs):
+            infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+            kept.append(len({info.buffer.data_ptr() for own in infos for info in own if info.buffer is not None}))
+            return backward(stage, *args, **kwargs)
+
+        SteppedStage.backward_one_chunk = count
+        gc.collect()
+        gc.disable()
+        try:
+            trainer.runner.run(microbatches)
+            alive = sum(isinstance(thing, SteppedStage) for thing in gc.get_objects())
+        finally:
+            gc.enable()
+            SteppedStage.backward_one_chunk = backward
+        found[schedule] = (len(microbatches), set(kept), alive)
+    return found
+
+
+def losses(ranks: Ranks) -> tuple:
+    """Losses of a step, and of one without examples."""
+    trainer = make_trainer(Case(), ranks)
+    microbatches = trainer.feed.microbatches(trainer.sampler.indices(0), MICROBATCH, trainer.runner.least)
+    return trainer.runner.run(microbatches), trainer.runner.run([])
+
+
+def same_dropout(ranks: Ranks) -> float:
+    """Flat clipping of one example, with dropout: the squared norm of this stage's part."""
+    trainer = make_trainer(Case(grouping="flat", dropout=0.5), ranks, batches=((3,),))
+    trainer.engine.set_thresholds(0.01)
+    trainer.runner.run_flat(trainer.feed.microbatches(trainer.sampler.indices(0), 1, 2))
+    return sum(float(p.grad.square().sum()) for p in trainer.runner.stage.parameters())
+
+
+def left_out(ranks: Ranks) -> tuple:
+    """Flat and per device: sums with an example that is not a number, and without it."""
+    found = []
+    for grouping in ("flat", "device"):
+        both = []
+        for batch in ((0, 5, 1), (0, 1)):
+            trainer = make_trainer(Case(model="wrn", grouping=grouping), ranks)
+            prepare = trainer.feed._prepare
+            bad = Images().images[5]
+            trainer.feed._prepare = lambda images, bad=bad, prepare=prepare: torch.where(
+                (images == bad).flatten(1).all(1).view(-1, 1, 1, 1), torch.nan, prepare(images)
+            )
+            run = trainer.runner.run_flat if grouping == "flat" else trainer.runner.run
+            run(trainer.feed.microbatches(torch.tensor(batch).numpy(), 2, 2))
+            counts = (trainer.engine.nonfinite, trainer.engine.examples)
+            both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
+        found.append(both)
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """One start of two processes."""
+    return run_ranks(on_two_stages, 2, timeout=150)
+
+
+def test_what_two_stages_run_and_keep(seen):
+    for rank, found in enumerate(seen):
+        for (schedule, again), steps in found["passes"].items():
+            for count, step in zip(COUNTS, steps, strict=True):
+                blocks = 2 * count if again else count
+                assert step == {"forward": count, "backward": count, "block": blocks}, (rank, schedule, again)
+        sends = rank == 0  # the first stage receives gradients, the last activations
+        assert found["buffers"] == {"1f1b": (6, {2 if sends else 1}, 0), "gpipe": (6, {6}, 0)}
+
+
+def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):
+    alone = make_trainer(Case(stages=1), Alone())
+    expected = alone.runner.run(alone.feed.microbatches(alone.sampler.indices(0), len(BATCHES[0])))
+    assert seen[0]["losses"] == (None, None)
+    found, none = seen[1]["losses"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert len(none) == 0
+
+
+def test_both_passes_of_flat_clipping_drop_the_same_out(seen):
+    assert sum(found["same_dropout"] for found in seen) ** 0.5 == pytest.approx(0.01, rel=1e-9)
+
+
+def test_an_example_without_a_finite_norm_is_left_out_on_every_stage(seen):
+    for found in seen:
+        for (sums, counts), (expected, others) in found["left_out"]:
+            assert counts == (1, 3) and others == (0, 2)
+            for gradient, other in zip(sums, expected, strict=True):
+                torch.testing.assert_close(gradient, other, rtol=0, atol=1e-9)
+
+
+def test_what_goes_wrong_inside_a_pass_is_told_in_one_sentence():
+    trainer = make_trainer(Case(stages=1), Alone())
+    microbatches = trainer.feed.microbatches(trainer.sampler.indices(0), MICROBATCH)
+    errors = {"lower it": UserError("lower it"), "Stage 0 ran out of its device's memory": torch.OutOfMemoryError()}
+    for sentence, cause in errors.items():
+
+        def fail(*_, cause=cause):
+            raise RuntimeError("Failed to run stage forward") from cause  # as torch wraps it
+
+        hook = trainer.runner.stage.register_forward_pre_hook(fail)
+        with pytest.raises(UserError, match=sentence):
+            trainer.runner.run(microbatches)
+        hook.remove()

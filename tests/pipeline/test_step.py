@@ -1,0 +1,185 @@
+"""Three steps of a pipeline against the plainest reference: a loop over single examples, clipped stage by stage."""
+
+import math
+import re
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.pipeline.split import choose_ranges
+from groupwise.training.ranks import Alone, Ranks
+from tests.pipeline.ranks import run_ranks
+from tests.pipeline.tiny import (
+    BATCHES,
+    EXPECTED,
+    LEARNING_RATE,
+    QUANTILE,
+    STEP,
+    THRESHOLDS,
+    Case,
+    Images,
+    Texts,
+    make_model,
+    make_trainer,
+)
+
+SCHEDULES, POLICIES = ("1f1b", "gpipe"), ("fixed", "adaptive")
+CASES = [
+    *(
+        Case(model, stages, schedule, "device", policy, again)
+        for stages, model, schedule, policy, again in product(
+            (2, 4), ("gpt2", "lora", "wrn"), SCHEDULES, POLICIES, (False, True)
+        )
+    ),
+    *(
+        Case(model, stages, schedule, grouping, "adaptive", again)
+        for stages, model, schedule, grouping, again in (
+            (2, "gpt2", "1f1b", "layer", False),
+            (2, "gpt2", "gpipe", "flat", True),
+            (2, "wrn", "1f1b", "flat", False),
+            (2, "lora", "1f1b", "none", False),
+            (4, "gpt2", "gpipe", "layer", True),
+            (4, "gpt2", "1f1b", "flat", False),
+            (4, "lora", "1f1b", "flat", False),
+            (4, "gpt2", "1f1b", "none", True),
+        )
+    ),
+]
+REPLICATED = [Case(grouping=grouping, policy="adaptive") for grouping in ("device", "flat", "none")]
+"""Two stages on four processes: two replicas of the pipeline."""
+
+
+def run_cases(rank: int, world: int, by_stages: dict[int, list[Case]]) -> list[tuple[dict[str, Tensor], list, list]]:
+    """What each case leaves on this process: parameters by their names in the whole model, thresholds, reports."""
+    found = []
+    for stages, cases in by_stages.items():
+        ranks = Ranks(stages)
+        for case in cases:
+            found.append(run_case(case, ranks))
+    return found
+
+
+def run_case(case: Case, ranks: Ranks | Alone) -> tuple[dict[str, Tensor], list, list]:
+    """Three steps of one case on this process."""
+    trainer = make_trainer(case, ranks)
+    reports = [trainer.report(ranks.agree(*trainer.step(step))) for step in range(len(BATCHES))]
+    stage = trainer.runner.stage
+    names = stage.names()
+    weights = {names[name]: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
+    thresholds = [] if trainer.thresholds is None else trainer.thresholds.clip_thresholds.tolist()
+    return weights, thresholds, reports
+
+
+@cache
+def reference(case: Case) -> tuple[dict[str, Tensor], list[float], list[dict[str, float]]]:
+    """Parameters, thresholds and what was clipped after the same steps, one example at a time on one process."""
+    model = make_model(case)
+    ranges = choose_ranges(model, case.stages)
+    trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    group_of = {name: _group(case, ranges, name) for name in trains}
+    thresholds = {group: THRESHOLDS[case.model] / math.sqrt(len(set(group_of.values()))) for group in group_of.values()}
+    reports = []
+    for batch in BATCHES:
+        sums = {name: torch.zeros_like(p) for name, p in trains.items()}
+        within, loss_sum = Counter(), 0.0
+        for example in batch:
+            loss = _loss(case, model, example)
+            loss_sum += loss.item()
+            gradients = dict(zip(trains, torch.autograd.grad(loss, list(trains.values())), strict=True))
+            for group, threshold in thresholds.items():
+                names = [name for name in trains if group_of[name] == group]
+                norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in names))
+                factor = 1.0 if case.grouping == "none" else min(1.0, threshold / norm)
+                within[group] += norm <= threshold
+                for name in names:
+                    sums[name] += factor * gradients[name]
+        with torch.no_grad():
+            for name, parameter in trains.items():
+                parameter -= LEARNING_RATE * sums[name] / EXPECTED
+        reports.append(
+            {
+                "nonprivate/loss": loss_sum / max(len(batch), 1),
+                "nonprivate/clipped": 1 - sum(within.values()) / len(thresholds) / max(len(batch), 1),
+            }
+        )
+        if case.policy == "adaptive":
+            for group in thresholds:
+                below = (within[group] - len(batch) / 2) / EXPECTED + 0.5
+                thresholds[group] *= math.exp(-STEP * (below - QUANTILE))
+    return trains, list(thresholds.values()), reports
+
+
+def _group(case: Case, ranges: tuple[tuple[int, int], ...], name: str) -> str:
+    block = re.search(r"\b(?:h|blocks)\.(\d+)\.", name)
+    if case.grouping == "flat":
+        return "all"
+    if case.grouping == "layer":
+        return name.rpartition(".")[0]
+    if block:
+        return str(next(k for k, (start, stop) in enumerate(ranges) if start <= int(block.group(1)) < stop))
+    return "0" if any(part in name for part in ("wte", "wpe", "stem")) else str(len(ranges) - 1)
+
+
+def _loss(case: Case, model: nn.Module, example: int) -> Tensor:
+    if case.model == "wrn":
+        data = Images()
+        return F.cross_entropy(model(data.prepare(data.images[[example]])), data.labels[[example]])
+    data = Texts()
+    tokens, start = torch.as_tensor(data.rows[example]), int(data.starts[example])
+    return F.cross_entropy(model(tokens[None]).logits[0, start - 1 : -1], tokens[start:])
+
+
+def _plain(case: Case) -> Case:
+    """What the reference depends on."""
+    return Case(case.model, case.stages, grouping=case.grouping, policy=case.policy)
+
+
+def _check(case: Case, ranks: list) -> None:
+    weights, thresholds, reports = reference(_plain(case))
+    got: dict[str, Tensor] = {}
+    for own, _, _ in ranks:
+        got |= own
+    assert got.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{case} {n}: {m}")
+    if case.grouping != "none":
+        found = [number for _, own, _ in (ranks[:1] if case.grouping == "flat" else ranks) for number in own]
+        assert sorted(found) == pytest.approx(sorted(thresholds), rel=1e-9)
+    for _, _, told in ranks:
+        for report, expected in zip(told, reports, strict=True):
+            for key in expected if case.grouping != "none" else ("nonprivate/loss",):
+                assert report[key] == pytest.approx(expected[key], abs=1e-9), (case, key)
+
+
+def test_three_steps_on_two_processes_equal_the_loop_over_single_examples():
+    cases = [case for case in CASES if case.stages == 2]
+    for case, *ranks in zip(cases, *run_ranks(run_cases, 2, {2: cases}, timeout=200), strict=True):
+        _check(case, ranks)
+
+
+def test_three_steps_on_four_processes_equal_the_loop_over_single_examples():
+    cases = [case for case in CASES if case.stages == 4]
+    found = run_ranks(run_cases, 4, {4: cases, 2: REPLICATED}, timeout=300)
+    for case, *ranks in zip(cases, *(own[: len(cases)] for own in found), strict=True):
+        _check(case, ranks)
+    for case, *ranks in zip(REPLICATED, *(own[len(cases) :] for own in found), strict=True):
+        _check(case, ranks[:2])  # the other replica holds the very same weights
+        for own, other in zip(ranks[:2], ranks[2:], strict=True):
+            assert all(torch.equal(weight, other[0][name]) for name, weight in own[0].items()), case
+
+
+@pytest.mark.parametrize("grouping", ["device", "layer", "flat", "none"])
+def test_one_stage_equals_the_loop_over_single_examples(grouping):
+    case = Case(stages=1, grouping=grouping, policy="adaptive", rematerialize=True)
+    _check(case, [run_case(case, Alone())])
+
+
+def test_the_reference_clips_some_examples_and_not_others():
+    for case in {_plain(case) for case in CASES if case.grouping != "none"}:
+        clipped = [report["nonprivate/clipped"] for report in reference(case)[2]]
+        assert any(0 < share < 1 for share in clipped), (case, clipped)

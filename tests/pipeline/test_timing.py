@@ -1,0 +1,49 @@
+"""Measured costs: one for each part, the slow ones larger, and the model left as it was."""
+
+import time
+
+import pytest
+import torch
+
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.models.wide_resnet import wide_resnet
+from groupwise.pipeline.timing import measure_costs
+from groupwise.training.feed import Microbatch
+
+import_torchvision()  # before transformers, which falls without it
+SLOW = 0.02
+
+
+def texts():
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=8, n_head=2, n_positions=16, vocab_size=20, bos_token_id=0, eos_token_id=0
+    )
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    kwargs = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(8).expand(2, 8),
+        "places": torch.tensor([[5, 6], [4, 5]]),
+        "labels": torch.tensor([[1, 2], [3, 4]]),
+    }
+    model = transformers.GPT2LMHeadModel(config)
+    return model, model.transformer.h, Microbatch(ids, kwargs)
+
+
+def images():
+    model = wide_resnet(depth=10, width=1, norm_groups=4)
+    return model, model.blocks, Microbatch(torch.rand(2, 3, 8, 8), {"labels": torch.tensor([0, 1])})
+
+
+@pytest.mark.parametrize("make", [texts, images])
+def test_each_part_has_its_time(make):
+    model, blocks, microbatch = make()
+    forward = type(blocks[1]).forward
+    blocks[1].forward = lambda *args, **kwargs: (time.sleep(SLOW), forward(blocks[1], *args, **kwargs))[1]
+    names = list(model.state_dict())
+    entry, *costs, head = measure_costs(model, microbatch)
+    assert len(costs) == len(blocks) and min(entry, head, *costs) > 0
+    assert costs[1] >= SLOW and max(costs) == costs[1]
+    assert list(model.state_dict()) == names and all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())

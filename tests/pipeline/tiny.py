@@ -1,0 +1,171 @@
+"""Pipelines small enough for tests: three models in float64, texts of unequal lengths, and given batches."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from groupwise.config import ClipConfig, OptimConfig
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.models.wide_resnet import wide_resnet
+from groupwise.pipeline.split import choose_ranges, cut
+from groupwise.pipeline.stage import StageRunner
+from groupwise.pipeline.trainer import PipelineTrainer
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, make_plan
+from groupwise.tasks.padding import Rows
+from groupwise.tasks.pipelined import ImageFeed, TextFeed
+from groupwise.tasks.samples import Samples
+from groupwise.training.clipping import make_engine
+from groupwise.training.optim import make_optimizer, make_schedule
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.task import Task
+
+WORDS, EXAMPLES, EXPECTED, LEARNING_RATE, MICROBATCH = 20, 16, 8, 0.5, 3
+QUANTILE, STEP = 0.6, 0.3
+THRESHOLDS = {"gpt2": 1.0, "lora": 0.3, "wrn": 25.0}
+"""C, such that some examples are clipped and others are not."""
+BATCHES: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3, 5, 7, 9, 10, 12, 14, 15), (), (4, 6, 8, 11, 13))
+"""The second batch is empty, and none fills its last microbatch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a pipeline."""
+
+    model: str = "gpt2"
+    stages: int = 2
+    schedule: str = "1f1b"
+    grouping: str = "device"
+    policy: str = "fixed"
+    rematerialize: bool = False
+    sigma: float = 0.0
+    dropout: float = 0.0
+
+
+class Texts:
+    """Token ids of unequal lengths, each with a target at its end."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.rows = [random.integers(0, WORDS, length) for length in random.integers(4, 15, EXAMPLES)]
+        self.starts = np.array([random.integers(1, len(row)) for row in self.rows])
+
+    def feed(self) -> TextFeed:
+        return TextFeed(Samples(Rows.of(self.rows), self.starts, 0), 0, 16, torch.device("cpu"))
+
+
+class Images:
+    """Noise in ten classes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.images = torch.randint(0, 256, (EXAMPLES, 3, 8, 8), dtype=torch.uint8)
+        self.labels = torch.randint(0, 10, (EXAMPLES,))
+
+    @staticmethod
+    def prepare(images: torch.Tensor) -> torch.Tensor:
+        return images.double() / 64 - 2
+
+    def feed(self) -> ImageFeed:
+        return ImageFeed(self.images, self.labels, self.prepare, torch.device("cpu"))
+
+
+def make_model(case: Case) -> nn.Module:
+    """The whole model, the same in every process."""
+    torch.manual_seed(0)
+    if case.model == "wrn":
+        return wide_resnet(depth=16, width=1, norm_groups=4).double()
+    import_torchvision()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.dropout)
+    shape = {"n_layer": 4, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": WORDS}
+    model: Any = GPT2LMHeadModel(GPT2Config(**shape, **rates, tie_word_embeddings=False))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if case.model == "lora":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+class Given(Task):
+    """A model and nothing else; data come from a feed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.train_size = model, EXAMPLES
+
+    def losses(self, examples):
+        raise NotImplementedError
+
+    def evaluate(self, split, batch_size, limit=None, final=False):
+        return {}
+
+    def describe_data(self):
+        return {}
+
+
+class Drawn:
+    """The batches of the steps, as they are given."""
+
+    def __init__(self, batches=BATCHES) -> None:
+        self.batches = batches
+
+    def indices(self, step: int) -> np.ndarray:
+        return np.array(self.batches[step % len(self.batches)], dtype=np.int64)
+
+
+def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineTrainer:
+    """This process's part of a run; with `Alone`, a pipeline of one stage."""
+    model = make_model(case)
+    stage = cut(model, choose_ranges(model, case.stages), ranks.stage, rematerialize=case.rematerialize)
+    engine = make_engine(stage, ClipConfig(grouping=case.grouping, policy=case.policy))
+    here = 1 if engine is None else len(engine.groups)
+    one_group = case.grouping == "flat"
+    groups = 1 if one_group else round(ranks.agree(here / ranks.replicas)[0])
+    plan = make_plan(
+        dataset_size=EXAMPLES,
+        expected_batch_size=EXPECTED,
+        steps=1000,
+        delta=1e-5,
+        noise_multiplier=0.0 if engine is None else case.sigma,
+        num_groups=groups,
+        quantile_budget=0.1 if case.policy == "adaptive" and case.sigma else 0.0,
+        accountant="rdp",
+    )
+    thresholds = None if engine is None else make_thresholds(case, here, groups, plan.count_noise_multiplier)
+    optim = OptimConfig(learning_rate=LEARNING_RATE)
+    optimizer = make_optimizer(stage.parameters(), optim)
+    device = torch.device("cpu")
+    return PipelineTrainer(
+        task=Given(stage),
+        engine=engine,
+        thresholds=thresholds,
+        plan=plan,
+        sampler=Drawn(batches),
+        noise=NoiseSource.from_seed(7),
+        allocation="equal_budget",
+        optimizer=optimizer,
+        schedule=make_schedule(optimizer, optim, 1000),
+        microbatch=MICROBATCH,
+        device=device,
+        ranks=ranks,
+        runner=StageRunner(stage, engine, device, case.schedule, getattr(ranks, "pipeline", None)),
+        feed=Images().feed() if case.model == "wrn" else Texts().feed(),
+        one_group=one_group,
+    )
+
+
+def make_thresholds(case: Case, here: int, groups: int, noise: float) -> FixedThresholds | AdaptiveThresholds:
+    """C/√K for each group of this stage."""
+    start = [THRESHOLDS[case.model] / math.sqrt(groups)] * here
+    if case.policy == "fixed":
+        return FixedThresholds(start)
+    return AdaptiveThresholds(start, QUANTILE, STEP, noise, EXPECTED)

@@ -1,0 +1,84 @@
+"""Microbatches for a pipeline: what a stage makes of them is what the task itself makes of the examples."""
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.config import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
+from groupwise.models.wide_resnet import WideResNet
+from groupwise.pipeline.split import cut
+from groupwise.tasks import make_task
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def text():
+    shape = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 160}
+    model = ModelConfig(
+        name="tiny",
+        source="pretrained/gpt2_mini",
+        fresh=True,
+        architecture="gpt2",
+        shape=shape,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    data = DataConfig(name="synthetic", train_limit=40, max_length=100)
+    torch.manual_seed(0)
+    return make_task(RunConfig(task="e2e", model=model, data=data, train=TrainConfig(token_loss="sum")), CPU)
+
+
+@pytest.fixture(scope="module")
+def images():
+    model = ModelConfig(depth=10, width=1, norm_groups=4)
+    data = DataConfig(name="digits", train_limit=30)
+    torch.manual_seed(0)
+    return make_task(RunConfig(model=model, data=data, paths=PathsConfig(data="nowhere")), CPU)
+
+
+@pytest.mark.parametrize("name", ["text", "images"])
+def test_a_stage_makes_of_them_what_the_task_makes_of_the_examples(name, request):
+    task = request.getfixturevalue(name)
+    examples = task.order(np.array([3, 17, 8, 1, 29]))
+    with torch.no_grad():
+        wanted = task.losses(examples)
+    blocks = 3 if isinstance(task.model, WideResNet) else 1
+    stage = cut(task.model, ((0, blocks),), 0, token_loss="sum")
+    microbatches = task.feed("train", CPU).microbatches(examples, size=2, least=4)
+    assert [m.absent for m in microbatches] == [0, 0, 1, 2]
+    with torch.no_grad():
+        found = [stage(m.first, **m.kwargs) for m in microbatches]
+    torch.testing.assert_close(torch.cat(found)[:5], wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.cat(found)[5:].any()
+
+
+def test_all_microbatches_of_texts_have_one_shape_that_the_longest_decides(text):
+    feed, tokens = text.feed("train", CPU), text._samples["train"]
+    examples = feed.order(np.arange(len(feed)))
+    assert (np.diff(tokens.tokens.lengths[examples]) <= 0).all()
+    for chosen in (examples, examples[-6:]):
+        microbatches = feed.microbatches(chosen, size=4)
+        longest, targets = int(tokens.tokens.lengths[chosen].max()), int(tokens.target_lengths[chosen].max())
+        length = min(-(-longest // 8) * 8, 100)
+        for microbatch in microbatches:
+            shapes = {name: tuple(value.shape) for name, value in microbatch.kwargs.items()}
+            places = (4, -(-targets // 8) * 8)
+            assert microbatch.first.shape == (4, length) and microbatch.examples == 4
+            assert shapes == {
+                "attention_mask": (4, length),
+                "position_ids": (4, length),
+                "places": places,
+                "labels": places,
+                "weights": (4,),
+            }
+
+
+def test_no_examples_are_no_microbatches(text, images):
+    for task in (text, images):
+        assert task.feed("valid", CPU).microbatches(np.zeros(0, dtype=np.int64), size=2, least=4) == []
+
+
+def test_a_feed_knows_its_split(text, images):
+    assert len(text.feed("train", CPU)) == 40
+    assert [len(images.feed(split, CPU)) for split in ("train", "valid")] == [30, 364]
