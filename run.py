@@ -1,6 +1,6 @@
 """Train one private model, or a sweep of them:  python run.py task=cifar clip=adaptive_layer scale=demo
 
-Composes the configuration in `conf/`, checks it and hands it to `groupwise.launch.run`. A mistake on the
+Composes the configuration in `conf/`, checks it and hands it to `groupwise.launch`. A mistake on the
 command line is one sentence and exit code 2.
 """
 
@@ -18,9 +18,9 @@ CONF = Path(__file__).resolve().parent / "conf"
 
 def train(config: RunConfig) -> None:
     """Run one cell; torch is imported only now, so that help and mistakes answer at once."""
-    from groupwise.launch.run import run
+    from groupwise.launch.processes import start
 
-    run(config)
+    start(config)
 
 
 def main() -> int:

@@ -23,11 +23,15 @@ from groupwise.training.identity import config_hash
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = groups(CONF)
 PRETRAINING = ("pretrain_masked", "pretrain_causal")
+PRESETS = {"samsum_pipeline": "samsum"}
+"""Options of `task` that set up another task."""
 TASKS = [task for task in OPTIONS["task"] if task not in PRETRAINING]
 ONE_OF_EACH_FAMILY = ("cifar", "sst2", "e2e", "samsum")
+ON_A_PIPELINE = [clip for clip in OPTIONS["clip"] if clip != "ghost"]
 CELLS = [
     *itertools.product(ONE_OF_EACH_FAMILY, OPTIONS["clip"], OPTIONS["scale"]),
-    *itertools.product(sorted({*TASKS} - {*ONE_OF_EACH_FAMILY}), ["adaptive_layer"], OPTIONS["scale"]),
+    *itertools.product(["samsum_pipeline"], ON_A_PIPELINE, OPTIONS["scale"]),
+    *itertools.product(sorted({*TASKS} - {*ONE_OF_EACH_FAMILY, *PRESETS}), ["adaptive_layer"], OPTIONS["scale"]),
     *itertools.product(PRETRAINING, ["none"], ["mini", "smoke"]),
 ]
 
@@ -41,7 +45,7 @@ def run(*overrides: str) -> RunConfig:
 def test_every_cell_composes_into_the_schema_and_says_what_it_is(task: str, clip: str, scale: str) -> None:
     config = run(f"task={task}", f"clip={clip}", f"scale={scale}")
     assert isinstance(config, RunConfig)
-    assert (config.task, config.clip.name, config.scale) == (task, clip, scale)
+    assert (config.task, config.clip.name, config.scale) == (PRESETS.get(task, task), clip, scale)
 
 
 def test_each_choice_makes_another_experiment() -> None:
@@ -164,6 +168,21 @@ def test_samsum_is_lora_on_gpt2_xl_for_five_epochs_with_a_beam_of_four() -> None
     assert config.eval.generate.beams == 4
 
 
+@pytest.mark.parametrize("stages", [1, 4, 16])
+def test_per_device_clipping_on_samsum_is_the_papers(stages: int) -> None:
+    config = run("task=samsum_pipeline", f"pipeline.stages={stages}")
+    assert (config.clip.grouping, config.clip.policy, config.noise.allocation) == ("device", "fixed", "equal_budget")
+    assert config.clip.threshold / math.sqrt(stages) == pytest.approx(1e-5, rel=1e-12)
+    assert (config.model.trains, config.model.lora.rank, config.train.microbatch) == ("lora", 32, 1)
+    assert (config.train.epochs, config.eval.generate.beams, config.pipeline.rematerialize) == (5, 4, True)
+
+
+@pytest.mark.parametrize("model", ["opt_66b", "opt_175b"])
+def test_open_models_of_gpt3s_scale_have_the_papers_adapters(model: str) -> None:
+    config = run("task=samsum_pipeline", f"model={model}", "pipeline.stages=16").model
+    assert (config.architecture, config.lora.rank, config.lora.targets) == ("opt", 32, ["q_proj", "v_proj"])
+
+
 # --- choosing ---
 
 
@@ -282,6 +301,23 @@ REFUSED = [
     ("noise.allocation=gloabl", "did you mean global?"),
     ("train.precision=float16", "not one of float32, bfloat16"),
     ("resume=somewhere overwrite=true", "throw away"),
+    ("pipeline.stages=0", "greater than zero"),
+    ("parallel.ranks=0", "greater than zero"),
+    ("pipeline.schedule=zbv", "not one of 1f1b, gpipe"),
+    ("clip=flat pipeline.stages=2 pipeline.blocks=[3]", "each of the 2 stages"),
+    ("clip=flat pipeline.stages=2 pipeline.blocks=[3,0]", "each of the 2 stages"),
+    ("task=sst2 clip=flat pipeline.stages=2", "not for task=sst2"),
+    ("clip=ghost pipeline.stages=2", "clip=flat does the same"),
+    ("clip=per_device noise=global pipeline.stages=2", "use noise=equal_budget"),
+    ("clip=fixed_layer noise=weighted pipeline.stages=2", "use noise=equal_budget"),
+    ("clip=adaptive_layer noise=equal_budget pipeline.stages=2", "use clip.rescale=false"),
+    ("clip=adaptive_device clip.rescale=true pipeline.stages=2", "use clip.rescale=false"),
+    ("clip=adaptive_device clip.rescale=true", "pins the one threshold"),
+    ("clip=flat clip.grouping=custom +clip.mapping={a:b} pipeline.stages=2", "cannot tell the stages"),
+    ("clip=flat pipeline.stages=2 parallel.kind=fsdp", "shards already"),
+    ("clip=flat pipeline.stages=2 train.compile=true", "leave it out"),
+    ("clip=flat pipeline.stages=2 explain=true", "pipeline.stages=1"),
+    ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "layer by layer"),
 ]
 
 
@@ -305,6 +341,10 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(overrides: str, reason:
         "clip=flat clip.grouping=custom +clip.mapping={stem*:early,*:late}",
         "clip=ghost privacy=shuffle",
         "clip.rescale=false clip.initial_threshold=0.01",
+        "clip=per_device noise=global",
+        "clip=flat noise=global pipeline.stages=4 parallel.ranks=2",
+        "clip=none pipeline.stages=2 pipeline.blocks=[3,4]",
+        "clip=ghost parallel.ranks=2 parallel.kind=fsdp",
     ],
 )
 def test_what_can_be_meant_is_not_refused(overrides: str) -> None:

@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     `run.py` prints the sentence and leaves with exit code 2; libraries see an ordinary ``ValueError``.
     """
+
+
+class ProcessFailed(RuntimeError):
+    """One of a run's processes died or hit a bug: one sentence on which and how; `run.py` leaves with exit code 1."""

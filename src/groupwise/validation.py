@@ -16,7 +16,7 @@ CHOICES = {
     "model.trains": ("all", "attention", "bias", "lora"),
     "model.attention": ("sdpa", "eager"),
     "model.frozen_dtype": ("float32", "bfloat16"),
-    "clip.grouping": ("none", "flat", "layer", "block", "custom"),
+    "clip.grouping": ("none", "flat", "layer", "block", "device", "custom"),
     "clip.norms": ("bookkeeping", "ghost"),
     "clip.policy": ("fixed", "adaptive"),
     "clip.rule": ("min", "automatic"),
@@ -30,6 +30,9 @@ CHOICES = {
     "train.token_loss": ("mean", "sum"),
     "train.precision": ("float32", "bfloat16"),
     "train.device": ("auto", "cpu", "cuda"),
+    "pipeline.schedule": ("1f1b", "gpipe"),
+    "pipeline.balance": ("parameters", "time"),
+    "parallel.kind": ("ddp", "fsdp"),
     "tracker.name": ("files", "wandb", "tensorboard"),
     "tracker.mode": ("offline", "online", "disabled"),
 }
@@ -42,6 +45,7 @@ POSITIVE = (
     "train.batch_size", "train.sample_rate", "train.epochs", "train.steps", "train.microbatch",
     "eval.every", "eval.train_limit", "eval.batch_size",
     "eval.generate.beams", "eval.generate.max_new_tokens", "eval.generate.batch_size",
+    "pipeline.stages", "pipeline.timeout", "parallel.ranks",
 )  # fmt: skip
 MAY_BE_INFINITE = ("privacy.epsilon",)
 NOT_NEGATIVE = (
@@ -52,11 +56,14 @@ BELOW_ONE = (
     "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
     "model.dropout", "model.attention_dropout", "model.lora.dropout", "data.holdout",
 )  # fmt: skip
+PIPELINES = ("samsum", "e2e", "dart", "cifar")
+"""Tasks whose model can be cut into stages."""
 
 
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
-    for check in (_choices, _ranges, _resume, _batch, _precision, _evaluation, _privacy, _clipping):
+    checks = (_choices, _ranges, _resume, _batch, _precision, _evaluation, _privacy, _clipping, _pipeline, _parallel)
+    for check in checks:
         for problem in check(config):
             raise UserError(problem)
 
@@ -182,8 +189,63 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
         yield f"clip.target_quantile={clip.target_quantile} must lie strictly between 0 and 1."
     if clip.minimum > clip.maximum:
         yield f"clip.minimum={clip.minimum} is above clip.maximum={clip.maximum}: swap them."
-    if clip.rescale and clip.grouping == "flat":
+    one_group = clip.grouping == "flat" or (clip.grouping == "device" and config.pipeline.stages == 1)
+    if clip.rescale and one_group:
         yield (
-            "clip.rescale=true with clip.grouping=flat pins the one threshold to clip.threshold, so "
+            f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
+        )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    """What no pipeline can do, and what would need the thresholds or the norms of other stages (Algorithm 2)."""
+    clip, stages, blocks = config.clip, config.pipeline.stages, config.pipeline.blocks
+    if blocks and (len(blocks) != stages or min(blocks) < 1):
+        yield f"pipeline.blocks={blocks} must give each of the {stages} stages (pipeline.stages) one block or more."
+    if stages == 1:
+        return
+    several = f"pipeline.stages={stages}"
+    if config.task not in PIPELINES:
+        yield f"{several} is not for task={config.task}: choose one of {', '.join(PIPELINES)}, or pipeline.stages=1."
+    if clip.norms == "ghost":
+        yield f"clip.norms=ghost is not for {several}: clip=flat does the same there, in two passes of the pipeline."
+    if clip.grouping == "custom":
+        yield f"clip.grouping=custom cannot tell the stages of {several} apart: use device, layer, block or flat."
+    if clip.grouping in ("device", "layer", "block"):
+        if config.noise.allocation != "equal_budget":
+            yield (
+                f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "
+                f"noise: use noise=equal_budget with {several}."
+            )
+        if clip.policy == "adaptive" and clip.rescale:
+            yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
+    if config.train.compile:
+        yield f"train.compile=true is not for {several}: leave it out."
+    if config.eval.shots is not None:
+        yield f"eval.shots is not for {several}: nothing trains, so one process is enough; give pipeline.stages=1."
+    if config.explain:
+        yield f"explain=true shows one process: give pipeline.stages=1 instead of {stages}."
+    if config.export is not None:
+        yield f"export is not for {several}: take model.pt from the run's folder."
+
+
+def _parallel(config: RunConfig) -> Iterator[str]:
+    """What replicas cannot do, and what sharded parameters cannot clip."""
+    clip, ranks, sharded = config.clip, config.parallel.ranks, config.parallel.kind == "fsdp"
+    if sharded and config.pipeline.stages > 1:
+        yield "parallel.kind=fsdp is not for pipelines, whose stages are shards already: use parallel.kind=ddp."
+    if ranks == 1:
+        return
+    if config.eval.shots is not None or config.explain:
+        what = "explain=true" if config.explain else "eval.shots"
+        yield f"{what} trains nothing, so one process is enough: give parallel.ranks=1."
+    if sharded and (config.train.compile or config.export is not None):
+        what = "train.compile=true" if config.train.compile else "export"
+        yield f"{what} is not for parallel.kind=fsdp: leave it out (model.pt is in the run's folder), or use ddp."
+    if sharded and config.task.startswith("pretrain"):
+        yield f"task={config.task} runs parts of its model alone, which shards cannot: use parallel.kind=ddp."
+    if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":
+        yield (
+            f"parallel.kind=fsdp shards parameters by layer, and clip.grouping={clip.grouping} needs all at once: "
+            "use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
         )

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.config import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import ProcessFailed, UserError
 from groupwise.launch.compose import register, to_run_config
 from groupwise.launch.keys import groups
 from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence
@@ -84,8 +84,8 @@ def _exit_code(errors: Sequence[Exception]) -> int:
 
 
 def _report(error: Exception) -> None:
-    if isinstance(error, UserError):
-        print(f"error: {in_one_sentence(error)}", file=sys.stderr)
+    if isinstance(error, (UserError, ProcessFailed)):
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     else:
         traceback.print_exception(error)
 

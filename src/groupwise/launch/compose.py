@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ FREE_KEYS = ("clip.mapping.", "model.shape.")
 
 
 def register() -> None:
-    """Give Hydra the schema, first in `conf/config.yaml`, and the resolvers ``at_epsilon`` and ``at``; repeatable."""
+    """Give Hydra the schema, first in `conf/config.yaml`, and the resolvers that recipes use; repeatable."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=RunConfig)
     OmegaConf.register_new_resolver("at_epsilon", _at_epsilon, replace=True)
     OmegaConf.register_new_resolver("at", _at, replace=True)
+    OmegaConf.register_new_resolver("joint", _joint, replace=True)
 
 
 def _at_epsilon(table: dict[float, Any], *, _root_: DictConfig) -> Any:
@@ -36,6 +38,11 @@ def _at(name: str, table: dict[str, Any]) -> Any:
     if name not in table and "other" not in table:
         raise UserError(f"{name} is not one of {', '.join(table)}: give the value that depends on it yourself.")
     return table.get(name, table.get("other"))
+
+
+def _joint(threshold: float, groups: int) -> float:
+    """``${joint:1e-5,${pipeline.stages}}``: C of so many groups that each clip to that threshold."""
+    return threshold * math.sqrt(groups) if groups > 0 else threshold
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:

@@ -1,0 +1,277 @@
+"""Pipelines through the whole program: every mode at scale=smoke, what is refused, and what a kill or a stop leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from groupwise.config import RunConfig
+from groupwise.errors import UserError
+from groupwise.launch.compose import compose_run
+from groupwise.launch.distributed import run_here
+from groupwise.launch.place import Place
+from groupwise.launch.processes import spawn
+from groupwise.launch.run import run
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = ("model.dropout=0", "model.attention_dropout=0", "optim.name=sgd", "eval.generate.limit=0", "train.steps=3")
+CELLS: dict[str, tuple[str, ...]] = {
+    "per_device": ("clip=per_device",),
+    "adaptive_device": ("clip=adaptive_device", "pipeline.schedule=gpipe", "pipeline.rematerialize=true"),
+    "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null"),
+    "flat": ("clip=flat", "privacy.epsilon=inf", "optim.learning_rate=1", *PLAIN),
+    "none": ("clip=none", "pipeline.balance=time", "optim.learning_rate=0.01", *PLAIN),
+    "from a folder": ("clip=per_device", "model=gpt2_mini", "eval.generate.limit=0", "train.steps=1"),
+}
+AS_ONE_PROCESS = ("flat", "none")
+MISTAKES = {
+    "too few blocks": ("model.shape.n_layer=1", "pipeline.stages=2 does not suit a model of 1 blocks"),
+    "blocks that do not add up": ("pipeline.blocks=[1,2]", "add up to the model's 2 blocks"),
+    "tied": ("model.trains=all", "as token embedding and as head"),
+}
+
+
+def smoke(folder: Path | str, *overrides: str) -> RunConfig:
+    """A run of two stages, whose batches can be repeated."""
+    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", "debug.noise_seed=1", *overrides]
+    return compose_run(given, ROOT / "conf")
+
+
+def folder_of(results: Path) -> Path:
+    (folder,) = (results / "runs").iterdir()
+    return folder
+
+
+def all_cells(config: RunConfig, place: Place) -> dict[str, Any]:
+    """Each cell and each mistake in the same two processes, one after the other."""
+    rows: dict[str, Any] = {}
+    for name, overrides in (CELLS | {name: (override,) for name, (override, _) in MISTAKES.items()}).items():
+        cell = smoke(Path(config.paths.results) / name, *overrides)
+        try:
+            rows[name] = run_here(cell, replace(place, meeting=f"{place.meeting}-{name}"))
+        except UserError as error:
+            rows[name] = str(error)
+            dist.destroy_process_group()
+    return rows
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    results = tmp_path_factory.mktemp("cells")
+    return results, spawn(smoke(results), all_cells)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_mode_trains_and_leaves_the_record_of_any_run(cells, name):
+    results, rows = cells
+    folder, row = folder_of(results / name), rows[name]
+    assert (folder / "DONE").exists() and json.loads((folder / "result.json").read_text()) == row
+    assert {"valid/perplexity", "test/perplexity", "nonprivate/train_perplexity"} <= row.keys()
+    assert (row["task"], row["pipeline.stages"]) == ("samsum", 2) and f"clip={row['clip.name']}" in CELLS[name]
+    assert len(json.loads(row["system.peak_memory_bytes_by_process"])) == 2
+    assert sorted(file.name for file in folder.glob("*.pt")) == ["model-0.pt", "model-1.pt", "model.pt"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, row["plan.steps"] + 1), row["plan.steps"]]
+
+
+def test_texts_are_generated_on_the_pipeline(cells):
+    lines = (folder_of(cells[0] / "per_device") / "outputs-test.jsonl").read_text().splitlines()
+    assert len(lines) == 4 and {"source", "output", "references"} == json.loads(lines[0]).keys()
+
+
+def test_a_stage_reads_its_weights_from_a_folder_and_they_are_those_of_the_model(cells):
+    given = torch.load(folder_of(cells[0] / "from a folder") / "model.pt")
+    source = load_file(ROOT / "pretrained" / "gpt2_mini" / "model.safetensors")
+    name = "transformer.h.3.mlp.c_fc"
+    assert torch.equal(given[f"base_model.model.{name}.base_layer.weight"], source[f"{name}.weight"].float())
+
+
+def test_each_stage_is_a_group_at_the_papers_threshold(cells):
+    privacy = json.loads((folder_of(cells[0] / "per_device") / "privacy.json").read_text())
+    assert privacy["plan"]["num_groups"] == 2
+    assert privacy["thresholds"] == pytest.approx({"stage 0": 1e-5, "stage 1": 1e-5})
+
+
+def test_each_stage_follows_its_own_quantile(cells):
+    privacy = json.loads((folder_of(cells[0] / "adaptive_device") / "privacy.json").read_text())
+    first, second = privacy["thresholds"].values()
+    assert first != second and 0.01 not in (first, second)
+    assert privacy["plan"]["quantile_budget"] == 0.01
+
+
+def test_layers_inside_stages_are_the_groups_of_the_whole_model(cells, tmp_path):
+    row = run(smoke(tmp_path, *CELLS["adaptive_layer"], "pipeline.stages=1", "pipeline.blocks=[]", "train.steps=1"))
+    assert cells[1]["adaptive_layer"]["plan.num_groups"] == row["plan.num_groups"] == 4
+
+
+@pytest.mark.parametrize("name", AS_ONE_PROCESS)
+def test_flat_and_unclipped_pipelines_are_the_same_run_as_one_process(cells, tmp_path, name):
+    row = run(smoke(tmp_path, *CELLS[name], "pipeline.stages=1"))
+    one, two = (torch.load(folder_of(results) / "model.pt") for results in (tmp_path, cells[0] / name))
+    assert one.keys() == two.keys()
+    moved = [key for key in one if "lora_B" in key]
+    assert moved and all(one[key].abs().max() > 0 for key in moved)
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-6)
+    assert cells[1][name]["test/perplexity"] == pytest.approx(row["test/perplexity"], rel=1e-5)
+
+
+# --- the command ---
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """`run.py task=samsum_pipeline` at scale=smoke, in `folder`."""
+    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", "debug.noise_seed=1", *overrides]
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), *given],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_that_the_processes_find_is_told_by_all(cells, name):
+    assert MISTAKES[name][1] in cells[1][name]
+    assert not (cells[0] / name).exists()
+
+
+def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path):
+    running = start(tmp_path / "out", "train.batch_size=65")
+    _, told = running.communicate(timeout=120)
+    [line] = told.splitlines()
+    assert line.startswith("error: ") and "larger than the training data" in line
+    assert running.returncode == 2
+    assert not (tmp_path / "out").exists()
+
+
+LONG = (
+    "clip=adaptive_device",
+    "train.steps=40",
+    "train.checkpoint_every=0",
+    "eval.generate.limit=0",
+    "eval.train_limit=4",
+)
+
+
+def stages_of(running: subprocess.Popen[str]) -> list[int]:
+    """The processes of the stages, in their order."""
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    return [int(child) for child in children if "launch.worker" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def wait_for_steps(results: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for file in results.glob("runs/*/metrics.jsonl"):
+            if len(file.read_text().splitlines()) >= steps:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"{results} did not come to step {steps}")
+
+
+def weights(results: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder_of(results) / "model.pt")
+
+
+@pytest.mark.slow
+def test_after_a_kill_and_after_a_stop_a_run_goes_on_to_the_same_bits(tmp_path):
+    whole = start(tmp_path / "whole", *LONG)
+    whole.communicate(timeout=300)
+    assert whole.returncode == 0
+
+    results = tmp_path / "broken"
+    killed = start(results, *LONG)
+    wait_for_steps(results, 3)
+    stages = stages_of(killed)
+    os.kill(stages[1], signal.SIGKILL)
+    began = time.monotonic()
+    _, told = killed.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert killed.returncode == 1
+    [line] = [line for line in told.splitlines() if not line.startswith("step ")]
+    assert line.startswith("error: the process of stage 1 was killed by SIGKILL")
+    assert not any(Path(f"/proc/{stage}").exists() for stage in stages)
+    assert not (folder_of(results) / "DONE").exists() and not (folder_of(results) / "result.json").exists()
+    pointer = torch.load(folder_of(results) / "checkpoint.pt")
+    for stage in range(2):
+        torch.load(folder_of(results) / pointer["folder"] / f"stage-{stage}.pt")  # whole
+
+    stopped = start(results, *LONG)
+    wait_for_steps(results, int(pointer["step"]) + 3)
+    stopped.send_signal(signal.SIGTERM)
+    _, told = stopped.communicate(timeout=60)
+    assert stopped.returncode == 130
+    [line] = [line for line in told.splitlines() if not line.startswith("step ")]
+    assert line.startswith("interrupted")
+
+    resumed = start(results, *LONG)
+    resumed.communicate(timeout=300)
+    assert resumed.returncode == 0
+    one, other = weights(tmp_path / "whole"), weights(results)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    privacy = [json.loads((folder_of(r) / "privacy.json").read_text()) for r in (tmp_path / "whole", results)]
+    assert privacy[0]["thresholds"] == privacy[1]["thresholds"]
+    assert privacy[0]["executed_steps"] == privacy[1]["executed_steps"] == 40
+    assert not list(folder_of(results).glob("checkpoint*"))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_run_and_its_output_is_one_process_alone(tmp_path, cells):
+    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={tmp_path}", "debug.noise_seed=1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(ROOT / "run.py"), *given, *CELLS["per_device"]],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Record: ") == 1 and done.stdout.count("Privacy: ") == 1
+    one, other = weights(tmp_path), weights(cells[0] / "per_device")
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_meet_and_tell_a_mistake_once(tmp_path):
+    task = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "localhost",
+    }
+    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={tmp_path / 'out'}", "train.batch_size=65"]
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "run.py"), *given],
+            cwd=ROOT,
+            env=environment() | task | {"SLURM_PROCID": number, "SLURM_LOCALID": number},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in "01"
+    ]
+    told = [process.communicate(timeout=150)[1] for process in tasks]
+    assert [process.returncode for process in tasks] == [2, 2]
+    [line] = "".join(told).splitlines()
+    assert line.startswith("error: ") and "larger than the training data" in line
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,211 @@
+"""Processes of a run: all end together, whatever happens to one, and the person reads one sentence."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import RunConfig
+from groupwise.errors import ProcessFailed, UserError
+from groupwise.launch import processes
+from groupwise.launch.place import Place, find_place, first_host, name_of
+from groupwise.launch.processes import spawn
+
+
+def config_of(stages: int, ranks: int = 1, folder: Path | str = "results") -> RunConfig:
+    config = RunConfig()
+    config.pipeline.stages, config.parallel.ranks, config.paths.results = stages, ranks, str(folder)
+    return config
+
+
+# --- what a process does here; the folder for results says what happened where ---
+
+
+def _wait() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def greets(config: RunConfig, place: Place) -> dict:
+    print(f"hello from {place.rank}", flush=True)
+    Path(config.paths.results, f"{place.rank}").write_text(f"{place.rank} {place.world} {place.local} {os.getpid()}")
+    return {"rank": place.rank}
+
+
+def errs(config: RunConfig, place: Place) -> dict:
+    if place.rank == 1:
+        raise UserError("the file is not there: bring it.")
+    _wait()
+    return {}
+
+
+def breaks(config: RunConfig, place: Place) -> dict:
+    greets(config, place)
+    if place.rank == 1:
+        raise RuntimeError("a bug")
+    while sum(1 for _ in Path(config.paths.results).iterdir()) < place.world:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    raise RuntimeError("the connection was closed by a peer")
+
+
+def dies(config: RunConfig, place: Place) -> dict:
+    greets(config, place)
+    if place.rank == 1:
+        print("the last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _wait()
+    return {}
+
+
+def waits(config: RunConfig, place: Place) -> dict:
+    try:
+        greets(config, place)
+        _wait()
+    except KeyboardInterrupt:
+        Path(config.paths.results, f"{place.rank}").write_text("asked")
+        raise
+    return {}
+
+
+def gone(folder: Path) -> bool:
+    """Have all processes that greeted left?"""
+    ids = [int(file.read_text().split()[3]) for file in folder.iterdir()]
+    return not any(Path(f"/proc/{number}").exists() for number in ids)
+
+
+# --- starting and ending ---
+
+
+@pytest.fixture(autouse=True)
+def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE", 1.0)
+
+
+def test_every_process_knows_its_place_and_only_the_main_one_is_heard(tmp_path, capfd):
+    assert spawn(config_of(2, 2, tmp_path), greets) == {"rank": 0}
+    assert capfd.readouterr().out == "hello from 0\n"
+    assert [(tmp_path / str(rank)).read_text().split()[:3] for rank in range(4)] == [
+        [str(rank), "4", str(rank)] for rank in range(4)
+    ]
+    assert gone(tmp_path)
+
+
+def test_a_mistake_in_any_process_is_the_mistake_of_the_run(capfd):
+    with pytest.raises(UserError, match="the file is not there"):
+        spawn(config_of(2), errs)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_bug_shows_its_own_traceback_and_not_what_followed_from_it(tmp_path, capfd):
+    with pytest.raises(ProcessFailed, match=r"stage 1 failed with exit code 1.*same command goes on"):
+        spawn(config_of(2, folder=tmp_path), breaks)
+    told = capfd.readouterr().err
+    assert "RuntimeError: a bug" in told and "closed by a peer" not in told
+
+
+def test_when_one_is_killed_all_end_soon_even_those_that_do_not_listen(tmp_path, capfd):
+    began = time.monotonic()
+    with pytest.raises(ProcessFailed, match="stage 1 of replica 0 was killed by SIGKILL") as failed:
+        spawn(config_of(2, 2, tmp_path), dies)
+    assert time.monotonic() - began < 30
+    assert "\n" not in str(failed.value)
+    assert capfd.readouterr().err == "the last words\n"
+    assert gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_asked_to_stop_asks_all(tmp_path, number):
+    def ask() -> None:
+        while sum(1 for file in tmp_path.iterdir() if file.read_text()) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=ask, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        spawn(config_of(2, folder=tmp_path), waits)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["asked", "asked"]
+
+
+def test_processes_do_not_outlive_the_one_that_watches(tmp_path):
+    code = (
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+        "import test_processes as t\n"
+        "if __name__ == '__main__':\n"
+        f"    t.spawn(t.config_of(2, folder={str(tmp_path / 'out')!r}), t.waits)\n"
+    )
+    (tmp_path / "out").mkdir()
+    script = tmp_path / "watches.py"
+    script.write_text(code)
+    watcher = os.posix_spawn(sys.executable, [sys.executable, str(script)], dict(os.environ))
+    deadline = time.monotonic() + 30
+    while sum(1 for file in (tmp_path / "out").iterdir() if file.read_text()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(watcher, signal.SIGKILL)
+    os.waitpid(watcher, 0)
+    while not gone(tmp_path / "out") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(tmp_path / "out")
+
+
+# --- places ---
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_ID": "0",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "gpu[03-04]",
+}
+
+
+def test_torchrun_and_srun_say_which_process_this_is():
+    place = find_place(config_of(4, 2), TORCHRUN)
+    assert (place.rank, place.world, place.local, place.sharing, place.meeting) == (5, 8, 1, 4, "env://")
+    place = find_place(config_of(4, 2), SRUN)
+    assert (place.rank, place.world, place.local, place.main) == (5, 8, 1, False)
+    assert place.meeting.startswith("tcp://gpu03:2")
+    assert find_place(config_of(4, 2), SRUN | {"MASTER_PORT": "99"}).meeting == "tcp://gpu03:99"
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, SRUN | {"SLURM_NTASKS": "1"}, {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}]
+)
+def test_nobody_else_started_several(environment):
+    assert find_place(config_of(4, 2), environment) is None
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
+def test_another_number_of_processes_is_refused_once(environment):
+    first = environment | {"RANK": "0"} if environment is TORCHRUN else environment | {"SLURM_PROCID": "0"}
+    with pytest.raises(UserError, match=r"started 8 processes, but pipeline.stages=3 times parallel.ranks=2 makes 6"):
+        find_place(config_of(3, 2), first)
+    with pytest.raises(SystemExit) as left:
+        find_place(config_of(3, 2), environment)
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("a", "a"), ("a,b", "a"), ("gpu[03-05,9],login", "gpu03"), ("r[1-2]n[10,12]", "r1n10")]
+)
+def test_the_first_of_slurms_machines_is_where_all_meet(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_processes_have_names():
+    assert [name_of(config_of(2), 1), name_of(config_of(1, 2), 1)] == ["stage 1", "replica 1"]
+    assert name_of(config_of(2, 2), 3) == "stage 1 of replica 1"
