@@ -1,0 +1,193 @@
+"""The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2
+
+Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, and the step's
+time, beside what `groupwise.pipeline.plan` says beforehand. `--help` lists the options.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import command
+from benchmarks.options import check_above_zero, read, split
+from groupwise.errors import UserError
+from groupwise.suggestions import did_you_mean
+
+MB = 1e6
+FILE = "pipeline.csv"
+KEY = ("shape", "method", "device", "hardware", "threads", "cores", "dtype")
+SIZES = ("stages", "schedule", "rematerialize", "rank", "width", "blocks", "microbatch", "length", "microbatches")
+MEASURED = ("peak_bytes", "wall_seconds", "cpu_seconds")
+PREDICTED = tuple(f"predicted_{name}" for name in MEASURED)
+COLUMNS = (
+    *("shape", "method", *SIZES, "device", "hardware", "threads", "cores", "dtype"),
+    *(*PREDICTED, *MEASURED, "memory_error", "wall_error", "cpu_error", "busy"),
+    *("commit", "dirty", "torch", "transformers", "python", "date"),
+)
+HELP = """python -m benchmarks.pipeline [key=value ...]
+
+  shape=all        weights_2, activations_2, rematerialized_4, full_4 (the number: processes); several by commas
+  method=all       none, device, layer, flat; several by commas
+  steps=3          steps on the clock, after one to warm up; the fastest counts
+  cores=2          processors that the processes share; default this machine's
+  out=results/measured/benchmarks   the folder of pipeline.csv
+  tiny=false       true: the smallest sizes, to see that everything runs
+
+  python -m benchmarks.pipeline shape=weights_2,full_4 method=none,device"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 with random weights in a pipeline.
+
+    Args:
+        stages: S.
+        width, blocks, vocabulary: of the model.
+        microbatch, length, microbatches: b, T, J.
+        rank: of the adapters; 0 trains everything.
+        schedule, rematerialize: of the pipeline.
+    """
+
+    stages: int
+    width: int
+    blocks: int
+    microbatch: int
+    length: int
+    microbatches: int
+    rank: int = 8
+    vocabulary: int = 1000
+    schedule: str = "1f1b"
+    rematerialize: bool = False
+
+
+SHAPES = {
+    "weights_2": Shape(2, width=512, blocks=8, microbatch=2, length=32, microbatches=8),
+    "activations_2": Shape(2, width=256, blocks=4, microbatch=4, length=128, microbatches=4, schedule="gpipe"),
+    "rematerialized_4": Shape(4, width=256, blocks=8, microbatch=8, length=128, microbatches=8, rematerialize=True),
+    "full_4": Shape(4, width=384, blocks=4, microbatch=4, length=64, microbatches=8, rank=0, vocabulary=4000),
+}
+METHODS = ("none", "device", "layer", "flat")
+
+
+@dataclass
+class PipelineOptions:
+    """What the command line may say; see `HELP`."""
+
+    shape: str = "all"
+    method: str = "all"
+    steps: int = 3
+    cores: int | None = None
+    out: str = "results/measured/benchmarks"
+    tiny: bool = False
+
+    @property
+    def shapes(self) -> list[str]:
+        """The names asked for."""
+        return list(SHAPES) if self.shape == "all" else split(self.shape)
+
+    @property
+    def methods(self) -> list[str]:
+        """The names asked for."""
+        return list(METHODS) if self.method == "all" else split(self.method)
+
+    def sizes(self, name: str) -> Shape:
+        """A shape's sizes."""
+        if not self.tiny:
+            return SHAPES[name]
+        full = SHAPES[name]
+        return Shape(2, 16, 2, 2, 8, 2, min(full.rank, 2), 31, full.schedule, full.rematerialize)
+
+
+def parse(arguments: Sequence[str]) -> PipelineOptions:
+    """Read and check the command line.
+
+    Raises:
+        UserError: an unknown key or value.
+    """
+    options = read(PipelineOptions, arguments)
+    check_above_zero(options, "steps")
+    if options.cores is not None:
+        check_above_zero(options, "cores")
+    for key, names, known in (("shape", options.shapes, SHAPES), ("method", options.methods, METHODS)):
+        for name in names:
+            if name not in known:
+                raise UserError(f"{key}={name} is unknown{did_you_mean(name, known)}: give {', '.join(known)}.")
+    return options
+
+
+def compare(name: str, options: PipelineOptions) -> list[dict[str, Any]]:
+    """Rows of one shape, without provenance: one for each method."""
+    from benchmarks.staged import Staged, measure
+
+    shape = options.sizes(name)
+    staged = Staged(shape, options.cores or os.cpu_count() or 1)
+    print(f"{name}: the planner", file=sys.stderr, flush=True)
+    foretold = {method: staged.predict(method) for method in options.methods}
+    print(f"{name}: {shape.stages} processes", file=sys.stderr, flush=True)
+    measured = measure(staged, options.methods, options.steps)
+    rows = []
+    for method in options.methods:
+        predicted, found = foretold[method], measured[method]
+        row = {
+            "shape": f"{name} (tiny)" if options.tiny else name,
+            "method": method,
+            **{size: getattr(shape, size) for size in SIZES},
+            **{"device": "cpu", "threads": 1, "cores": staged.cores, "dtype": "float32"},
+            "predicted_peak_bytes": max(predicted.peaks),
+            "predicted_wall_seconds": predicted.wall,
+            "predicted_cpu_seconds": sum(predicted.cpu),
+            "peak_bytes": max(found.peaks),
+            "wall_seconds": found.wall,
+            "cpu_seconds": sum(found.cpu),
+            "memory_error": max((p / m - 1 for p, m in zip(predicted.peaks, found.peaks, strict=True)), key=abs),
+            "wall_error": predicted.wall / found.wall - 1,
+            "cpu_error": sum(predicted.cpu) / sum(found.cpu) - 1,
+            "busy": found.wall / max(max(found.cpu), sum(found.cpu) / staged.cores),
+        }
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of one shape as lines of text."""
+    first = rows[0]
+    sizes = ", ".join(f"{size} {first[size]}" for size in SIZES)
+    lines = [
+        f"\n{first['shape']}: {sizes}, {first['cores']} cores",
+        f"{'':8s}{'fullest stage, MB':>25s}{'worst':>9s}{'wall, s':>17s}{'':9s}{'CPU, s':>17s}",
+        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}" + f"{'pred.':>9s}{'meas.':>8s}{'error':>9s}" * 2,
+    ]
+    for row in rows:
+        memory = f"{row['predicted_peak_bytes'] / MB:14.2f}{row['peak_bytes'] / MB:11.2f}{row['memory_error']:+9.1%}"
+        times = "".join(
+            f"{row[f'predicted_{clock}_seconds']:9.3f}{row[f'{clock}_seconds']:8.3f}{row[f'{clock}_error']:+9.1%}"
+            for clock in ("wall", "cpu")
+        )
+        lines.append(f"{row['method']:8s}{memory}{times}")
+    return "\n".join(lines)
+
+
+def run(options: PipelineOptions) -> None:
+    """Predict and measure each shape; its rows are written and printed as soon as it is done."""
+    from benchmarks.results import merge, provenance
+
+    source = provenance("cpu")
+    for name in options.shapes:
+        rows = [row | {key: source[key] for key in COLUMNS if key in source} for row in compare(name, options)]
+        merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
+        print(table(rows), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which measures memory, talks
+    return command(lambda given: run(parse(given)), HELP, "the shapes that were done are written", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What a stage holds at its fullest moment, by hand from the bytes of one microbatch."""
+
+import pytest
+
+from groupwise.pipeline.plan.footprint import Footprint
+from groupwise.pipeline.plan.memory import stage_memory
+
+PLAIN = Footprint(
+    frozen=1000,
+    trained=10,
+    largest=4,
+    received=5,
+    sent=5,
+    stored=50,
+    forward=70,
+    backward=30,
+    forward_operations=1,
+    backward_operations=2,
+)
+CLIPPED = Footprint(**vars(PLAIN) | {"backward": 37})
+
+
+def of(schedule="1f1b", stages=4, stage=1, microbatches=8, plain=PLAIN, clipped=CLIPPED, all_at_once=False):
+    return stage_memory(plain, clipped, schedule, stages, stage, microbatches, all_at_once=all_at_once)
+
+
+def test_1f1b_holds_as_many_microbatches_as_there_are_stages_to_come():
+    memory = of()
+    assert (memory.weights, memory.state, memory.activations) == (1000, 4 * 10, 3 * 50)
+    assert (memory.working, memory.clipping) == (30, 7)
+    assert memory.buffers == 3 * (5 + 5) + 5  # of activations and of gradients, and a gradient under way
+    assert memory.peak == 1000 + 40 + 150 + 37 + 35
+
+
+def test_gpipe_holds_all():
+    assert of("gpipe").activations == 8 * 50
+    assert of("gpipe").peak > of().peak
+
+
+def test_messages_that_gpipe_keeps_may_be_most_where_little_is_stored():
+    """With one block and rematerialisation a stage stores what it sends, and that is kept until the step ends."""
+    slim = Footprint(**vars(CLIPPED) | {"stored": 6})
+    first, last = 8 * 6 + 37 + 8 * 10, 6 + 37 + 8 * 10 + 7 * 10
+    assert of("gpipe", plain=slim, clipped=slim).peak - 1040 == max(first, last)
+
+
+def test_a_forward_pass_may_be_the_fullest_moment():
+    tall = Footprint(**vars(CLIPPED) | {"forward": 200})
+    memory = of(plain=tall, clipped=tall)
+    assert (memory.activations, memory.working) == (2 * 50, 200)
+
+
+def test_the_update_may_be_the_fullest_moment():
+    large = Footprint(**vars(CLIPPED) | {"trained": 10_000, "largest": 9_000})
+    assert of(plain=large, clipped=large).peak == 1000 + 4 * 10_000 + 2 * 9_000
+    assert of(plain=large, clipped=large, all_at_once=True).peak == 1000 + 4 * 10_000 + 2 * 10_000
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_parts_add_up(schedule):
+    memory = of(schedule)
+    assert memory.peak == sum(vars(memory).values())

@@ -1,0 +1,134 @@
+"""Whole plans for a tiny model: what fits, what does not and why, and what grows with what."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from groupwise.errors import UserError
+from groupwise.pipeline.plan.__main__ import main
+from groupwise.pipeline.plan.options import PlanOptions
+from groupwise.pipeline.plan.planner import Planner, kinds
+from groupwise.pipeline.plan.variants import per_device
+from groupwise.pipeline.plan.work import Kind
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import GPT2Config
+
+    place = tmp_path_factory.mktemp("model")
+    GPT2Config(n_layer=4, n_embd=64, n_head=2, vocab_size=100, n_positions=64).save_pretrained(place)
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def options(folder):
+    return PlanOptions(model=folder, devices=2, length=32, batch=8, examples=80, rank=4, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def planner(options):
+    return Planner(options)
+
+
+@pytest.fixture(scope="module")
+def plan(planner):
+    return planner.plan()
+
+
+def fullest(planner, stages, **changes):
+    return planner._fullest(replace(planner.work, **changes), stages)
+
+
+def test_the_plan_adds_up(plan, options):
+    assert plan.ranges == ((0, 2), (2, 4))
+    assert plan.steps == 10
+    assert plan.trained == 4 * 4 * (64 + 3 * 64)
+    assert plan.parameters == 4 * (12 * 64 * 64 + 13 * 64) + (100 + 64) * 64 + 2 * 64 + plan.trained
+    sent = 4 * 32 * 64  # a row of activations
+    assert plan.traffic == 2 * 8 * sent  # there and back, 8 examples over one link
+    assert len(plan.memory) == 2 and all(min(vars(memory).values()) >= 0 for memory in plan.memory)
+    assert plan.most == options.batch
+    assert plan.lighter is not None and plan.lighter < plan.variants[0].seconds
+    assert plan.options.microbatch == 1  # the fewer rows, the smaller the bubble
+
+
+def test_1f1b_fills_up_to_one_microbatch_a_stage(planner, options):
+    work = replace(planner.work, microbatch=4)
+    assert (planner.microbatches(work, 2), planner.microbatches(work, 4)) == (2, 4)
+    assert Planner(replace(options, schedule="gpipe")).microbatches(work, 4) == 2
+
+
+def test_stages_beyond_three_blocks_are_told_from_three(planner):
+    kind = Kind(5, False, False)
+    assert planner.footprint(planner.work, kind, "device") == planner._imagined(planner.work, kind, "device")
+
+
+def test_more_devices_and_less_length_need_less_memory(planner, options):
+    by_devices = [fullest(planner, stages) for stages in (1, 2, 4)]
+    assert by_devices == sorted(by_devices, reverse=True) and len(set(by_devices)) == 3
+    assert fullest(planner, 2, length=16, places=16) < fullest(planner, 2)
+    assert fullest(planner, 2, rematerialize=False) > fullest(planner, 2)
+    assert fullest(Planner(replace(options, schedule="gpipe")), 2) > fullest(planner, 2)
+
+
+def test_the_largest_microbatch_fits_and_the_next_does_not(planner, options):
+    need = fullest(planner, 2, microbatch=3) + 1e9  # what the accelerator keeps to itself
+    tight = Planner(replace(options, memory=str(int(need))))
+    assert tight.most() == 3
+    assert fullest(planner, 2, microbatch=4) + 1e9 > need
+
+
+def test_a_model_that_does_not_fit_says_how_many_devices_it_takes(planner, options):
+    room = fullest(planner, 4)
+    tight = Planner(replace(options, microbatch=1, memory=str(int(room + 1e9))))
+    with pytest.raises(UserError, match=r"does not fit on 2 devices with microbatch 1: stage \d needs .*; give at least"):
+        tight.plan()
+    least = tight.least_devices()
+    assert 2 < least <= 4
+    assert tight.fits(tight.work, least) and not tight.fits(tight.work, least - 1)
+
+
+def test_a_model_that_fits_no_number_of_devices_says_so(options):
+    with pytest.raises(UserError, match="no number of devices would do"):
+        Planner(replace(options, microbatch=1, memory="1.0001GB")).plan()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"devices": 5}, "devices=5 is more than the 4 blocks"), ({"length": 65}, "length=65 is more than the 64 positions")],
+)
+def test_what_the_model_does_not_have_is_refused(options, change, message):
+    with pytest.raises(UserError, match=message):
+        Planner(replace(options, **change)).plan()
+
+
+def test_balancing_by_time_takes_all_blocks(options):
+    planner = Planner(replace(options, balance="time"))
+    assert sum(kind.blocks for kind in kinds(planner.ranges(planner.work))) == 4
+
+
+def test_the_command_prints_a_plan(folder, capsys):
+    assert main([f"model={folder}", "devices=2", "length=16", "batch=8", "examples=80", "rank=2", "microbatch=1"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"bubble 11\.1%", said)  # 1/(8 + 1)
+    for name in ("per-device", "flat, hold", "flat, offload", "flat, rematerialise", "flat, two passes"):
+        assert name in said
+    assert "Do: 2 stages, microbatches of 1" in said.splitlines()[-1]
+
+
+def test_a_model_that_does_not_fit_ends_with_2(folder, capsys):
+    assert main([f"model={folder}", "devices=2", "length=16", "memory=1.0001GB", "batch=8"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_cpu_is_timed_and_its_cores_are_shared(options):
+    planner = Planner(replace(options, accelerator="cpu", microbatch=2, cores=1))
+    setting = planner.setting(planner.work, planner.ranges(planner.work))
+    work = 4 * (sum(setting.forward) + sum(setting.backward))
+    assert min(setting.forward) > 0
+    shared, alone = per_device(setting).seconds, per_device(replace(setting, cores=math.inf)).seconds
+    assert shared == pytest.approx(work + setting.update + setting.agree, rel=0.02)
+    assert alone < shared
