@@ -5,8 +5,8 @@ VENV := .venv
 STAMP := $(VENV)/.complete
 BIN := $(VENV)/bin
 WORKERS ?= 2
-# One thread a worker: the workers share the cores.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+# One thread a worker: the workers share the cores. A file stays with one worker, which starts its processes once.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Options of the benchmark: make bench BENCH="workload=gpt2 rounds=3 layers=12"; --help lists them.
 BENCH ?= workload=all method=all
@@ -14,7 +14,7 @@ BUDGET ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow bench bench-tiny bench-growth bench-loop bench-full-size bench-page figure-throughput \
-	figure-runtime_breakdown pretrain sweep-cifar-mini sweep-sst2-mini sweep-e2e-mini sweep-samsum-mini lint format types clean
+	figure-runtime_breakdown pretrain sweep-cifar-mini sweep-sst2-mini sweep-e2e-mini sweep-samsum-mini sweep-samsum-pipeline-mini lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,14 @@ sweep-e2e-mini: $(STAMP) ## real E2E on the mini GPT-2: 3 runs, then its rows in
 sweep-samsum-mini: $(STAMP) ## real SAMSum with LoRA on the mini GPT-2: 3 runs, then its rows into results/measured
 	$(BIN)/python run.py -m +sweep=samsum_mini
 	$(BIN)/python -m groupwise.analysis.collect results/measured/samsum_mini.csv task=samsum scale=mini
+
+# Fewer steps than the sweep above, so that its runs and these stay apart.
+sweep-samsum-pipeline-mini: $(STAMP) ## real SAMSum on four stages, per device, and flat and per layer in one process, at three budgets: 10 runs
+	$(BIN)/python run.py -m +sweep=samsum_pipeline_mini
+	$(BIN)/python run.py -m +sweep=samsum_pipeline_mini clip=none privacy.epsilon=inf
+	$(BIN)/python run.py -m +sweep=samsum_epsilon_mini
+	$(BIN)/python run.py -m +sweep=samsum_epsilon_mini clip=none privacy.epsilon=inf
+	$(BIN)/python -m groupwise.analysis.collect results/measured/samsum_pipeline_mini.csv task=samsum scale=mini train.epochs=0.15
 
 lint: $(STAMP) ## ruff: style and likely mistakes
 	$(BIN)/ruff check .

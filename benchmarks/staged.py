@@ -1,0 +1,192 @@
+"""One shape of `benchmarks.pipeline`: what the planner says of it, and what its processes say."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from benchmarks.memory import Step, peak_bytes
+from benchmarks.pipeline import Shape
+from groupwise.clipping import ClippingEngine, attach, flat, per_layer
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.pipeline.feed import Microbatch
+from groupwise.pipeline.plan.options import PlanOptions
+from groupwise.pipeline.plan.planner import Planner, kinds
+from groupwise.pipeline.plan.variants import per_device, two_passes
+from groupwise.pipeline.plan.work import Kind, Work, cut_out, inputs
+from groupwise.pipeline.stage import StageRunner
+from groupwise.privacy import NoiseSource, release_gradients
+
+PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
+LIMIT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bytes of each process at its fullest, seconds of a step, and CPU seconds of each process in it."""
+
+    peaks: list[int]
+    wall: float
+    cpu: list[float]
+
+
+class Staged:
+    """A shape cut into stages, as the planner sees it.
+
+    Args:
+        shape: its sizes.
+        cores: processors that all processes share.
+    """
+
+    def __init__(self, shape: Shape, cores: int) -> None:
+        import_torchvision()
+        from transformers import GPT2Config
+
+        torch.set_num_threads(1)
+        self.shape, self.cores = shape, cores
+        config = GPT2Config(
+            n_layer=shape.blocks,
+            n_embd=shape.width,
+            n_head=max(1, shape.width // 64),
+            vocab_size=shape.vocabulary,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        options = PlanOptions(
+            model="gpt2",
+            devices=shape.stages,
+            accelerator="cpu",
+            microbatch=shape.microbatch,
+            length=shape.length,
+            batch=shape.microbatch * shape.microbatches,
+            rank=shape.rank,
+            schedule=shape.schedule,
+            rematerialize=shape.rematerialize,
+            cores=cores,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.planner = Planner(options, config)
+        self.ranges = self.planner.ranges(self.work)
+
+    @property
+    def work(self) -> Work:
+        """What a stage is asked to do."""
+        return self.planner.work
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What each stage is."""
+        return kinds(self.ranges)
+
+    def predict(self, method: str) -> Found:
+        """What the planner says; its blocks are timed now, in this process."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            passes = {"flat": "sums"}.get(method, method)
+            setting = self.planner.setting(self.work, self.ranges, passes)
+            variant = two_passes(setting) if method == "flat" else per_device(setting)
+            peaks = [memory.peak for memory in self.planner.memory(self.work, self.ranges, method)]
+        each = zip(setting.forward, setting.backward, setting.norms, strict=True)
+        once = [f + b + (f + norms if method == "flat" else 0.0) for f, b, norms in each]
+        return Found(peaks, variant.seconds, [setting.microbatches * seconds + setting.update for seconds in once])
+
+
+def measure(staged: Staged, methods: Sequence[str], steps: int) -> dict[str, Found]:
+    """Run the pipeline in processes of its own, one method after the other; the fastest of `steps` steps counts."""
+    stages = staged.shape.stages
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, staged.work, staged.kinds, staged.shape, list(methods), steps)
+        torch.multiprocessing.spawn(_process, arguments, nprocs=stages)
+        said = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(stages)]
+    return {method: _found([process[method] for process in said]) for method in methods}
+
+
+def _found(processes: list[dict[str, Any]]) -> Found:
+    wall = min(max(step) for step in zip(*(process["wall"] for process in processes), strict=True))
+    return Found([process["peak"] for process in processes], wall, [min(process["cpu"]) for process in processes])
+
+
+def _process(
+    rank: int, folder: str, work: Work, kinds: list[Kind], shape: Shape, methods: list[str], steps: int
+) -> None:
+    """One stage's whole life."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo", f"file://{folder}/meeting", timeout=LIMIT, rank=rank, world_size=len(kinds))
+    said = {}
+    for method in methods:
+        make = partial(_step, work, kinds, rank, shape, method)
+        peak, step = peak_bytes(make, "cpu")
+        said[method] = {"peak": peak, **_timed(step, steps)}
+        del step
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+def _timed(step: Step, steps: int) -> dict[str, list[float]]:
+    walls, cpus = [], []
+    for _ in range(1 + steps):  # the first to warm up
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        cpus.append(time.process_time() - cpu)
+        dist.barrier()
+        walls.append(time.perf_counter() - wall)
+    return {"wall": walls[1:], "cpu": cpus[1:]}
+
+
+def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -> Step:
+    stage = cut_out(work, kinds[rank], "cpu")
+    stage.index, stage.count = rank, len(kinds)  # of a model of just these blocks until now
+    partition = PARTITIONS[method]
+    engine = None if partition is None else attach(stage, partition(stage), 0.1, rates=work.rates)
+    runner = StageRunner(stage, engine, torch.device("cpu"), shape.schedule)
+    microbatches = [_microbatch(work, cut_out(work, Kind(1, True, True))) for _ in range(shape.microbatches)]
+    trained = [p for p in stage.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    noise = NoiseSource.from_seed(rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if engine is not None:
+            engine.reset()
+        (runner.run_flat if method == "flat" else runner.run)(microbatches)
+        if engine is not None:
+            _release(engine, noise)
+        optimizer.step()
+
+    return step
+
+
+def _microbatch(work: Work, first: Any) -> Microbatch:
+    ids, kwargs = inputs(first, work)
+    return Microbatch(ids, kwargs)
+
+
+def _release(engine: ClippingEngine, noise: NoiseSource) -> None:
+    release_gradients(
+        [group.parameters for group in engine.groups],
+        engine.thresholds,
+        allocation="equal_budget",
+        noise_multiplier=1.0,
+        expected_batch_size=1.0,
+        noise=noise,
+        step=0,
+    )
