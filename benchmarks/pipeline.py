@@ -157,10 +157,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of one shape as lines of text."""
     first = rows[0]
     sizes = ", ".join(f"{size} {first[size]}" for size in SIZES)
+    clocks = f"{'pred.':>9s}{'meas.':>8s}{'error':>9s}"
     lines = [
         f"\n{first['shape']}: {sizes}, {first['cores']} cores",
         f"{'':8s}{'fullest stage, MB':>25s}{'worst':>9s}{'wall, s':>17s}{'':9s}{'CPU, s':>17s}",
-        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}" + f"{'pred.':>9s}{'meas.':>8s}{'error':>9s}" * 2,
+        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}{clocks}{clocks}",
     ]
     for row in rows:
         memory = f"{row['predicted_peak_bytes'] / MB:14.2f}{row['peak_bytes'] / MB:11.2f}{row['memory_error']:+9.1%}"

@@ -32,6 +32,8 @@ class ModelConfig:
     """Text: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub."""
     fresh: bool = False
     """Text: random weights, in the shape of `architecture` and `shape`, or of `source` where those are not given."""
+    weights: str | None = None
+    """A finished run's folder, or the model.pt in it, to start from; cut into any number of stages. Privacy adds up."""
     architecture: str | None = None
     """Text: transformers' model_type, such as roberta or gpt2, for fresh weights."""
     shape: dict[str, Any] = field(default_factory=dict)

@@ -46,6 +46,10 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         task = make_staged_task(config, ranks, device)
     else:
         task = make_task(config, device)
+    if config.model.weights is not None:
+        from groupwise.launch.start_weights import start_from
+
+        start_from(task.model, config.model.weights)
     described = task.describe_data()
     if "generated" in described:
         print(f"Data: {described['source']}; {described['generated']}.")

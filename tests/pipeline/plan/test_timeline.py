@@ -54,6 +54,7 @@ def test_stages_that_share_a_processor_do_their_work_one_after_the_other():
 
 
 def test_tasks_that_wait_for_each_other_are_found():
-    first, second = Task("a", 1.0, (("b", 0.0),)), Task("b", 1.0, (("a", 0.0),))
+    here, there = ("F", 0, 0), ("F", 0, 1)
+    first, second = Task(here, 1.0, ((there, 0.0),)), Task(there, 1.0, ((here, 0.0),))
     with pytest.raises(ValueError, match="wait for each other"):
         duration([[first], [second]])

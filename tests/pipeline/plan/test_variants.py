@@ -40,7 +40,7 @@ def test_two_passes_take_two_schedules(schedule):
 
 
 def test_holding_for_each_microbatch_drains_the_pipeline_backward():
-    """No stage goes on before the backward pass has come to the first: COUNT times S backward passes in a row at least."""
+    """No stage goes on before the backward pass has come to the first: COUNT times S of them in a row at least."""
     held = by_name(EVEN)["hold", "each"]
     assert held.seconds >= COUNT * STAGES * 2.0
     assert held.seconds > 1.5 * BASE

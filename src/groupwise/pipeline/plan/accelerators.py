@@ -42,8 +42,9 @@ class Accelerator:
 
 
 ACCELERATORS = {
-    # NVIDIA V100 data sheet (SXM3, 32 GB): 125 and 15.7 TFLOP/s, 900 GB/s; DGX-2: NVSwitch, 150 GB/s a direction; PCIe 3.
-    # Share: one V100 of a DGX-2H trains a GPT-2 of 1.2 billion parameters at 39 TFLOP/s (Megatron-LM, 2019, section 5.1).
+    # NVIDIA V100 data sheet (SXM3, 32 GB): 125 and 15.7 TFLOP/s, 900 GB/s; DGX-2: NVSwitch, 150 GB/s a direction,
+    # PCIe 3. Share: one V100 of a DGX-2H trains a GPT-2 of 1.2 billion parameters at 39 TFLOP/s (Megatron-LM, 2019,
+    # section 5.1).
     "v100_32gb": Accelerator(
         name="v100_32gb",
         memory=32 * GIB,
@@ -70,8 +71,8 @@ ACCELERATORS = {
         host=25e9,
         dtype="bfloat16",
     ),
-    # NVIDIA H100 data sheet (SXM, without sparsity): 989 and 67 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s a direction; PCIe 5.
-    # Share: 400 TFLOP/s a device (The Llama 3 herd of models, 2024, table 4: 38 to 43 %).
+    # NVIDIA H100 data sheet (SXM, without sparsity): 989 and 67 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s a direction,
+    # PCIe 5. Share: 400 TFLOP/s a device (The Llama 3 herd of models, 2024, table 4: 38 to 43 %).
     "h100": Accelerator(
         name="h100",
         memory=80 * GIB,

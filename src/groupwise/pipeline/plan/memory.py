@@ -37,12 +37,19 @@ class Memory:
 
 
 def stage_memory(
-    plain: Footprint, clipped: Footprint, schedule: str, stages: int, stage: int, microbatches: int, *, all_at_once: bool
+    plain: Footprint,
+    clipped: Footprint,
+    schedule: str,
+    stages: int,
+    stage: int,
+    microbatches: int,
+    *,
+    all_at_once: bool,
 ) -> Memory:
     """The fullest moment of a stage's step.
 
-    That is the first backward pass, or the forward pass before it, when the most microbatches are in flight. Under GPipe,
-    whose messages are let go of at the end of the step alone, it may be the last backward pass.
+    That is the first backward pass, or the forward pass before it, when the most microbatches are in flight. Under
+    GPipe, whose messages are let go of at the end of the step alone, it may be the last backward pass.
 
     Args:
         plain: of the stage without clipping.

@@ -25,8 +25,8 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
 class Meter(TorchDispatchMode):
     """While it is entered: bytes held by new tensors now and at most since `restart`, and operations since then.
 
-    Operations are those of matrix products, convolutions and attention, a multiply-add is two. What a kernel needs inside
-    itself and gives back before it returns is not seen. (torch's FlopCounterMode would keep tensors alive.)
+    Operations are those of matrix products, convolutions and attention, a multiply-add is two. What a kernel needs
+    inside itself and gives back before it returns is not seen. (torch's FlopCounterMode would keep tensors alive.)
     """
 
     def __init__(self) -> None:

@@ -157,9 +157,11 @@ def _check(options: PlanOptions) -> None:
             raise UserError(f"{key}={value} is unknown{did_you_mean(str(value), choices)}: give {', '.join(choices)}.")
     device = options.device
     if options.room <= 0:
-        raise UserError(f"memory={options.memory} leaves no room beside the {device.reserved / 1e9:g} GB of {device.name}'s own.")
+        own = f"{device.reserved / 1e9:g} GB that a {device.name} takes for itself"
+        raise UserError(f"memory={options.memory} leaves no room beside the {own}: give more.")
     if device.peak and options.weights_dtype not in device.peak:
-        raise UserError(f"dtype={options.weights_dtype} is not fast on a {device.name}: give {' or '.join(device.peak)}.")
+        fast = " or ".join(device.peak)
+        raise UserError(f"dtype={options.weights_dtype} is not fast on a {device.name}: give {fast}.")
     if options.examples < options.batch:
         raise UserError(f"batch={options.batch} is more than the {options.examples} examples: give a smaller one.")
     if options.microbatch is not None and options.microbatch > options.batch:

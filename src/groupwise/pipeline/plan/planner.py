@@ -84,7 +84,11 @@ class Planner:
         if options.length > positions:
             raise UserError(f"length={options.length} is more than the {positions} positions of {options.model}.")
         self.model = build(
-            self.config, rank=options.rank, targets=options.adapted, dtype=options.weights_dtype, attention=options.attention
+            self.config,
+            rank=options.rank,
+            targets=options.adapted,
+            dtype=options.weights_dtype,
+            attention=options.attention,
         )
         self.blocks = len(dissect(self.model).blocks)
         self.work = Work(
@@ -110,7 +114,7 @@ class Planner:
         options = self.options
         if options.devices > self.blocks:
             raise UserError(
-                f"devices={options.devices} is more than the {self.blocks} blocks of {options.model}: give at most as many."
+                f"devices={options.devices} is more than the {self.blocks} blocks of {options.model}: give no more."
             )
         if not self.fits(self.work):
             raise UserError(self._why_not())
@@ -167,7 +171,9 @@ class Planner:
             for stage, kind in enumerate(kinds(ranges))
         ]
 
-    def _stage_memory(self, work: Work, ranges: Ranges, stage: int, name: str, plain: Footprint | None = None) -> Memory:
+    def _stage_memory(
+        self, work: Work, ranges: Ranges, stage: int, name: str, plain: Footprint | None = None
+    ) -> Memory:
         """What one stage holds at most; what clipping adds is told apart where `plain` is given."""
         kind, count = kinds(ranges)[stage], self.microbatches(work, len(ranges))
         found = [self.footprint(work, kind, one) for one in (("norms", "sums") if name == "flat" else (name,))]
@@ -224,8 +230,9 @@ class Planner:
         stage = max(range(len(memory)), key=lambda i: memory[i].peak)
         need, room = memory[stage].peak / 1e9, options.room / 1e9
         why = (
-            f"{options.model} does not fit on {options.devices} devices with microbatch {self.work.microbatch}: stage {stage} "
-            f"needs {need:.1f} GB, {memory[stage].weights / 1e9:.1f} of them frozen weights, and {room:.1f} are there"
+            f"{options.model} does not fit on {options.devices} devices with microbatch {self.work.microbatch}: "
+            f"stage {stage} needs {need:.1f} GB, {memory[stage].weights / 1e9:.1f} of them frozen weights, and "
+            f"{room:.1f} are there"
         )
         least = self.least_devices()
         if least is None:

@@ -92,7 +92,7 @@ def build(
         try:
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=chosen, attn_implementation=attention)
         except ValueError as error:
-            raise UserError(f"A {config.model_type} is no causal language model that could be built: {error}.") from error
+            raise UserError(f"A {config.model_type} cannot be built as a causal language model: {error}.") from error
         if rank:
             lora = LoraConfig(rank=rank, alpha=float(rank), targets=list(targets))
             model = add_adapters(model, lora)

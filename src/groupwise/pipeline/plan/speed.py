@@ -34,8 +34,8 @@ class Speed(Protocol):
 class Rated:
     """Operations over the achieved rate, but no less than it takes to read the weights once a pass.
 
-    Kernels that move bytes and little else (norms of layers, softmax, clipping) are in the achieved rate, which is that of
-    whole trainings. So clipping costs its operations here, and nothing for its small kernels.
+    Kernels that move bytes and little else (norms of layers, softmax, clipping) are in the achieved rate, which is that
+    of whole trainings. So clipping costs its operations here, and nothing for its small kernels.
     """
 
     def __init__(

@@ -19,11 +19,11 @@ def advice(plan: Plan) -> str:
     """One plain sentence or two."""
     options, best = plan.options, plan.variants[0]
     flat = min((v for v in plan.variants[1:] if v.device <= _free(plan)), key=lambda variant: variant.seconds)
-    epochs = best.seconds * plan.steps * options.epochs
+    free, epochs = _free(plan) / GB, best.seconds * plan.steps * options.epochs
     text = (
-        f"Do: {options.devices} stages, microbatches of {options.microbatch}, {options.schedule}, per-device clipping: "
-        f"{_free(plan) / GB:.1f} GB stay free on the fullest device, {options.epochs:g} epochs take {_time(epochs)}; the "
-        f"fastest flat clipping that fits ({flat.name.removeprefix('flat, ')}, {flat.sync}) takes "
+        f"Do: {options.devices} stages, microbatches of {options.microbatch}, {options.schedule}, per-device clipping; "
+        f"{free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take {_time(epochs)}. "
+        f"The fastest flat clipping that fits ({flat.name.removeprefix('flat, ')}, {flat.sync}) takes "
         f"{flat.seconds / best.seconds:.2f} times as long and {flat.device / GB:.3g} GB more."
     )
     if plan.lighter is not None and plan.lighter < 0.95 * best.seconds:
@@ -39,11 +39,11 @@ def _head(plan: Plan) -> list[str]:
     options = plan.options
     device = options.device
     trains = f"LoRA of rank {options.rank}, {plan.trained / 1e6:.4g} M" if options.rank else "everything"
-    speed = (
-        "blocks timed here"
-        if device.measured
-        else f"{device.peak[options.weights_dtype if options.rank else 'float32'] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
-    )
+    if device.measured:
+        speed = "blocks timed here"
+    else:
+        peak = device.peak[options.weights_dtype if options.rank else "float32"]
+        speed = f"{peak / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
     return [
         f"{options.model}: {plan.parameters / 1e9:.4g} billion parameters in {options.weights_dtype}, trains {trains}",
         f"{options.devices} x {device.name}: {options.room / GB:.1f} GB for tensors, {speed}",
@@ -86,7 +86,8 @@ def _line(plan: Plan, variant: Variant) -> str:
     best = plan.variants[0].seconds
     sizes = "".join(f"{size / GB:10.3g}" for size in (variant.device, variant.host, variant.traffic))
     times = f"{_time(variant.seconds):>10s}{_time(variant.seconds * plan.steps):>10s}{variant.seconds / best:8.2f}"
-    return f"{variant.name:22s}{variant.sync:18s}{times}{sizes}" + ("   does not fit" if variant.device > _free(plan) else "")
+    fits = "" if variant.device <= _free(plan) else "   does not fit"
+    return f"{variant.name:22s}{variant.sync:18s}{times}{sizes}{fits}"
 
 
 def _time(seconds: float) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+Key = tuple[str, int, int]
+"""What is done ("F", "B", …), for which microbatch, on which stage."""
 EPSILON = 1e-12  # of the clock, relative
 
 
@@ -18,9 +20,9 @@ class Task:
         after: tasks of other stages that it waits for, each with the seconds that its result travels.
     """
 
-    key: Hashable
+    key: Key
     seconds: float
-    after: tuple[tuple[Hashable, float], ...] = ()
+    after: tuple[tuple[Key, float], ...] = ()
 
 
 def in_flight(schedule: str, stages: int, stage: int, microbatches: int) -> int:
@@ -43,7 +45,7 @@ def order(schedule: str, stages: int, stage: int, microbatches: int) -> list[tup
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """(S - 1)/(J + S - 1): how much of the time a stage waits, where all stages take equally long (Huang et al., 2.2)."""
+    """(S - 1)/(J + S - 1): the share of the time that each of S equal stages waits (Huang et al., section 2.3)."""
     return (stages - 1) / (microbatches + stages - 1)
 
 
@@ -89,7 +91,7 @@ class _Run:
         self._work, self._cores = work, cores
         self._next = [0] * len(work)
         self._left: dict[int, float] = {}
-        self._done: dict[Hashable, float] = {}
+        self._done: dict[Key, float] = {}
         self._now = 0.0
 
     def duration(self) -> float:

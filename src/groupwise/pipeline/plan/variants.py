@@ -1,4 +1,4 @@
-"""Per-device clipping and the paper's ways to clip flat in a pipeline (section 4): time, memory and traffic of a step."""
+"""Per-device clipping, and the paper's ways to clip flat in a pipeline (section 4): a step's time, memory, traffic."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _each(setting: Setting, beside: Sequence[float], then: Sequence[float], *, p
         done: list[Task] = []
         for task in work:
             done.append(task)
-            kind, j, _ = task.key  # type: ignore[misc]
+            kind, j, _ = task.key
             if kind == "B":
                 ahead = 0 if pause else stage
                 due = range(last - ahead, last + 1) if j == last else [j - ahead]
@@ -147,7 +147,5 @@ def _end(setting: Setting, beside: Sequence[float], then: Sequence[float]) -> fl
     work: list[list[Task]] = []
     for stage, before in enumerate(_base(setting, beside)):
         after = (("B", count - 1, 0), setting.agree)
-        work.append([*before, Task(("then", stage), count * then[stage], (after,))])
+        work.append([*before, Task(("then", 0, stage), count * then[stage], (after,))])
     return _seconds(setting, work)
-
-

@@ -1,0 +1,48 @@
+"""Weights of an earlier run, read by another number of stages."""
+
+import pytest
+import torch
+
+from groupwise.errors import UserError
+from groupwise.launch.start_weights import start_from
+from groupwise.models.wide_resnet import wide_resnet
+from groupwise.pipeline.split import cut
+from groupwise.training.checkpoint import save_checkpoint
+
+BLOCKS = 3
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    return wide_resnet(
+        depth=10, width=1, num_classes=3, in_channels=1, block_order="deepmind", norm="group", norm_groups=4,
+        weight_standardization=True,
+    )  # fmt: skip
+
+
+def test_three_stages_files_start_two_stages_and_a_whole_model(tmp_path):
+    whole = made(0).state_dict()
+    for index in range(BLOCKS):
+        stage = cut(made(0), tuple((i, i + 1) for i in range(BLOCKS)), index)
+        names = stage.names()
+        save_checkpoint(tmp_path / f"model-{index}.pt", {names[n]: t for n, t in stage.state_dict().items()})
+    other = made(1)
+    start_from(other, str(tmp_path))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in other.state_dict().items())
+    for index in range(2):
+        stage = cut(made(1), ((0, 2), (2, BLOCKS)), index)
+        start_from(stage, str(tmp_path / "model.pt"))
+        assert all(torch.equal(tensor, whole[stage.names()[name]]) for name, tensor in stage.state_dict().items())
+
+
+def test_what_is_no_run_or_another_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"holds no model\.pt"):
+        start_from(made(0), str(tmp_path))
+    weights = made(0).state_dict()
+    save_checkpoint(tmp_path / "model.pt", {name: t for name, t in weights.items() if not name.startswith("stem")})
+    with pytest.raises(UserError, match=r"has no stem.*: give the weights of the same model"):
+        start_from(made(0), str(tmp_path))
+    weights["stem.weight"] = weights["stem.weight"][:1]
+    save_checkpoint(tmp_path / "model.pt", weights)
+    with pytest.raises(UserError, match=r"has stem\.weight of shape"):
+        start_from(made(0), str(tmp_path))
