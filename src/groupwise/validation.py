@@ -246,6 +246,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield f"task={config.task} runs parts of its model alone, which shards cannot: use parallel.kind=ddp."
     if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":
         yield (
-            f"parallel.kind=fsdp shards parameters by layer, and clip.grouping={clip.grouping} needs all at once: "
+            "parallel.kind=fsdp shards parameters layer by layer, "
+            f"and clip.grouping={clip.grouping} needs all at once: "
             "use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
         )
