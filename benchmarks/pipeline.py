@@ -1,7 +1,8 @@
 """The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2
 
 Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, and the step's
-time, beside what `groupwise.pipeline.plan` says beforehand. `--help` lists the options.
+time, beside what `groupwise.pipeline.plan` says beforehand. CPU seconds are those of all processes together. The wall
+time is foretold for as many processors as other programs left to them. `--help` lists the options.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MEASURED = ("peak_bytes", "wall_seconds", "cpu_seconds")
 PREDICTED = tuple(f"predicted_{name}" for name in MEASURED)
 COLUMNS = (
     *("shape", "method", *SIZES, "device", "hardware", "threads", "cores", "dtype"),
-    *(*PREDICTED, *MEASURED, "memory_error", "wall_error", "cpu_error", "busy"),
+    *(*PREDICTED, *MEASURED, "memory_error", "wall_error", "cpu_error", "cores_left"),
     *("commit", "dirty", "torch", "transformers", "python", "date"),
 )
 HELP = """python -m benchmarks.pipeline [key=value ...]
@@ -133,21 +134,22 @@ def compare(name: str, options: PipelineOptions) -> list[dict[str, Any]]:
     rows = []
     for method in options.methods:
         predicted, found = foretold[method], measured[method]
+        wall = predicted.wall(found.cores)
         row = {
             "shape": f"{name} (tiny)" if options.tiny else name,
             "method": method,
             **{size: getattr(shape, size) for size in SIZES},
             **{"device": "cpu", "threads": 1, "cores": staged.cores, "dtype": "float32"},
             "predicted_peak_bytes": max(predicted.peaks),
-            "predicted_wall_seconds": predicted.wall,
+            "predicted_wall_seconds": wall,
             "predicted_cpu_seconds": sum(predicted.cpu),
             "peak_bytes": max(found.peaks),
             "wall_seconds": found.wall,
             "cpu_seconds": sum(found.cpu),
             "memory_error": max((p / m - 1 for p, m in zip(predicted.peaks, found.peaks, strict=True)), key=abs),
-            "wall_error": predicted.wall / found.wall - 1,
+            "wall_error": wall / found.wall - 1,
             "cpu_error": sum(predicted.cpu) / sum(found.cpu) - 1,
-            "busy": found.wall / max(max(found.cpu), sum(found.cpu) / staged.cores),
+            "cores_left": found.cores,
         }
         rows.append(row)
     return rows
@@ -161,7 +163,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"\n{first['shape']}: {sizes}, {first['cores']} cores",
         f"{'':8s}{'fullest stage, MB':>25s}{'worst':>9s}{'wall, s':>17s}{'':9s}{'CPU, s':>17s}",
-        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}{clocks}{clocks}",
+        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}{clocks}{clocks}  cores",
     ]
     for row in rows:
         memory = f"{row['predicted_peak_bytes'] / MB:14.2f}{row['peak_bytes'] / MB:11.2f}{row['memory_error']:+9.1%}"
@@ -169,7 +171,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row[f'predicted_{clock}_seconds']:9.3f}{row[f'{clock}_seconds']:8.3f}{row[f'{clock}_error']:+9.1%}"
             for clock in ("wall", "cpu")
         )
-        lines.append(f"{row['method']:8s}{memory}{times}")
+        lines.append(f"{row['method']:8s}{memory}{times}{row['cores_left']:7.2f}")
     return "\n".join(lines)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,9 @@ from benchmarks.pipeline import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.pipeline.feed import Microbatch
+from groupwise.pipeline.plan.estimate import Estimate, kinds
 from groupwise.pipeline.plan.options import PlanOptions
-from groupwise.pipeline.plan.planner import Planner, kinds
-from groupwise.pipeline.plan.variants import per_device, two_passes
+from groupwise.pipeline.plan.variants import Setting, per_device, two_passes
 from groupwise.pipeline.plan.work import Kind, Work, cut_out, inputs
 from groupwise.pipeline.stage import StageRunner
 from groupwise.privacy import NoiseSource, release_gradients
@@ -35,11 +36,34 @@ LIMIT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Found:
-    """Bytes of each process at its fullest, seconds of a step, and CPU seconds of each process in it."""
+    """What processes said of the fastest of their steps.
+
+    Args:
+        peaks: bytes of each process at its fullest.
+        wall: seconds of the step.
+        cpu: seconds of each process in it.
+        cores: processors that other programs left to them meanwhile.
+    """
 
     peaks: list[int]
     wall: float
     cpu: list[float]
+    cores: float
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What the planner says of it: bytes and CPU seconds of each process, and what the wall time follows from."""
+
+    peaks: list[int]
+    cpu: list[float]
+    setting: Setting
+    twice: bool
+
+    def wall(self, cores: float) -> float:
+        """Seconds of the step on so many processors."""
+        setting = replace(self.setting, cores=cores)
+        return (two_passes(setting) if self.twice else per_device(setting)).seconds
 
 
 class Staged:
@@ -81,30 +105,30 @@ class Staged:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.planner = Planner(options, config)
-        self.ranges = self.planner.ranges(self.work)
+            self.estimate = Estimate(options, config)
+        self.ranges = self.estimate.ranges(self.work)
 
     @property
     def work(self) -> Work:
         """What a stage is asked to do."""
-        return self.planner.work
+        return self.estimate.work
 
     @property
     def kinds(self) -> list[Kind]:
         """What each stage is."""
         return kinds(self.ranges)
 
-    def predict(self, method: str) -> Found:
+    def predict(self, method: str) -> Foretold:
         """What the planner says; its blocks are timed now, in this process."""
+        twice = method == "flat"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            passes = {"flat": "sums"}.get(method, method)
-            setting = self.planner.setting(self.work, self.ranges, passes)
-            variant = two_passes(setting) if method == "flat" else per_device(setting)
-            peaks = [memory.peak for memory in self.planner.memory(self.work, self.ranges, method)]
+            setting = self.estimate.setting(self.work, self.ranges, "sums" if twice else method)
+            peaks = [memory.peak for memory in self.estimate.memory(self.work, self.ranges, method)]
         each = zip(setting.forward, setting.backward, setting.norms, strict=True)
-        once = [f + b + (f + norms if method == "flat" else 0.0) for f, b, norms in each]
-        return Found(peaks, variant.seconds, [setting.microbatches * seconds + setting.update for seconds in once])
+        once = [f + b + (f + norms if twice else 0.0) for f, b, norms in each]
+        cpu = [setting.microbatches * seconds + setting.update for seconds in once]
+        return Foretold(peaks, cpu, setting, twice)
 
 
 def measure(staged: Staged, methods: Sequence[str], steps: int) -> dict[str, Found]:
@@ -114,12 +138,17 @@ def measure(staged: Staged, methods: Sequence[str], steps: int) -> dict[str, Fou
         arguments = (folder, staged.work, staged.kinds, staged.shape, list(methods), steps)
         torch.multiprocessing.spawn(_process, arguments, nprocs=stages)
         said = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(stages)]
-    return {method: _found([process[method] for process in said]) for method in methods}
+    return {method: _found([process[method] for process in said], staged.cores) for method in methods}
 
 
-def _found(processes: list[dict[str, Any]]) -> Found:
-    wall = min(max(step) for step in zip(*(process["wall"] for process in processes), strict=True))
-    return Found([process["peak"] for process in processes], wall, [min(process["cpu"]) for process in processes])
+def _found(processes: list[dict[str, Any]], cores: int) -> Found:
+    walls = [max(step) for step in zip(*(process["wall"] for process in processes), strict=True)]
+    best = walls.index(min(walls))
+    cpu = [process["cpu"][best] for process in processes]
+    others = max(processes[0]["busy"][best] - sum(cpu), 0.0) / walls[best]
+    return Found(
+        [process["peak"] for process in processes], walls[best], cpu, max(cores - others, sum(cpu) / walls[best])
+    )
 
 
 def _process(
@@ -141,15 +170,26 @@ def _process(
 
 
 def _timed(step: Step, steps: int) -> dict[str, list[float]]:
-    walls, cpus = [], []
+    said: dict[str, list[float]] = {"wall": [], "cpu": [], "busy": []}
     for _ in range(1 + steps):  # the first to warm up
         dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, busy = time.perf_counter(), time.process_time(), _busy()
         step()
-        cpus.append(time.process_time() - cpu)
+        cpu = time.process_time() - cpu
         dist.barrier()
-        walls.append(time.perf_counter() - wall)
-    return {"wall": walls[1:], "cpu": cpus[1:]}
+        for key, value in (("wall", time.perf_counter() - wall), ("cpu", cpu), ("busy", _busy() - busy)):
+            said[key].append(value)
+    return {key: values[1:] for key, values in said.items()}
+
+
+def _busy() -> float:
+    """Seconds that all processors of the machine have worked, for whatever program; 0 where Linux does not say."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, interrupts, soft, stolen = ticks[:8]
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -> Step:

@@ -19,6 +19,8 @@ def test_values_are_read_by_type():
 def test_what_is_not_given_is_the_accelerators_own():
     options = PlanOptions()
     assert (options.weights_dtype, options.room) == ("float16", 32 * 2**30 - 1e9)
+    one, four = (PlanOptions(accelerator="cpu", devices=devices) for devices in (1, 4))
+    assert (four.weights_dtype, 4 * four.room) == ("float32", one.room)
 
 
 @pytest.mark.parametrize(("text", "found"), [("32GB", 32e9), ("80GiB", 80 * 2**30), ("500 mb", 5e8), ("123", 123)])

@@ -8,8 +8,9 @@ import pytest
 
 from groupwise.errors import UserError
 from groupwise.pipeline.plan.__main__ import main
+from groupwise.pipeline.plan.estimate import Estimate, kinds
 from groupwise.pipeline.plan.options import PlanOptions
-from groupwise.pipeline.plan.planner import Planner, kinds
+from groupwise.pipeline.plan.planner import largest_microbatch, least_devices, make_plan
 from groupwise.pipeline.plan.variants import per_device
 from groupwise.pipeline.plan.work import Kind
 
@@ -29,17 +30,17 @@ def options(folder):
 
 
 @pytest.fixture(scope="module")
-def planner(options):
-    return Planner(options)
+def estimate(options):
+    return Estimate(options)
 
 
 @pytest.fixture(scope="module")
-def plan(planner):
-    return planner.plan()
+def plan(estimate):
+    return make_plan(estimate)
 
 
-def fullest(planner, stages, **changes):
-    return planner._fullest(replace(planner.work, **changes), stages)
+def fullest(estimate, stages, **changes):
+    return estimate.fullest(replace(estimate.work, **changes), stages)
 
 
 def test_the_plan_adds_up(plan, options):
@@ -54,52 +55,52 @@ def test_the_plan_adds_up(plan, options):
     assert plan.lighter is not None and plan.lighter < plan.variants[0].seconds
 
 
-def test_the_fastest_microbatch_is_chosen(planner, plan):
-    works = [replace(planner.work, microbatch=size) for size in (1, 2, 4, 8)]
-    seconds = [per_device(planner.setting(work, planner.ranges(work))).seconds for work in works]
+def test_the_fastest_microbatch_is_chosen(estimate, plan):
+    works = [replace(estimate.work, microbatch=size) for size in (1, 2, 4, 8)]
+    seconds = [per_device(estimate.setting(work, estimate.ranges(work))).seconds for work in works]
     assert plan.variants[0].seconds == min(seconds)
     assert works[seconds.index(min(seconds))].microbatch == plan.options.microbatch
 
 
-def test_1f1b_fills_up_to_one_microbatch_a_stage(planner, options):
-    work = replace(planner.work, microbatch=4)
-    assert (planner.microbatches(work, 2), planner.microbatches(work, 4)) == (2, 4)
-    assert Planner(replace(options, schedule="gpipe")).microbatches(work, 4) == 2
+def test_1f1b_fills_up_to_one_microbatch_a_stage(estimate, options):
+    work = replace(estimate.work, microbatch=4)
+    assert (estimate.microbatches(work, 2), estimate.microbatches(work, 4)) == (2, 4)
+    assert Estimate(replace(options, schedule="gpipe")).microbatches(work, 4) == 2
 
 
-def test_stages_beyond_three_blocks_are_told_from_three(planner):
+def test_stages_beyond_three_blocks_are_told_from_three(estimate):
     kind = Kind(5, False, False)
-    assert planner.footprint(planner.work, kind, "device") == planner._imagined(planner.work, kind, "device")
+    assert estimate.footprint(estimate.work, kind, "device") == estimate.imagined(estimate.work, kind, "device")
 
 
-def test_more_devices_and_less_length_need_less_memory(planner, options):
-    by_devices = [fullest(planner, stages) for stages in (1, 2, 4)]
+def test_more_devices_and_less_length_need_less_memory(estimate, options):
+    by_devices = [fullest(estimate, stages) for stages in (1, 2, 4)]
     assert by_devices == sorted(by_devices, reverse=True) and len(set(by_devices)) == 3
-    assert fullest(planner, 2, length=16, places=16) < fullest(planner, 2)
-    assert fullest(planner, 2, rematerialize=False) > fullest(planner, 2)
-    assert fullest(Planner(replace(options, schedule="gpipe")), 2) > fullest(planner, 2)
+    assert fullest(estimate, 2, length=16, places=16) < fullest(estimate, 2)
+    assert fullest(estimate, 2, rematerialize=False) > fullest(estimate, 2)
+    assert fullest(Estimate(replace(options, schedule="gpipe")), 2) > fullest(estimate, 2)
 
 
-def test_the_largest_microbatch_fits_and_the_next_does_not(planner, options):
-    need = fullest(planner, 2, microbatch=3) + 1e9  # what the accelerator keeps to itself
-    tight = Planner(replace(options, memory=str(int(need))))
-    assert tight.most() == 3
-    assert fullest(planner, 2, microbatch=4) + 1e9 > need
+def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, options):
+    need = fullest(estimate, 2, microbatch=3) + 1e9  # what the accelerator keeps to itself
+    tight = Estimate(replace(options, memory=str(int(need))))
+    assert largest_microbatch(tight) == 3
+    assert fullest(estimate, 2, microbatch=4) + 1e9 > need
 
 
-def test_a_model_that_does_not_fit_says_how_many_devices_it_takes(planner, options):
-    room = fullest(planner, 4)
-    tight = Planner(replace(options, microbatch=1, memory=str(int(room + 1e9))))
+def test_a_model_that_does_not_fit_says_how_many_devices_it_takes(estimate, options):
+    room = fullest(estimate, 4)
+    tight = Estimate(replace(options, microbatch=1, memory=str(int(room + 1e9))))
     with pytest.raises(UserError, match=r"does not fit on 2 devices .*: stage \d needs .*; give at least"):
-        tight.plan()
-    least = tight.least_devices()
+        make_plan(tight)
+    least = least_devices(tight)
     assert 2 < least <= 4
     assert tight.fits(tight.work, least) and not tight.fits(tight.work, least - 1)
 
 
 def test_a_model_that_fits_no_number_of_devices_says_so(options):
     with pytest.raises(UserError, match="no number of devices would do"):
-        Planner(replace(options, microbatch=1, memory="1.0001GB")).plan()
+        make_plan(Estimate(replace(options, microbatch=1, memory="1.0001GB")))
 
 
 @pytest.mark.parametrize(
@@ -111,12 +112,12 @@ def test_a_model_that_fits_no_number_of_devices_says_so(options):
 )
 def test_what_the_model_does_not_have_is_refused(options, change, message):
     with pytest.raises(UserError, match=message):
-        Planner(replace(options, **change)).plan()
+        make_plan(Estimate(replace(options, **change)))
 
 
 def test_balancing_by_time_takes_all_blocks(options):
-    planner = Planner(replace(options, balance="time"))
-    assert sum(kind.blocks for kind in kinds(planner.ranges(planner.work))) == 4
+    estimate = Estimate(replace(options, balance="time"))
+    assert sum(kind.blocks for kind in kinds(estimate.ranges(estimate.work))) == 4
 
 
 def test_the_command_prints_a_plan(folder, capsys):
@@ -125,7 +126,7 @@ def test_the_command_prints_a_plan(folder, capsys):
     assert re.search(r"bubble 11\.1%", said)  # 1/(8 + 1)
     for name in ("per-device", "flat, hold", "flat, offload", "flat, rematerialise", "flat, two passes"):
         assert name in said
-    assert "Do: 2 stages, microbatches of 1" in said.splitlines()[-1]
+    assert "Do: devices=2, microbatch=1" in said.splitlines()[-1]
 
 
 def test_a_model_that_does_not_fit_ends_with_2(folder, capsys):
@@ -134,8 +135,8 @@ def test_a_model_that_does_not_fit_ends_with_2(folder, capsys):
 
 
 def test_a_cpu_is_timed_and_its_cores_are_shared(options):
-    planner = Planner(replace(options, accelerator="cpu", microbatch=2, cores=1))
-    setting = planner.setting(planner.work, planner.ranges(planner.work))
+    estimate = Estimate(replace(options, accelerator="cpu", microbatch=2, cores=1))
+    setting = estimate.setting(estimate.work, estimate.ranges(estimate.work))
     work = 4 * (sum(setting.forward) + sum(setting.backward))
     assert min(setting.forward) > 0
     shared, alone = per_device(setting).seconds, per_device(replace(setting, cores=math.inf)).seconds

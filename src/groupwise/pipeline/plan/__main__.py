@@ -27,10 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(given)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from groupwise.pipeline.plan.planner import Planner
+            from groupwise.pipeline.plan.estimate import Estimate
+            from groupwise.pipeline.plan.planner import make_plan
             from groupwise.pipeline.plan.table import report
 
-            print(report(Planner(options).plan()))
+            print(report(make_plan(Estimate(options))))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE

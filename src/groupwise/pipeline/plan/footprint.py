@@ -51,10 +51,9 @@ def footprint(work: Work, kind: Kind, name: str) -> Footprint:
         passes = Passes(stage, work, name)
         x, kwargs = inputs(stage, work)
         for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter)  # as for every microbatch but the first
         meter.ignore(x, *kwargs.values(), *(p.grad for p in trained if p.grad is not None))
-        for _ in range(2):  # the second time: as every microbatch but the first
-            measured = _measured(meter, passes, x, kwargs)
+        measured = _measured(meter, passes, x, kwargs)
     return Footprint(
         frozen=sum(p.nbytes for p in parameters if not p.requires_grad),
         trained=sum(p.nbytes for p in trained),

@@ -75,9 +75,10 @@ class PlanOptions:
 
     @property
     def room(self) -> float:
-        """Bytes that tensors may take on a device."""
-        held = self.device.memory if self.memory is None else size("memory", self.memory)
-        return held - self.device.reserved
+        """Bytes that tensors may take on a device; the stages on a CPU share its memory."""
+        if self.memory is not None:
+            return size("memory", self.memory) - self.device.reserved
+        return (self.device.memory - self.device.reserved) / (self.devices if self.device.measured else 1)
 
     @property
     def weights_dtype(self) -> str:

@@ -21,7 +21,7 @@ def advice(plan: Plan) -> str:
     flat = min((v for v in plan.variants[1:] if v.device <= _free(plan)), key=lambda variant: variant.seconds)
     free, epochs = _free(plan) / GB, best.seconds * plan.steps * options.epochs
     text = (
-        f"Do: {options.devices} stages, microbatches of {options.microbatch}, {options.schedule}, per-device clipping; "
+        f"Do: devices={options.devices}, microbatch={options.microbatch}, {options.schedule}, per-device clipping; "
         f"{free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take {_time(epochs)}. "
         f"The fastest flat clipping that fits ({flat.name.removeprefix('flat, ')}, {flat.sync}) takes "
         f"{flat.seconds / best.seconds:.2f} times as long and {flat.device / GB:.3g} GB more."
@@ -38,14 +38,14 @@ def _free(plan: Plan) -> float:
 def _head(plan: Plan) -> list[str]:
     options = plan.options
     device = options.device
-    trains = f"LoRA of rank {options.rank}, {plan.trained / 1e6:.4g} M" if options.rank else "everything"
+    trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
+    dtype = options.weights_dtype if options.rank else "float32"
     if device.measured:
         speed = "blocks timed here"
     else:
-        peak = device.peak[options.weights_dtype if options.rank else "float32"]
-        speed = f"{peak / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
+        speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
     return [
-        f"{options.model}: {plan.parameters / 1e9:.4g} billion parameters in {options.weights_dtype}, trains {trains}",
+        f"{options.model}: {_number(plan.parameters)} parameters in {dtype}, trains {trains}",
         f"{options.devices} x {device.name}: {options.room / GB:.1f} GB for tensors, {speed}",
         f"batch {options.batch} = {plan.microbatches} microbatches of {options.microbatch} x {options.length} tokens "
         f"({_up_to(plan)}), "
@@ -88,6 +88,10 @@ def _line(plan: Plan, variant: Variant) -> str:
     times = f"{_time(variant.seconds):>10s}{_time(variant.seconds * plan.steps):>10s}{variant.seconds / best:8.2f}"
     fits = "" if variant.device <= _free(plan) else "   does not fit"
     return f"{variant.name:22s}{variant.sync:18s}{times}{sizes}{fits}"
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.4g} billion" if count >= 1e9 else f"{count / 1e6:.4g} million"
 
 
 def _time(seconds: float) -> str:

@@ -1,0 +1,53 @@
+"""The planner's check against measurement: its options, its table, and a pipeline of the smallest size."""
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import pipeline
+from groupwise.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("shape=weights_3", r"shape=weights_3 is unknown \(did you mean weights_2\?\)"),
+        ("method=ghost", "method=ghost is unknown"),
+        ("steps=0", "steps=0 was given"),
+        ("cores=0", "cores=0 was given"),
+        ("shapes=all", r"no key shapes \(did you mean shape\?\)"),
+    ],
+)
+def test_a_mistake_is_one_sentence(argument, message):
+    with pytest.raises(UserError, match=message):
+        pipeline.parse([argument])
+
+
+def test_all_means_all():
+    options = pipeline.parse([])
+    assert (options.shapes, options.methods) == (list(pipeline.SHAPES), list(pipeline.METHODS))
+    assert {options.sizes(name).stages for name in options.shapes} == {2, 4}
+
+
+def test_help_names_every_key():
+    for key in vars(pipeline.PipelineOptions()):
+        assert f"  {key}=" in pipeline.HELP
+
+
+@pytest.mark.slow
+def test_the_planner_foretells_the_memory_of_processes(tmp_path, capsys):
+    given = ["tiny=true", "shape=full_4", "method=device,flat", "steps=1", f"out={tmp_path}"]
+    assert pipeline.main(given) == 0
+    assert "full_4 (tiny): stages 2, schedule 1f1b" in capsys.readouterr().out
+    rows = pd.read_csv(tmp_path / "pipeline.csv")
+    assert list(rows.columns) == list(pipeline.COLUMNS)
+    assert list(rows["method"]) == ["device", "flat"]
+    assert rows["memory_error"].abs().max() < 0.1
+    assert (rows[["wall_seconds", "cpu_seconds", "predicted_wall_seconds"]] > 0).all(axis=None)
