@@ -68,7 +68,7 @@ def test_every_file_begins_with_what_it_is_and_a_command_that_composes(file: Pat
     heading = list(itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines()))
     assert any(line.startswith("# ") and not line.startswith("# @package") for line in heading)
     [command] = re.findall(r"python run\.py (.*)", "\n".join(heading))
-    run(*command.split())
+    run(*(word for word in command.split() if word != "-m"))
 
 
 # --- the paper, appendix A.1 ---

@@ -38,7 +38,7 @@ def expected(key: str) -> str:
 
 def groups(conf: Path) -> dict[str, list[str]]:
     """The groups of `conf/` that a person chooses from, with their options."""
-    inner = ("family", "recipe", "size", "tuned")  # these follow from task, clip and scale
+    inner = ("family", "recipe", "size", "tuned", "hydra")  # the last is Hydra's own
     return {
         folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
         for folder in sorted(conf.iterdir())
