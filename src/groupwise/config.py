@@ -41,7 +41,10 @@ class ModelConfig:
     tokenizer: str | None = None
     """Text: a folder or a name on the hub, or a folder with GPT-2's encoder.json and vocab.bpe; null takes `source`."""
     trains: str = "all"
-    """Text: all | attention (self-attention and head) | bias (biases and head) | lora (adapters and head)."""
+    """Text: all | attention (self-attention and head) | bias (biases and head) | embeddings (of tokens, and head) | lora
+    (adapters and head)."""
+    pool: str = "first"
+    """Classifiers: first | mean, the token or the mean of all tokens that the head reads."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     untie: bool = False
     """Text: give the head a copy of the token embedding, where the two are one parameter."""
@@ -192,6 +195,8 @@ class TrainConfig:
     """auto | cpu | cuda."""
     checkpoint_every: float = 60.0
     """Seconds between checkpoints (0: after every step); when one is written never changes the result."""
+    keep: list[float] = field(default_factory=list)
+    """Epochs at which the weights are kept, as weights-<step>.pt in the run's folder; 0 is before the first step."""
     channels_last: bool = True
     """Memory layout of convolutions."""
     threads: int | None = None
@@ -218,6 +223,8 @@ class EvalConfig:
 
     every: float | None = None
     """Epochs between evaluations; null evaluates only at the end, which always happens."""
+    curve: bool = False
+    """Every evaluation is as whole as the last one: test set and generated texts too."""
     train_limit: int | None = None
     """Evaluate on this many training examples only; null takes all."""
     batch_size: int = 1000

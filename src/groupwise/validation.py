@@ -13,7 +13,8 @@ CHOICES = {
     "scale": ("paper", "mini", "demo", "smoke"),
     "model.block_order": ("classic", "deepmind", "order3"),
     "model.norm": ("group", "batch"),
-    "model.trains": ("all", "attention", "bias", "lora"),
+    "model.pool": ("first", "mean"),
+    "model.trains": ("all", "attention", "bias", "embeddings", "lora"),
     "model.attention": ("sdpa", "eager"),
     "model.frozen_dtype": ("float32", "bfloat16"),
     "clip.grouping": ("none", "flat", "layer", "block", "device", "custom"),
@@ -56,14 +57,16 @@ BELOW_ONE = (
     "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
     "model.dropout", "model.attention_dropout", "model.lora.dropout", "data.holdout",
 )  # fmt: skip
+CLASSIFICATIONS = ("sst2", "qnli", "qqp", "mnli")
+"""Tasks that classify texts."""
 PIPELINES = ("samsum", "e2e", "dart", "cifar")
 """Tasks whose model can be cut into stages."""
 
 
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
-    checks = (_choices, _ranges, _resume, _batch, _precision, _evaluation, _privacy, _clipping, _pipeline, _parallel)
-    for check in checks:
+    checks = (_choices, _ranges, _resume, _batch, _precision, _weights, _evaluation, _privacy, _clipping)
+    for check in (*checks, _pipeline, _parallel):
         for problem in check(config):
             raise UserError(problem)
 
@@ -119,6 +122,18 @@ def _batch(config: RunConfig) -> Iterator[str]:
 def _precision(config: RunConfig) -> Iterator[str]:
     if config.model.frozen_dtype == "bfloat16" and config.train.precision != "bfloat16":
         yield "model.frozen_dtype=bfloat16 needs train.precision=bfloat16, as float32 layers meet frozen ones."
+
+
+def _weights(config: RunConfig) -> Iterator[str]:
+    if any(not 0 <= epoch < math.inf for epoch in config.train.keep):
+        yield f"train.keep={config.train.keep} are epochs: give numbers of zero or more."
+    if config.model.pool == "mean":
+        if config.task not in CLASSIFICATIONS:
+            yield f"model.pool=mean is for {', '.join(CLASSIFICATIONS)}: leave it out of task={config.task}."
+        if config.model.trains == "lora":
+            yield "model.pool=mean is not for model.trains=lora: choose one of the two."
+        if config.export is not None:
+            yield "export with model.pool=mean would be read by others as if its head took the first token: drop one."
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which parameters of a language model train (all, self-attention, biases or adapters), and in which precision."""
+"""Which parameters of a language model train (all, self-attention, biases, token embeddings or adapters), and in which precision."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
     * attention: every parameter inside a self-attention module (appendix A.2), and the head. For RoBERTa that is
       `attention.self` and `attention.output` with its LayerNorm; for GPT-2 `attn`, not the LayerNorm before it.
     * bias: every parameter called bias, and the head.
+    * embeddings: the token embedding, and the head.
     * lora: low-rank adapters beside frozen layers, and the head.
 
     The head is what a classifier adds to the pretrained model (`is_head`). A language model has none: its output layer
@@ -43,10 +44,13 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
             )
         case "bias":
             _train_only(model, lambda name: name.rpartition(".")[2] == "bias", "bias")
+        case "embeddings":
+            tokens = model.get_input_embeddings()
+            _train_only(model, lambda name: model.get_parameter(name) is tokens.weight, "token embedding")
         case "lora":
             model = add_adapters(model, settings.lora)
         case _:
-            raise UserError(f"model.trains={settings.trains} is not one of all, attention, bias, lora.")
+            raise UserError(f"model.trains={settings.trains} is not one of all, attention, bias, embeddings, lora.")
     if settings.frozen_dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.frozen_dtype={settings.frozen_dtype} is not one of float32, bfloat16.")
     for parameter in model.parameters():

@@ -18,6 +18,7 @@ from groupwise.data.checksum import sha256_of_files
 from groupwise.data.text import Data, hold_out, keep
 from groupwise.errors import UserError
 from groupwise.models.language import position_limit
+from groupwise.models.pooling import MeanPooled
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.trainable import MovedAdapters
 from groupwise.tasks.padding import IGNORED, ModelInputs
@@ -50,7 +51,8 @@ class TextTask(Task):
         self.inputs = ModelInputs(model, padding_token(tokenizer))
         self._lengths, self._description = lengths, description
         self.precision = autocast(config.train.precision, self.device)
-        self._network = torch.compile(model) if config.train.compile else model
+        network = MeanPooled(model) if config.model.pool == "mean" else model
+        self._network = torch.compile(network) if config.train.compile else network
         self._adapters = MovedAdapters(model) if config.model.trains == "lora" else None
 
     def describe_data(self) -> dict[str, Any]:

@@ -93,12 +93,23 @@ def train(
     replayed = _begin(record, trainer, start, state, private) if ranks.main else 0
     tracker = make_tracker(config, record, start) if ranks.main else _Silent()
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
+    evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
+    kept = kept_steps(config, plan)
 
     def save(step: int) -> None:
         seconds = elapsed + time.monotonic() - began
-        extra = {"step": step, "replayed_steps": replayed, "seconds": seconds, "examples": examples}
-        trainer.save(record.checkpoint, extra)
+        extra = {"step": step, "replayed_steps": replayed, "seconds": seconds, "evaluation_seconds": evaluating}
+        trainer.save(record.checkpoint, {**extra, "examples": examples})
+
+    def measure(final: bool) -> dict[str, float]:
+        """Metrics now, and the seconds of training until now."""
+        nonlocal evaluating
+        paused = time.monotonic()
+        training = elapsed + paused - began - evaluating
+        found = evaluate(config, trainer, final)
+        evaluating += time.monotonic() - paused
+        return {**found, "seconds": training}
 
     stream = None if ranks.main else io.StringIO()
     with (
@@ -107,9 +118,13 @@ def train(
     ):
         if start == 0:
             save(0)  # the key of the noise is safe before the first release
+            if 0 in kept:
+                trainer.save_model(record.folder / kept_name(0))
         for step in range(start, plan.steps):
             parts = trainer.step(step)
-            found = evaluate(config, trainer) if _evaluates(config, plan, step + 1) else {}
+            if step + 1 in kept:
+                trainer.save_model(record.folder / kept_name(step + 1))
+            found = measure(config.eval.curve) if _evaluates(config, plan, step + 1) else {}
             late = ranks.main and time.monotonic() - saved >= config.train.checkpoint_every
             due, stopping, *totals = ranks.agree(late, len(stop), *parts)
             metrics = trainer.report(totals) | found
@@ -124,8 +139,9 @@ def train(
                 raise KeyboardInterrupt
         throughput = bar.examples_per_second
     seconds = elapsed + time.monotonic() - began
-    final = evaluate(config, trainer, final=True)
+    final = measure(final=True)
     tracker.log(plan.steps, final)
+    del final["seconds"]  # of the curve; the row has those of the whole run
     outputs = trainer.outputs()
     if ranks.main:
         record.write_outputs(outputs)
@@ -152,6 +168,16 @@ def _begin(record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, 
     record.write("seeds", {**seeds, "noise_is_secret": trainer.noise.is_secret})
     record.write("privacy", {"plan": trainer.plan.to_dict(), "executed_steps": start, "private": private})
     return replayed
+
+
+def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
+    """The numbers of steps after which `train.keep` wants the weights; the last one for what lies beyond the end."""
+    return {min(plan.steps, round(epoch * plan.dataset_size / plan.expected_batch_size)) for epoch in config.train.keep}
+
+
+def kept_name(step: int) -> str:
+    """The file of the weights after `step` steps."""
+    return f"weights-{step}.pt"
 
 
 def _spent(plan: PrivacyPlan) -> Any:
@@ -254,11 +280,14 @@ def _system(trainer: AnyTrainer, seconds: float, throughput: float) -> dict[str,
 
 @contextmanager
 def _stop_flag() -> Iterator[list[int]]:
-    """A list that fills up when the process is asked to stop: the loop then saves at the end of its step."""
+    """A list that fills up when the process is asked to stop: the loop then saves at the end of its step.
+
+    Only a second Ctrl-C does not wait for that: a cluster may say SIGTERM more than once.
+    """
     stop: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if stop:
+        if number == signal.SIGINT in stop:
             raise KeyboardInterrupt
         stop.append(number)
 

@@ -1,0 +1,175 @@
+"""The cells of a sweep: which runs a table or figure of the paper is made of, and what they are at a smaller scale.
+
+`sweeps/<name>.yaml` says it once, for the launcher and for the tables:
+
+    hydra:
+      sweeper:
+        grids:                         # the paper's cells: all combinations of each grid
+          - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1, 2]}
+        scales:                        # what a smaller scale changes
+          mini:
+            train.epochs: {10: 0.2, 30: 0.6}   # the paper's value -> the value there; null leaves the cell out
+            eval.every: 0.5                    # for all cells
+            task: {dart: {data.max_length: 96}} # more keys of the cells that have this value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from groupwise.errors import UserError
+
+PAPER = "paper"
+Grid = Mapping[str, Any]
+"""Key of the command line -> its value, or a list of them."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep."""
+
+    settings: tuple[tuple[str, str], ...]
+    """Key and value as the paper has them, sorted, without seed and scale: what the cell is called, at every scale."""
+    seed: int
+    overrides: tuple[str, ...]
+    """What `run.py` is given for it at this scale, seed and scale included."""
+
+    @property
+    def name(self) -> str:
+        """The settings as text: ``clip=flat privacy.epsilon=3 task=cifar``."""
+        return " ".join(f"{key}={value}" for key, value in self.settings)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A file of `sweeps/`."""
+
+    name: str
+    title: str
+    """The first line of its heading."""
+    grids: tuple[Grid, ...]
+    scales: Mapping[str, Mapping[str, Any]]
+
+    def cells(self, scale: str) -> list[Cell]:
+        """The runs at that scale, in the order of the file."""
+        return expand(self.grids, self.scales, scale)
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read a file of `sweeps/`.
+
+    Raises:
+        UserError: there is none, or it has no grids.
+    """
+    try:
+        heading = path.read_text(encoding="utf-8")
+        content = OmegaConf.to_container(OmegaConf.load(path))  # numbers as Hydra reads them: 1e-4 is one
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path} is no sweep ({str(error).splitlines()[0]}).") from error
+    hydra = content.get("hydra") if isinstance(content, dict) else None
+    sweeper = (hydra or {}).get("sweeper") or {}
+    if not sweeper.get("grids"):
+        raise UserError(f"{path} has no hydra.sweeper.grids: it is not the sweep of a table or figure.")
+    comments = [line.lstrip("# ") for line in heading.splitlines() if line.startswith("# ") and "@package" not in line]
+    return Sweep(
+        path.stem, comments[0] if comments else path.stem, tuple(sweeper["grids"]), sweeper.get("scales") or {}
+    )
+
+
+def expand(
+    grids: Sequence[Grid],
+    scales: Mapping[str, Mapping[str, Any]],
+    scale: str,
+    chosen: Mapping[str, Sequence[str]] | None = None,
+) -> list[Cell]:
+    """All combinations of each grid, each cell once, as `scale` changes them; the scale paper changes nothing.
+
+    Args:
+        chosen: key -> the only values wanted of it, as the paper has them (see `choose`).
+
+    Raises:
+        UserError: a grid without values for a key, a seed that is no whole number, or a scale without an entry.
+    """
+    if scale != PAPER and scale not in scales:
+        known = ", ".join([PAPER, *scales])
+        raise UserError(f"this sweep has no scale={scale}: choose one of {known}, or add it to hydra.sweeper.scales.")
+    changes = scales.get(scale) or {}
+    values = [{key: _listed(key, value) for key, value in ({"seed": 0} | dict(grid)).items()} for grid in grids]
+    for key, wanted in (chosen or {}).items():
+        values = choose(values, key, wanted)
+    cells = dict.fromkeys(cell for grid in values for cell in _cells(grid, changes, scale))
+    return list(cells)
+
+
+def choose(grids: Sequence[Mapping[str, list[str]]], key: str, wanted: Sequence[str]) -> list[dict[str, list[str]]]:
+    """The grids with `wanted` alone as values of `key`; one that lacks the key stays as it is.
+
+    Values that some grid has select: each grid keeps those that it has, and goes if it has none of them. Values that no
+    grid has are new: they go to the grids that have some wanted value, or to all.
+    """
+    known = {value for grid in grids for value in grid.get(key, ())}
+    new = [value for value in wanted if value not in known]
+    found = []
+    for grid in grids:
+        if key in grid:
+            kept = [value for value in wanted if value in grid[key]]
+            if not kept and len(new) < len(wanted):
+                continue
+            grid = {**grid, key: [value for value in wanted if value in kept or value in new]}
+        found.append(dict(grid))
+    return found
+
+
+def _cells(grid: Mapping[str, list[str]], changes: Mapping[str, Any], scale: str) -> Iterator[Cell]:
+    for combination in product(*grid.values()):
+        settings = dict(zip(grid, combination, strict=True))
+        seed = settings.pop("seed")
+        if not seed.isdecimal():
+            raise UserError(f"seed={seed} in a grid of the sweep is no whole number.")
+        changed = _changed(settings | {"seed": seed}, changes)
+        if changed is not None:
+            overrides = tuple(f"{key}={value}" for key, value in ({"scale": scale} | changed).items())
+            yield Cell(tuple(sorted(settings.items())), int(seed), overrides)
+
+
+def _changed(settings: dict[str, str], changes: Mapping[str, Any]) -> dict[str, str] | None:
+    """The settings at a scale; None where the scale leaves the cell out."""
+    found = dict(settings)
+    for key, change in changes.items():
+        if not isinstance(change, Mapping):
+            found[key] = text(change)
+        elif key in found:
+            by_text = {text(old): new for old, new in change.items()}
+            if found[key] in by_text:
+                new = by_text[found[key]]
+                if new is None:
+                    return None
+                found |= {k: text(v) for k, v in (new if isinstance(new, Mapping) else {key: new}).items()}
+    return found
+
+
+def _listed(key: str, value: Any) -> list[str]:
+    listed = [text(item) for item in (value if isinstance(value, list | tuple) else [value])]
+    if not listed:
+        raise UserError(f"{key} has no values in a grid of the sweep.")
+    return listed
+
+
+def text(value: Any) -> str:
+    """A value as the command line has it: true, null, 3, 0.25."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return str(value)
