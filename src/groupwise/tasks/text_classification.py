@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,24 @@ def _load(config: RunConfig) -> LabelledText:
     return choose_data(config, read, synthetic_labelled)
 
 
+_ENCODED: dict[bytes, Examples] = {}
+"""What this process tokenised last: the cells of a sweep that it runs one after the other have the same texts."""
+REMEMBERED = 4
+
+
 def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
     """Tokenise sentences or pairs with the model's special tokens; of a pair too long the longer side is cut."""
+    asked = (part.texts, part.labels, tokenizer.backend_tokenizer.to_str(), max_length)
+    key = sha256(pickle.dumps(asked)).digest()
+    if key not in _ENCODED:
+        made = _encode(part, tokenizer, max_length)
+        while len(_ENCODED) >= REMEMBERED:
+            del _ENCODED[next(iter(_ENCODED))]
+        _ENCODED[key] = made
+    return _ENCODED[key]
+
+
+def _encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
     tokens: list[np.ndarray] = []
     types: list[np.ndarray] = []
     cut = 0
