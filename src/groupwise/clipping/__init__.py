@@ -16,6 +16,7 @@ from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.explain import explain
 from groupwise.clipping.factors import automatic_factors, clip_factors
 from groupwise.clipping.layers import WSConv2d
+from groupwise.clipping.measure import gradient_norms
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.rules import LayerRule, register_rule
 
@@ -32,6 +33,7 @@ __all__ = [
     "clip_factors",
     "explain",
     "flat",
+    "gradient_norms",
     "per_block",
     "per_layer",
     "register_rule",

@@ -1,0 +1,54 @@
+"""The mean over the tokens: padding counts for nothing, and clipped sums stay those of a loop over examples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupwise.clipping import attach, per_layer
+from groupwise.errors import UserError
+from groupwise.models.pooling import MeanPooled
+from groupwise.tasks.padding import ModelInputs
+from tests.tasks.test_padding import CPU, ROWS, tiny
+
+LABELS = torch.tensor([0, 1, 1])
+
+
+def test_the_head_reads_the_mean_of_what_is_no_padding():
+    model = tiny("roberta")
+    inputs = ModelInputs(model, 1)(ROWS[1:], CPU)
+    states = model.roberta(**inputs).last_hidden_state
+    expected = model.classifier(torch.stack([states[0, :2].mean(0), states[1].mean(0)]).unsqueeze(1))
+    torch.testing.assert_close(MeanPooled(model)(**inputs).logits, expected)
+
+
+def test_padding_changes_nothing():
+    pooled = MeanPooled(tiny("roberta"))
+    together = pooled(**ModelInputs(pooled.model, 1)(ROWS, CPU)).logits
+    alone = torch.cat([pooled(**ModelInputs(pooled.model, 1)([row], CPU)).logits for row in ROWS])
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_clipped_sums_are_those_of_a_loop():
+    model = tiny("roberta")
+    pooled, inputs = MeanPooled(model), ModelInputs(model, 1)
+    groups, threshold = per_layer(model), 0.05
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for row, label in zip(ROWS, LABELS, strict=True):
+        model.zero_grad()
+        F.cross_entropy(pooled(**inputs([row], CPU)).logits, label[None]).backward()
+        for group in groups:
+            members = [n for n in expected if n.rpartition(".")[0] in group.layers]
+            norm = sum(model.get_parameter(n).grad.square().sum() for n in members).sqrt()
+            for n in members:
+                expected[n] += model.get_parameter(n).grad * min(1.0, float(threshold / norm))
+    model.zero_grad()
+    with attach(model, groups, thresholds=threshold) as engine:
+        engine.backward(F.cross_entropy(pooled(**inputs(ROWS, CPU)).logits, LABELS, reduction="none"))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_other_heads_are_refused(name):
+    with pytest.raises(UserError, match="has another"):
+        MeanPooled(tiny(name))
