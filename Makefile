@@ -12,12 +12,22 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKE
 BENCH ?= workload=all method=all
 BUDGET ?= 4
 
+# Options of make sweep-<name>: what size, where, and what else run.py is given (ARGS="seed=0").
+SCALE ?= paper
+LAUNCHER ?= local
+ARGS ?=
+LAUNCH_local := hydra/launcher=joblib hydra.launcher.n_jobs=$(WORKERS)
+LAUNCH_slurm := hydra/launcher=slurm
+# Which norms the two figures of gradient norms show.
+NORMS_gradnorm_cifar := --examples 32
+NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layers '*word_embeddings' '*value' '*out_proj'
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow bench bench-tiny bench-growth bench-loop bench-full-size bench-page figure-throughput \
-	figure-runtime_breakdown pretrain sweep-cifar-mini sweep-sst2-mini sweep-e2e-mini sweep-samsum-mini sweep-samsum-pipeline-mini lint format types clean
+.PHONY: help env demo test test-slow test-slurm bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
+	figure-throughput figure-runtime_breakdown pretrain status view tables figures report lint format types clean
 
 help: ## print this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## make .venv from requirements.txt (again whenever that file changes)
 
@@ -68,29 +78,37 @@ pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWI
 	$(BIN)/python run.py task=pretrain_masked clip=none scale=mini export=pretrained/roberta_mini
 	$(BIN)/python run.py task=pretrain_causal clip=none scale=mini export=pretrained/gpt2_mini
 
-sweep-cifar-mini: $(STAMP) ## real CIFAR-10 at scale=mini, every mode, then its rows into results/measured
-	$(BIN)/python run.py -m +sweep=cifar_mini
-	$(BIN)/python -m groupwise.analysis.collect results/measured/cifar_mini.csv task=cifar scale=mini
+# A sweep runs what is not done yet, then writes its rows into results/measured; sweeps/ lists them.
+sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-cifar SCALE=mini LAUNCHER=local|slurm
+	$(BIN)/python run.py -m +sweep=$* scale=$(SCALE) $(LAUNCH_$(LAUNCHER)) $(ARGS)
+	$(BIN)/python -m groupwise.launch.collect $* scale=$(SCALE)
+	$(if $(NORMS_$*),$(BIN)/python -m groupwise.launch.gradient_norms $* scale=$(SCALE) $(NORMS_$*))
 
-sweep-sst2-mini: $(STAMP) ## real SST-2 on the mini RoBERTa: 36 runs, half an hour on two cores, then its rows into results/measured
-	$(BIN)/python run.py -m +sweep=sst2_mini
-	$(BIN)/python -m groupwise.analysis.collect results/measured/sst2_mini.csv task=sst2 scale=mini
+status: $(STAMP) ## how far the sweeps are: done, running, failed, waiting, and when they will end
+	$(BIN)/python -m groupwise.launch.status
 
-sweep-e2e-mini: $(STAMP) ## real E2E on the mini GPT-2: 3 runs, then its rows into results/measured
-	$(BIN)/python run.py -m +sweep=e2e_mini
-	$(BIN)/python -m groupwise.analysis.collect results/measured/e2e_mini.csv task=e2e scale=mini
+view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a browser on this machine
+	$(BIN)/tensorboard --logdir results/runs
 
-sweep-samsum-mini: $(STAMP) ## real SAMSum with LoRA on the mini GPT-2: 3 runs, then its rows into results/measured
-	$(BIN)/python run.py -m +sweep=samsum_mini
-	$(BIN)/python -m groupwise.analysis.collect results/measured/samsum_mini.csv task=samsum scale=mini
+tables: $(STAMP) ## all tables, the list of all cells and the findings, from the committed rows
+	$(BIN)/python -m groupwise.analysis.tables all
+	$(BIN)/python -m groupwise.analysis.coverage
+	$(BIN)/python -m groupwise.analysis.findings
 
-# Fewer steps than the sweep above, so that its runs and these stay apart.
-sweep-samsum-pipeline-mini: $(STAMP) ## real SAMSum on four stages, per device, and flat and per layer in one process, at three budgets: 10 runs
-	$(BIN)/python run.py -m +sweep=samsum_pipeline_mini
-	$(BIN)/python run.py -m +sweep=samsum_pipeline_mini clip=none privacy.epsilon=inf
-	$(BIN)/python run.py -m +sweep=samsum_epsilon_mini
-	$(BIN)/python run.py -m +sweep=samsum_epsilon_mini clip=none privacy.epsilon=inf
-	$(BIN)/python -m groupwise.analysis.collect results/measured/samsum_pipeline_mini.csv task=samsum scale=mini train.epochs=0.15
+table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: make table-cifar
+	$(BIN)/python -m groupwise.analysis.tables $*
+
+figures: $(STAMP) ## all figures as PDF and PNG, from the committed rows
+	$(BIN)/python -m groupwise.analysis.figures all
+
+figure-%: sweeps/%.yaml $(STAMP) ## one figure: make figure-target_quantile
+	$(BIN)/python -m groupwise.analysis.figures $*
+
+report: $(STAMP) ## results/report.html: every table and figure on one page that needs no network
+	$(BIN)/python -m groupwise.analysis.report
+
+test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and sweeps on it that are interrupted: minutes
+	$(PYTEST_SLURM)
 
 lint: $(STAMP) ## ruff: style and likely mistakes
 	$(BIN)/ruff check .

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 CONF = Path(__file__).resolve().parent / "conf"
 
 
-def train(config: RunConfig) -> None:
-    """Run one cell; torch is imported only now, so that help and mistakes answer at once."""
+def train(config: RunConfig) -> float | None:
+    """Run one cell, and return what a search goes by; torch is imported only now: help and mistakes answer at once."""
+    from groupwise.launch.objective import objective
     from groupwise.launch.processes import start
 
-    start(config)
+    return objective(start(config))
 
 
 def main() -> int:

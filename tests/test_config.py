@@ -271,7 +271,7 @@ REFUSED = [
     ("eval.shots=4", "nothing to clip"),
     ("eval.shots=-1 clip=none", "zero or more"),
     ("eval.prompt_set=3", "not one of 0, 1, 2"),
-    ("model.trains=heads", "attention, bias, lora"),
+    ("model.trains=heads", "attention, bias, embeddings, lora"),
     ("model.lora.rank=0", "greater than zero"),
     ("model.dropout=1", "[0, 1)"),
     ("data.holdout=1.2", "[0, 1)"),

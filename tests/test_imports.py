@@ -29,7 +29,7 @@ MAY_IMPORT = {
         "errors",
         "suggestions",
     },
-    "analysis": {"analysis", "training", "atomic", "errors"},
+    "analysis": {"analysis", "cells", "training", "atomic", "errors"},
 }
 
 

@@ -123,9 +123,17 @@ def test_commands_are_found() -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z0-9_-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = re.findall(r"^([a-z0-9_%-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    patterns = [re.compile(target.replace("%", "[a-z0-9_]+")) for target in targets]
     named = {name for path in DOCUMENTS for name in re.findall(r"`make ([a-z0-9_-]+)", path.read_text())}
-    assert {"demo", "test"} <= named <= targets
+    assert {"demo", "test"} <= named
+    assert not [name for name in named if not any(pattern.fullmatch(name) for pattern in patterns)]
+
+
+def test_sweeps_named_after_make_exist() -> None:
+    named = {name for path in DOCUMENTS for name in re.findall(r"make (?:sweep)-([a-z0-9_]+)", path.read_text())}
+    assert named
+    assert not [name for name in named if not (ROOT / "sweeps" / f"{name}.yaml").is_file()]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -41,8 +41,8 @@ class ModelConfig:
     tokenizer: str | None = None
     """Text: a folder or a name on the hub, or a folder with GPT-2's encoder.json and vocab.bpe; null takes `source`."""
     trains: str = "all"
-    """Text: all | attention (self-attention and head) | bias (biases and head) | embeddings (of tokens, and head) | lora
-    (adapters and head)."""
+    """Text: all | attention (self-attention and head) | bias (biases and head) | embeddings (of tokens, and head) |
+    lora (adapters and head)."""
     pool: str = "first"
     """Classifiers: first | mean, the token or the mean of all tokens that the head reads."""
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -59,10 +59,10 @@ def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop
     for name, rows in (("throughput", throughput), ("growth", growth), ("loop", loop)):
         rows.to_csv(measured / f"{name}.csv", index=False)
     figures.mkdir()
-    (figures / "throughput.svg").write_text("")
+    (figures / "throughput.png").write_text("")
     assert main(command) == 0
     text = page.read_text()
-    assert "Not measured yet." not in text and "](figures/throughput.svg)" in text
+    assert "Not measured yet." not in text and "](figures/throughput.png)" in text
     assert throughput_tables(pd.read_csv(measured / "throughput.csv")) in text
     assert main(command) == 0 and page.read_text() == text
 

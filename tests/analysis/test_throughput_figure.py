@@ -30,6 +30,7 @@ def test_panel_a_has_every_batch_and_panel_b_the_largest_that_fits(throughput):
     }
     assert shown.fitting.loc["none", "examples_per_second"] == 100
     assert "4 layers" in shown.caption and "1 thread" in shown.caption
+    assert shown.scale == "reduced"
 
 
 def test_what_fits_nowhere_is_left_out_of_panel_b_only(throughput):
@@ -54,6 +55,11 @@ def test_the_deepest_model_is_shown(throughput):
     assert set(shown.memory["layers"]) == {12}
 
 
+def test_full_depth_on_a_gpu_is_not_reduced(throughput):
+    full = cells(throughput.assign(layers=12, device="cuda"))
+    assert panels(full, workload="gpt2", machine=("cuda", *ONE[1:]), budget=GIB).scale == "paper"
+
+
 def test_one_batch_size_is_refused(throughput):
     with pytest.raises(UserError, match="two batch sizes"):
         panels(cells(throughput[throughput["batch"] == 4]), workload="gpt2", machine=ONE, budget=GIB)
@@ -70,9 +76,9 @@ def test_the_command_writes_both_figures_the_same_each_time(tmp_path, throughput
     files = sorted((tmp_path / "figures").iterdir())
     assert [file.name for file in files] == [
         "runtime_breakdown.pdf",
-        "runtime_breakdown.svg",
+        "runtime_breakdown.png",
         "throughput.pdf",
-        "throughput.svg",
+        "throughput.png",
     ]
     before = [file.read_bytes() for file in files]
     assert before[1] != before[3]

@@ -44,7 +44,9 @@ def test_gradients_are_as_before_and_nothing_stays_attached():
     assert model[0].weight.grad is before
     assert model[0].bias.grad is None
     plain = torch.autograd.grad(losses(range(9)).sum(), model[2].weight)[0]
-    torch.testing.assert_close(plain, torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), model[2].weight)[0])
+    torch.testing.assert_close(
+        plain, torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), model[2].weight)[0]
+    )
 
 
 def test_a_mistake_leaves_the_model_free():

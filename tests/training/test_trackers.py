@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +82,16 @@ def test_tensorboard_writes_events_into_the_runs_folder(tmp_path: Path) -> None:
     events = EventAccumulator(str(record.folder / "tensorboard")).Reload().Scalars("valid_accuracy")
     assert [(event.step, round(event.value, 3)) for event in events] == [(1, 0.1), (2, 0.9)]
     assert len(record.metrics()) == 4
+
+
+def test_wandb_is_told_what_the_run_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, object] = {}
+    fake = SimpleNamespace(init=lambda **given: told.update(given), Settings=lambda **given: given)
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    config, record = begun(tmp_path, "wandb")
+    make_tracker(config, record)
+    assert told["name"] == "cifar wide_resnet adaptive_layer eps 8 seed 0"
+    assert (told["id"], told["tags"], told["mode"]) == (record.hash[:12], ["paper"], "offline")
 
 
 @pytest.mark.slow

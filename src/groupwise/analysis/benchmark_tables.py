@@ -125,7 +125,7 @@ def figure_links(figures: Path, page: Path) -> str:
     """The figures that are there; for the others, the command that makes them."""
     lines = []
     for name, title in FIGURES.items():
-        file = figures / f"{name}.svg"
+        file = figures / f"{name}.png"
         place = Path(os.path.relpath(file, page.parent)).as_posix()
         link = f"![{title}]({place})" if file.is_file() else "Not drawn yet."
         lines.append(f"{title} (`make figure-{name}`):\n\n{link}")

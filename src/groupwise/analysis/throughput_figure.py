@@ -6,14 +6,17 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, cells, in_words, read_rows, was_measured
-from groupwise.analysis.figure_files import draw_files
+from groupwise.analysis.figure_files import blank, plain_style, write_figure
+from groupwise.analysis.figure_style import PAPER, note, shade
 from groupwise.errors import UserError
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
@@ -27,6 +30,11 @@ SERIES = {
 }
 """The methods of the figures: label, colour (told apart by the colour-blind), marker."""
 GIB = 2**30
+BUDGET = 4.0 * GIB
+"""Memory of panel (b), bytes, unless told."""
+DEPTH = 12
+"""Layers of the paper's GPT-2."""
+ROWS = Path("results/measured/benchmarks/throughput.csv")
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Panels:
         budget: bytes.
         absent: method -> why it is in neither.
         caption: what was measured, and where.
+        scale: "paper" for a model of full depth on a GPU, else what is less.
     """
 
     memory: pd.DataFrame
@@ -46,6 +55,7 @@ class Panels:
     budget: float
     absent: dict[str, str]
     caption: str
+    scale: str
 
 
 def configurations(table: pd.DataFrame) -> list[tuple[Any, ...]]:
@@ -83,46 +93,66 @@ def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...], budg
         budget,
         absent,
         f"{workload}, {max(depths):g} layers, on {in_words(machine)}",
+        PAPER if max(depths) >= DEPTH and machine[0] == "cuda" else "reduced",
     )
 
 
-def draw(axes: Any, shown: Panels) -> None:
-    """Draw (a) and (b) into two axes."""
-    left, right = axes
-    left.figure.suptitle(shown.caption, fontsize=9)
+def draw(shown: Panels) -> Any:
+    """The figure: (a) memory, (b) throughput."""
+    with plain_style():
+        figure = blank(9.0, 3.6)
+        left, right = figure.subplots(1, 2)
+        for axes in (left, right):
+            shade(axes, shown.scale)
+        _memory(left, shown)
+        _throughput(right, shown)
+        note(figure, shown.scale, f"{shown.caption}.")
+    return figure
+
+
+def _memory(axes: Any, shown: Panels) -> None:
     for method, (label, colour, marker) in SERIES.items():
         rows = shown.memory[shown.memory["method"] == method]
         if len(rows):
-            left.plot(rows["batch"], rows["peak_bytes"] / GIB, color=colour, marker=marker, markersize=4, label=label)
-    left.axhline(shown.budget / GIB, color="#999999", linewidth=0.8, linestyle="--", label="budget")
-    left.set_xscale("log", base=2)
-    left.set_xticks(sorted(shown.memory["batch"].unique()))
-    left.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    left.set(title="(a) memory", xlabel="batch size", ylabel="peak memory (GiB)")
-    left.set_ylim(bottom=0)
-    left.legend(fontsize=7)
+            axes.plot(rows["batch"], rows["peak_bytes"] / GIB, color=colour, marker=marker, markersize=4, label=label)
+    axes.axhline(shown.budget / GIB, color="#999999", linewidth=0.8, linestyle="--", label="budget")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(shown.memory["batch"].unique()))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.set(title="(a) memory", xlabel="batch size", ylabel="peak memory (GiB)")
+    axes.set_ylim(0, 1.4 * max(shown.memory["peak_bytes"].max(), shown.budget) / GIB)  # room for the legend
+    axes.legend(fontsize=7, loc="upper left", ncols=2)
+
+
+def _throughput(axes: Any, shown: Panels) -> None:
     base = shown.fitting["examples_per_second"].get("none", float("nan"))
+    reduced = {} if shown.scale == PAPER else {"hatch": "////", "edgecolor": "white", "linewidth": 0}
+    beside: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
     for place, (method, (_, colour, _)) in enumerate(SERIES.items()):
         if method not in shown.fitting.index:
-            right.annotate(
-                " not run" if method in shown.absent else " no batch fits", (0, place), va="center", fontsize=7
-            )
+            axes.annotate("not run" if method in shown.absent else "no batch fits", (0, place), **beside)
             continue
         batch, speed = shown.fitting.loc[method, "batch"], shown.fitting.loc[method, "examples_per_second"]
-        right.barh(place, speed, color=colour)
+        axes.barh(place, speed, color=colour, **reduced)
         share = "" if pd.isna(base) or method == "none" else f", {speed / base:.2f} of non-private"
-        right.annotate(f" batch {batch:g}{share}", (speed, place), va="center", fontsize=7)
-    right.set_yticks(range(len(SERIES)), [label for label, _, _ in SERIES.values()])
-    right.invert_yaxis()
-    right.margins(x=0.6)
-    right.set_xlim(left=0)
-    right.set(title=f"(b) throughput in {shown.budget / GIB:g} GiB", xlabel="examples/s")
+        axes.annotate(f"batch {batch:g}{share}", (speed, place), **beside)
+    axes.set_yticks(range(len(SERIES)), [label for label, _, _ in SERIES.values()])
+    axes.invert_yaxis()
+    axes.margins(x=0.75)
+    axes.set_xlim(left=0)
+    axes.set(title=f"(b) throughput in {shown.budget / GIB:g} GiB", xlabel="examples/s")
 
 
 def make_figure(
-    name: str, rows: Path, folder: Path, *, workload: str, budget: float, chosen: dict[str, str]
-) -> tuple[list[Path], Panels]:
-    """Read the rows, draw the figure `name` and write its files; `chosen` picks a machine by columns of `MACHINE`.
+    name: str,
+    rows: Path = ROWS,
+    *,
+    workload: str = "gpt2",
+    budget: float = BUDGET,
+    chosen: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Any, Panels]:
+    """Read the rows and draw the figure `name`; `chosen` picks a machine by columns of `MACHINE`.
 
     Raises:
         UserError: no rows; fewer machine configurations than the figure needs.
@@ -138,17 +168,17 @@ def make_figure(
             f"hardware, threads, dtype), and {rows} has {len(known)}: run python -m benchmarks.throughput there."
         )
     shown = panels(table, workload=workload, machine=known[place], budget=budget)
-    return draw_files(folder, name, 2, lambda axes: draw(axes, shown)), shown
+    return draw(shown), shown
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.throughput_figure")
     parser.add_argument("name", choices=FIGURES)
-    parser.add_argument("--rows", type=Path, default=Path("results/measured/benchmarks/throughput.csv"))
+    parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--out", type=Path, default=Path("results/figures"))
     parser.add_argument("--workload", default="gpt2")
-    parser.add_argument("--budget", type=float, default=4.0, help="memory of panel (b), GiB")
+    parser.add_argument("--budget", type=float, default=BUDGET / GIB, help="memory of panel (b), GiB")
     for column in MACHINE:
         parser.add_argument(f"--{column}", help=f"only rows of this {column}")
     given = parser.parse_args(arguments)
@@ -156,9 +186,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if not given.budget > 0:
             raise UserError(f"--budget={given.budget:g} is no memory: give GiB above zero.")
-        written, shown = make_figure(
-            given.name, given.rows, given.out, workload=given.workload, budget=given.budget * GIB, chosen=chosen
+        figure, shown = make_figure(
+            given.name, given.rows, workload=given.workload, budget=given.budget * GIB, chosen=chosen
         )
+        written = write_figure(figure, given.out, given.name)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ def gradient_norms(
         partition: groups; None is one a layer.
 
     Returns:
-        Name of the group, in the model's own order -> norms of all examples in the order of `batches`, (N,), on the CPU.
+        Group's name, in the model's own order -> norms of all examples in the order of `batches`, (N,), on the CPU.
 
     Raises:
         UserError: as `attach` and `ClippingEngine.backward` do.

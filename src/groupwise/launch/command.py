@@ -4,90 +4,117 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from groupwise.config import RunConfig
-from groupwise.errors import ProcessFailed, UserError
+from groupwise.errors import UserError
+from groupwise.launch.cell import run_cell
 from groupwise.launch.compose import register, to_run_config
 from groupwise.launch.keys import groups
 from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence
-from groupwise.launch.sweep import check_sweep
-
-MISTAKE, BUG, INTERRUPTED = 2, 1, 130
+from groupwise.launch.outcome import INTERRUPTED, MISTAKE, exit_code, report, report_sweep
+from groupwise.launch.snapshot import handed_on, run_from
+from groupwise.launch.sweep import plan_sweep
+from groupwise.launch.sweep_folder import begin_sweep
 
 
 def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     """Run what the command line asks for and return the exit code: 0, 1 a bug, 2 a mistake, 130 interrupted.
 
-    One run, or with ``-m`` every cell of a sweep, where a failing cell does not stop the others. A mistake is
-    one line on stderr with nothing written; a bug keeps its traceback.
+    One run, or with ``-m`` every cell of a sweep that is not done, where a failing cell does not stop the others; what
+    runs then is a copy of the code, in the sweep's folder. A mistake is one line on stderr with nothing written; a bug
+    keeps its traceback.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, rather than print a report of its own and leave
-    failures: list[tuple[str, Exception]] = []
+    failed: list[Exception] = []
+    folder: Path | None = None
 
-    def cell(composed: DictConfig) -> None:
+    def task(composed: DictConfig) -> Any:
+        if folder is not None:
+            return run_cell(composed, train)
         try:
-            train(to_run_config(composed))
+            return train(to_run_config(composed))
         except Exception as error:
-            failures.append((_overrides(), error))
-            if many:
-                _report(error)
-                raise  # so that Hydra, or the cluster's job, knows that it failed
+            failed.append(error)  # not raised: Hydra would add words of its own
+            return None
 
     try:
         register()
         arguments = _parse(sys.argv[1:])
-        many = bool(arguments.multirun)
-        total = check_sweep(arguments.overrides, conf) if many else 1
-        hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(cell)()
+        if _is_sweep(arguments):
+            folder = _prepare(arguments.overrides, conf)
+            if folder is None:
+                return 0
+            sys.argv.append(f"hydra.sweep.dir='{folder}'")
+        hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)()
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        if not failures:
-            if not _is_mistake(error):
-                raise
-            print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
-            return MISTAKE
-    if failures and many:
-        print(f"{len(failures)} of {total or 'the'} cells failed:", file=sys.stderr)
-        for overrides, failure in failures:
-            print(f"  {overrides}: {type(failure).__name__}", file=sys.stderr)
-    elif failures:
-        _report(failures[0][1])
-    return _exit_code([failure for _, failure in failures])
+        code = 0 if folder is None else report_sweep(folder, error)
+        if code:
+            return code
+        if not _is_mistake(error):
+            raise
+        print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
+        return MISTAKE
+    if folder is not None:
+        return report_sweep(folder)
+    for mistake in failed:
+        report(mistake)
+    return exit_code(type(mistake).__name__ for mistake in failed)
+
+
+def _prepare(overrides: Sequence[str], conf: Path) -> Path | None:
+    """The folder of a sweep, which is checked whole before it is made; None where all is done.
+
+    `run.py` does not come back from here: the copy of it in that folder goes on.
+    """
+    folder = handed_on()
+    if folder is not None:
+        return folder
+    planned = plan_sweep(overrides, conf)
+    if planned.cells is not None:
+        done = sum(cell.done for cell in planned.cells)
+        if done:
+            print(
+                f"{done} of {len(planned.cells)} cells are done already (overwrite=true runs them again)",
+                file=sys.stderr,
+            )
+        if done == len(planned.cells):
+            return None
+    folder = begin_sweep(planned)
+    if Path(sys.argv[0]).resolve() == conf.resolve().parent / "run.py":
+        run_from(folder, conf.resolve().parent)
+    return folder
+
+
+def _is_sweep(arguments: Namespace) -> bool:
+    """Does it run cells, rather than show something, or hold flags at odds, which Hydra refuses?"""
+    others = (
+        "run",
+        "cfg",
+        "info",
+        "help",
+        "hydra_help",
+        "version",
+        "shell_completion",
+        "resolve",
+        "experimental_rerun",
+    )
+    return bool(arguments.multirun) and not any(getattr(arguments, name, None) for name in others)
 
 
 def _is_mistake(error: Exception) -> bool:
     # Hydra 1.3 raises a bare ValueError for privacy=3 (an option is a name) and for flags at odds.
     bare = ("Config group override must be", "Only one of --run", "The --resolve flag")
     return isinstance(error, COMPOSITION_ERRORS) or str(error).startswith(bare)
-
-
-def _overrides() -> str:
-    # Unresolved: an override may hold an interpolation, and that may be what failed.
-    return " ".join(OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))  # type: ignore[arg-type]
-
-
-def _exit_code(errors: Sequence[Exception]) -> int:
-    if not errors:
-        return 0
-    return MISTAKE if all(isinstance(error, UserError) for error in errors) else BUG
-
-
-def _report(error: Exception) -> None:
-    if isinstance(error, (UserError, ProcessFailed)):
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

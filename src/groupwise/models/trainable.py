@@ -1,8 +1,9 @@
-"""Which parameters of a language model train (all, self-attention, biases, token embeddings or adapters), and in which precision."""
+"""Which parameters of a language model train (all, some kind of them, or adapters), and in which precision."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
         case "bias":
             _train_only(model, lambda name: name.rpartition(".")[2] == "bias", "bias")
         case "embeddings":
-            tokens = model.get_input_embeddings()
+            tokens: Any = model.get_input_embeddings()  # type: ignore[operator]
             _train_only(model, lambda name: model.get_parameter(name) is tokens.weight, "token embedding")
         case "lora":
             model = add_adapters(model, settings.lora)

@@ -49,7 +49,10 @@ class FilesTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, offline by default; its id is the run's hash, so a resumed run goes on there."""
+    """Weights & Biases, offline by default; its id is the run's hash, so a resumed run goes on there.
+
+    The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
+    """
 
     def __init__(self, config: RunConfig, record: RunRecord) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -63,6 +66,8 @@ class WandbTracker:
                 id=record.hash[:12],
                 resume="allow",
                 config=flat_config(config),
+                name=f"{config.task} {config.model.name} {config.clip.name} {_budget(config)} seed {config.seed}",
+                tags=[config.scale],
                 settings=wandb.Settings(console="off", init_timeout=30),
             )
         except Exception as error:  # wandb raises of its own, of requests and of the service's kinds
@@ -126,6 +131,11 @@ class Beside:
         name = type(self._other).__name__
         warnings.warn(f"{name} failed ({_one_line(error)}) and is dropped; the files keep everything", stacklevel=3)
         self._other = None
+
+
+def _budget(config: RunConfig) -> str:
+    epsilon = config.privacy.epsilon
+    return f"sigma {config.privacy.noise_multiplier:g}" if epsilon is None else f"eps {epsilon:g}"
 
 
 def _one_line(error: Exception) -> str:

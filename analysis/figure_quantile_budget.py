@@ -1,0 +1,19 @@
+# %% [markdown]
+# # Validation accuracy at different budgets for quantile estimation
+# Files of the same: `python -m groupwise.analysis.figures quantile_budget`.
+
+# %%
+from IPython.display import Image
+
+from groupwise.analysis.figure_files import content
+from groupwise.analysis.figures import make
+from groupwise.analysis.paper import Folders
+
+drawn = make("quantile_budget", Folders.of_checkout())
+Image(content(drawn.figure, "png"), width=720)
+
+# %% [markdown]
+# The runs behind it: one row each.
+
+# %%
+drawn.runs.rows[["cell", "seed", "scale", "hash", "git.sha"]]

@@ -1,0 +1,13 @@
+# %% [markdown]
+# # Memory against batch size, and throughput at the largest batch that fits
+# Files of the same: `python -m groupwise.analysis.figures throughput`.
+
+# %%
+from IPython.display import Image
+
+from groupwise.analysis.figure_files import content
+from groupwise.analysis.figures import make
+from groupwise.analysis.paper import Folders
+
+drawn = make("throughput", Folders.of_checkout())
+Image(content(drawn.figure, "png"), width=720)

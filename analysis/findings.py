@@ -1,0 +1,12 @@
+# %% [markdown]
+# # What the rows say about the paper's claims
+# `python -m groupwise.analysis.findings` writes this into docs/findings.md.
+
+# %%
+from IPython.display import Markdown
+
+from groupwise.analysis.findings import findings_table, rules, summary, verdicts
+from groupwise.analysis.paper import Folders
+
+found = verdicts(Folders.of_checkout())
+Markdown(f"{summary(found)}\n\n{findings_table(found)}\n\n{rules()}")

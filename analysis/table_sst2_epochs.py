@@ -1,0 +1,20 @@
+# %% [markdown]
+# # SST-2 at a fixed number of epochs
+# Table 4 (ε = 3) and its complement in the appendix (ε = 8): attention and head are trained.
+# Files of the same: `python -m groupwise.analysis.tables sst2_epochs`.
+
+# %%
+from IPython.display import Markdown
+
+from groupwise.analysis.paper import Folders
+from groupwise.analysis.table_files import table_page
+from groupwise.analysis.tables import table_lines
+
+folders = Folders.of_checkout()
+Markdown(table_page("sst2_epochs", folders))
+
+# %% [markdown]
+# The same lines as data: one a number of the paper.
+
+# %%
+table_lines("sst2_epochs", folders)

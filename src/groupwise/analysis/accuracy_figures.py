@@ -1,0 +1,100 @@
+"""Accuracy against a setting: the figures adaptive_vs_fixed, target_quantile and quantile_budget."""
+
+from typing import Any
+
+import pandas as pd
+
+from groupwise.analysis.figure_files import blank, plain_style
+from groupwise.analysis.figure_rows import seeds_in_words, summary
+from groupwise.analysis.figure_style import BUDGET, CLIP, TASKS, note, rule, shade, whisker
+
+ACCURACY = "valid/accuracy"
+SPREAD = 0.22
+"""Of the methods at one budget, in units of the distance between budgets."""
+DODGE = 0.006
+"""How far the two budgets stand to either side of a value of q, so that their intervals do not cover each other."""
+
+
+def draw_adaptive_vs_fixed(rows: pd.DataFrame) -> Any:
+    """Three ways of clipping at two budgets and without noise: flat, fixed per layer, adaptive per layer."""
+    table = summary(rows.assign(budget=_budgets(rows)), ["clip", "budget"], ACCURACY)
+    budgets = [name for name in ("ε = 3", "ε = 8", "no noise") if name in set(table["budget"])]
+    scale = rows["scale"].iloc[0]
+    with plain_style():
+        figure = blank(5.2, 3.6)
+        axes = figure.subplots()
+        shade(axes, scale)
+        methods = [name for name in CLIP if name in set(table["clip"])]
+        for place, name in enumerate(methods):
+            own = table[table["clip"] == name].set_index("budget").reindex(budgets)
+            shift = SPREAD * (place - (len(methods) - 1) / 2)
+            x = [number + shift for number in range(len(budgets))]
+            whisker(axes, x, own, CLIP[name], line="")
+            for at, mean in zip(x, own["mean"], strict=True):
+                axes.annotate(f"{mean:.1f}", (at, mean), (5, 0), textcoords="offset points", fontsize=7, va="center")
+        axes.set_xticks(range(len(budgets)), budgets)
+        axes.set_xlim(-0.5, len(budgets) - 0.4)
+        axes.set(ylabel="validation accuracy (%)", title="CIFAR-10")
+        rule(axes)
+        axes.legend(loc="best")
+        note(figure, scale, f"{seeds_in_words(table['n'])}.")
+    return figure
+
+
+def _budgets(rows: pd.DataFrame) -> pd.Series:
+    quiet = rows["privacy"] == "noiseless" if "privacy" in rows else pd.Series(False, index=rows.index)
+    return ("ε = " + rows["privacy.epsilon"].astype(str).str.removesuffix(".0")).mask(quiet, "no noise")
+
+
+def draw_target_quantile(rows: pd.DataFrame) -> Any:
+    """Accuracy against the quantile of norms that thresholds follow, a panel a task."""
+    table = _against(rows, "clip.target_quantile")
+    scale = rows["scale"].iloc[0]
+    with plain_style():
+        figure = blank(8.4, 3.5)
+        for axes, task in zip(figure.subplots(1, 2), ("cifar", "sst2"), strict=True):
+            here = table[table["task"] == task]
+            _panel(axes, task, scale, here)
+            for step, (budget, series) in zip((-DODGE, DODGE), BUDGET.items(), strict=True):
+                own = here[here["budget"] == budget]
+                if len(own):
+                    whisker(axes, own["x"] + step, own, series)
+            if len(here):
+                axes.set(xlabel="target quantile q", xlim=(0, 1))
+                axes.legend()
+        note(figure, scale, f"{seeds_in_words(table['n'])}.")
+    return figure
+
+
+def draw_quantile_budget(rows: pd.DataFrame) -> Any:
+    """Accuracy against the share of the budget that the counts take: SST-2."""
+    table = _against(rows, "clip.quantile_budget")
+    table, scale = table[table["task"] == "sst2"], rows["scale"].iloc[0]
+    shares = sorted(table["x"].unique())
+    with plain_style():
+        figure = blank(5.2, 3.6)
+        axes = figure.subplots()
+        _panel(axes, "sst2", scale, table)
+        for step, (budget, series) in zip((-4 * DODGE, 4 * DODGE), BUDGET.items(), strict=True):
+            own = table[table["budget"] == budget]
+            whisker(axes, [shares.index(x) + step for x in own["x"]], own, series)
+        axes.set_xticks(range(len(shares)), [f"{100 * x:g} %" for x in shares])
+        axes.set(xlabel="share r of the budget for quantiles")
+        axes.legend()
+        note(figure, scale, f"{seeds_in_words(table['n'])}.")
+    return figure
+
+
+def _against(rows: pd.DataFrame, key: str) -> pd.DataFrame:
+    """`summary` by task, budget and `key`, which becomes the column ``x``; sorted by it."""
+    rows = rows.assign(x=pd.to_numeric(rows[key]), budget=rows["privacy.epsilon"].astype(str).str.removesuffix(".0"))
+    return summary(rows, ["task", "budget", "x"], ACCURACY).sort_values("x", kind="stable")
+
+
+def _panel(axes: Any, task: str, scale: str, table: pd.DataFrame) -> None:
+    shade(axes, scale)
+    axes.set(title=TASKS[task], ylabel="validation accuracy (%)")
+    if table.empty:
+        axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", va="center")
+        axes.set(xticks=[], yticks=[])
+    rule(axes)

@@ -1,0 +1,169 @@
+"""All cells of all tables and figures: reproduced, reduced only, or not run and why.
+
+    python -m groupwise.analysis.coverage
+
+writes results/tables/coverage.md.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from groupwise.analysis.absent import needs, why_not_run
+from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
+from groupwise.analysis.benchmark_tables import markdown
+from groupwise.analysis.comparison import DIFFERS, INCOMPLETE, NOT_RUN, QUOTED, REDUCED, REPRODUCED, STATUSES
+from groupwise.analysis.measured import SCALES
+from groupwise.analysis.paper import MINUS, TABLES, Folders
+from groupwise.analysis.tables import table_lines
+from groupwise.atomic import write_text
+from groupwise.cells import PAPER, Sweep, read_sweep
+from groupwise.errors import UserError
+
+FIGURES = {
+    "adaptive_vs_fixed": "",
+    "target_quantile": "",
+    "quantile_budget": "",
+    "runtime_nll": "_curves",
+    "runtime_metrics": "_curves",
+    "gradnorm_cifar": "_norms",
+    "gradnorm_sst2": "_norms",
+}
+"""The figures that are made of cells, and how the name of the file of their rows ends."""
+BENCHMARKS = {"throughput": "one A6000", "runtime_breakdown": "one Titan RTX"}
+"""The figures that are made of the benchmark's rows, and the paper's hardware."""
+RUN = "run in full"
+COLUMNS = ("sweep", "cell", *SCALES, "status", "why")
+WORDS = STATUSES | {
+    RUN: "a figure's cell at scale=paper with all its seeds: the paper prints no number to compare it with"
+}
+
+
+def coverage(folders: Folders | None = None) -> pd.DataFrame:
+    """One line a cell of each table and figure.
+
+    Columns: `COLUMNS`; those named by a scale are "2 of 3" seeds, or empty where the scale does not have the cell.
+
+    Raises:
+        UserError: a sweep is not there, or rows are at fault.
+    """
+    folders = folders or Folders()
+    lines = []
+    for name in (*TABLES, *FIGURES):
+        sweep = read_sweep(folders.sweeps / f"{name}.yaml")
+        compared = _compared(name, folders) if name in TABLES else {}
+        seeds = {scale: _seeds(sweep, scale, folders, FIGURES.get(name, "")) for scale in SCALES}
+        for cell in dict.fromkeys(cell.name for cell in sweep.cells(PAPER)):
+            counts = {scale: found.get(cell) for scale, found in seeds.items()}
+            status, why = compared.get(cell) or _uncompared(counts, sweep, cell)
+            shown = {scale: f"{count[0]} of {count[1]}" if count else "" for scale, count in counts.items()}
+            lines.append({"sweep": name, "cell": cell, **shown, "status": status, "why": why})
+    return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
+    """The status of each cell of a table: the least favourable of its numbers'."""
+    order = (NOT_RUN, DIFFERS, INCOMPLETE, REDUCED, REPRODUCED)
+    found: dict[str, tuple[str, str]] = {}
+    for line in table_lines(name, folders).to_dict("records"):
+        if line["cell"] and MINUS not in line["cell"]:
+            status = REPRODUCED if line["status"] not in order else line["status"]
+            kept = found.get(line["cell"])
+            if kept is None or order.index(status) < order.index(kept[0]):
+                found[line["cell"]] = (status, line["why"])
+    return found
+
+
+def _uncompared(counts: dict[str, tuple[int, int] | None], sweep: Sweep, cell: str) -> tuple[str, str]:
+    at_paper = counts[PAPER] or (0, 0)
+    if at_paper[0]:
+        return (RUN, "") if at_paper[0] >= at_paper[1] else (INCOMPLETE, f"{at_paper[0]} of {at_paper[1]} seeds")
+    for scale, count in counts.items():
+        if count and count[0]:
+            return REDUCED, f"scale={scale}; {needs([cell])}"
+    return NOT_RUN, why_not_run(sweep, [cell])
+
+
+def _seeds(sweep: Sweep, scale: str, folders: Folders, ending: str) -> dict[str, tuple[int, int]]:
+    """Cell -> how many of its seeds have rows at that scale, and how many there are."""
+    if scale != PAPER and scale not in sweep.scales:
+        return {}
+    path = folders.measured / f"{sweep.name}_{scale}{ending}.csv"
+    rows: set[tuple[str, int]] = set()
+    if path.is_file():
+        try:
+            frame = pd.read_csv(path, usecols=["cell", "seed"], dtype={"cell": str, "seed": int})
+        except ValueError as error:
+            raise UserError(
+                f"{path} does not parse ({str(error).splitlines()[0]}): collect the sweep again."
+            ) from error
+        rows = set(frame.drop_duplicates().itertuples(index=False, name=None))
+    expected = [(cell.name, cell.seed) for cell in sweep.cells(scale)]
+    total = Counter(name for name, _ in expected)
+    there = Counter(name for name, seed in expected if (name, seed) in rows)
+    return {name: (there[name], total[name]) for name in total}
+
+
+def machines(measured: Path) -> list[str]:
+    """The machine configurations that the speed benchmark was run on, in words."""
+    path = measured / "benchmarks" / "throughput.csv"
+    if not path.is_file():
+        return []
+    rows = read_rows(path)
+    return sorted({in_words(tuple(at)) for at in rows[list(MACHINE)].drop_duplicates().itertuples(index=False)})
+
+
+def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
+    """The list as Markdown: counts for each sweep, what the words mean, then every cell."""
+    statuses = [word for word in (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, NOT_RUN) if word != QUOTED]
+    counts = [
+        [str(name), *(str(int((group["status"] == word).sum())) for word in statuses), str(len(group))]
+        for name, group in lines.groupby("sweep", sort=False)
+    ]
+    counts.append(["all", *(str(int((lines["status"] == word).sum())) for word in statuses), str(len(lines))])
+    speed = "; ".join(measured_on) if measured_on else "nothing yet"
+    benchmarks = " ".join(f"`{name}` (paper: {paper})." for name, paper in BENCHMARKS.items())
+    parts = [
+        "# Coverage: every cell of every table and figure",
+        "Made by `python -m groupwise.analysis.coverage`. A cell is one line here and one run for each of its "
+        "seeds; a cell that two sweeps share is in both.",
+        markdown(["sweep", *statuses, "cells"], counts),
+        "\n".join(f"- {word}: {WORDS[word]}." for word in statuses),
+        f"Figures of speed and memory, made of the benchmark's rows: {benchmarks} Measured here on: {speed}.",
+    ]
+    for name, group in lines.groupby("sweep", sort=False):
+        rows = [
+            [f"`{line['cell']}`", *(line[scale] or "–" for scale in SCALES), line["status"], line["why"] or "–"]
+            for line in group.to_dict("records")
+        ]
+        parts += [f"## {name}", markdown(["cell", *SCALES, "status", "why"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.coverage")
+    parser.add_argument("--out", type=Path, default=Path("results/tables"))
+    parser.add_argument("--paper", type=Path, default=Folders.paper)
+    parser.add_argument("--measured", type=Path, default=Folders.measured)
+    parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
+    given = parser.parse_args(arguments)
+    try:
+        lines = coverage(Folders(given.paper, given.measured, given.sweeps))
+        text = page(lines, machines(given.measured))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_text(given.out / "coverage.md", text)
+    counts = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())
+    print(f"{given.out / 'coverage.md'}: {len(lines)} cells: {counts}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

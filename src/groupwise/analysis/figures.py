@@ -1,0 +1,165 @@
+"""The paper's figures from measured rows:  python -m groupwise.analysis.figures NAME...|all [--out results/figures]"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from groupwise.analysis import throughput_figure
+from groupwise.analysis.accuracy_figures import (
+    ACCURACY,
+    draw_adaptive_vs_fixed,
+    draw_quantile_budget,
+    draw_target_quantile,
+)
+from groupwise.analysis.figure_files import write_figure
+from groupwise.analysis.figure_rows import read_companion, read_figure_rows, with_settings
+from groupwise.analysis.measured import Measured
+from groupwise.analysis.norm_figures import draw_gradnorm_cifar, draw_gradnorm_sst2
+from groupwise.analysis.paper import Folders
+from groupwise.analysis.runtime_figures import draw_runtime_metrics, draw_runtime_nll
+from groupwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a figure is made from the rows of the sweep of its name.
+
+    Attributes:
+        title: what the paper's caption says that it shows.
+        draw: rows -> figure.
+        numbers: the columns that it needs.
+        suffix: of the file of rows that belong to runs, such as "_curves"; empty where the runs' own rows are drawn.
+        place: the columns that make a row of that file the only one of its kind within its run.
+    """
+
+    title: str
+    draw: Callable[[pd.DataFrame], Any]
+    numbers: tuple[str, ...] = (ACCURACY,)
+    suffix: str = ""
+    place: tuple[str, ...] = ()
+
+
+CURVES = {"suffix": "_curves", "place": ("step",)}
+NORMS = {"suffix": "_norms", "place": ("epoch", "layer", "example"), "numbers": ("norm", "epoch")}
+KINDS = {
+    "gradnorm_cifar": Kind(
+        "Per-layer gradient norms shift during training: CIFAR-10, one row an example, one column a layer",
+        draw_gradnorm_cifar,
+        **NORMS,  # type: ignore[arg-type]
+    ),
+    "adaptive_vs_fixed": Kind(
+        "Adaptive per-layer clipping against fixed per-layer and flat clipping, with and without noise",
+        draw_adaptive_vs_fixed,
+    ),
+    "gradnorm_sst2": Kind(
+        "The distribution of per-layer gradient norms shifts during fine-tuning: SST-2",
+        draw_gradnorm_sst2,
+        **NORMS,  # type: ignore[arg-type]
+    ),
+    "target_quantile": Kind("Validation accuracy at different target quantiles", draw_target_quantile),
+    "quantile_budget": Kind("Validation accuracy at different budgets for quantile estimation", draw_quantile_budget),
+    "runtime_nll": Kind(
+        "Test loss against wall time: GPT-2 on E2E",
+        draw_runtime_nll,
+        numbers=("seconds", "test/nll"),
+        **CURVES,  # type: ignore[arg-type]
+    ),
+    "runtime_metrics": Kind(
+        "BLEU and ROUGE-L against wall time: GPT-2 on E2E",
+        draw_runtime_metrics,
+        numbers=("seconds", "test/bleu", "test/rougeL"),
+        **CURVES,  # type: ignore[arg-type]
+    ),
+}
+SPEED = {
+    "throughput": "Memory against batch size, and throughput at the largest batch that fits",
+    "runtime_breakdown": "Memory and throughput on another machine configuration",
+}
+FIGURES = (
+    "throughput",
+    "gradnorm_cifar",
+    "adaptive_vs_fixed",
+    "gradnorm_sst2",
+    "target_quantile",
+    "quantile_budget",
+    "runtime_nll",
+    "runtime_metrics",
+    "runtime_breakdown",
+)
+"""In the paper's order."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure and what it was drawn from.
+
+    Attributes:
+        figure: matplotlib's.
+        source: the file of rows.
+        scale: "paper", or what is less.
+        runs: the runs of the sweep; None for the figures of speed, whose rows are not runs.
+        caption: machine and model of the figures of speed, else nothing.
+    """
+
+    figure: Any
+    source: Path
+    scale: str
+    runs: Measured | None
+    caption: str = ""
+
+
+def title(name: str) -> str:
+    """What the figure shows."""
+    return SPEED[name] if name in SPEED else KINDS[name].title
+
+
+def make(name: str, folders: Folders | None = None) -> Drawn:
+    """Read the rows of the figure `name` and draw it.
+
+    Raises:
+        UserError: there are no rows, or they have a fault.
+    """
+    folders = folders or Folders()
+    if name in SPEED:
+        source = folders.measured / "benchmarks" / "throughput.csv"
+        figure, shown = throughput_figure.make_figure(name, source)
+        return Drawn(figure, source, shown.scale, None, shown.caption)
+    kind = KINDS[name]
+    runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
+    rows = runs.rows
+    if kind.suffix:
+        rows = read_companion(name, runs, folders.measured, kind.suffix, kind.place, kind.numbers)
+    source = folders.measured / f"{name}_{runs.scale}{kind.suffix}.csv"
+    return Drawn(kind.draw(with_settings(rows)), source, runs.scale, runs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 2 where a figure that was named could not be made."""
+    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)
+    parser.add_argument("names", nargs="+", metavar="NAME", choices=[*FIGURES, "all"], help=", ".join(FIGURES))
+    parser.add_argument("--measured", type=Path, default=Folders.measured, help="where the rows are")
+    parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
+    parser.add_argument("--out", type=Path, default=Path("results/figures"))
+    given = parser.parse_args(arguments)
+    folders = Folders(measured=given.measured, sweeps=given.sweeps)
+    wanted = FIGURES if "all" in given.names else tuple(dict.fromkeys(given.names))
+    failed = 0
+    for name in wanted:
+        try:
+            drawn = make(name, folders)
+        except UserError as error:
+            failed += 1
+            print(f"left out: {name}: {error}" if "all" in given.names else f"error: {error}", file=sys.stderr)
+            continue
+        written = write_figure(drawn.figure, given.out, name)
+        print(f"{name} (scale={drawn.scale}):", *written)
+    return 2 if failed and "all" not in given.names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Measured rows of a sweep, `results/measured/<sweep>_<scale>.csv`: sound, or one sentence on the first fault."""
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from groupwise.analysis.paper import settings_of
+from groupwise.cells import Sweep
+from groupwise.errors import UserError
+
+SCALES = ("paper", "mini", "demo")
+"""The scales whose rows are shown, the first that has any first; smoke is for tests."""
+COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "git.sha", "git.dirty")
+"""What every row has, beside the metrics."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Sound rows of a sweep at one scale.
+
+    Attributes:
+        rows: one a run: the columns of the file, sorted by cell and seed.
+        expected: cell -> the seeds that the sweep has for it at this scale.
+        scale: paper, mini or demo.
+    """
+
+    rows: pd.DataFrame
+    expected: Mapping[str, tuple[int, ...]]
+    scale: str
+
+    def of(self, cell: str) -> pd.DataFrame:
+        """The rows of one cell."""
+        return self.rows[self.rows["cell"] == cell]
+
+    def flags(self) -> list[str]:
+        """What a reader should know of the rows, a sentence each: missing seeds, changes that were not committed."""
+        return [f"{cell}: {sentence}" for cell in self.expected for sentence in self.flags_of(cell)]
+
+    def flags_of(self, cell: str) -> list[str]:
+        """The same of one cell that has rows."""
+        rows, expected = self.of(cell), self.expected[cell]
+        if rows.empty:
+            return []
+        found = []
+        if missing := sorted(set(expected) - set(rows["seed"])):
+            words = ", ".join(str(seed) for seed in missing)
+            found.append(f"{len(rows)} of {len(expected)} seeds, without {words}")
+        if dirty := int(rows["git.dirty"].sum()):
+            found.append(f"{dirty} of {len(rows)} runs with changes that were not committed")
+        if nowhere := int((rows["git.sha"] == "").sum()):
+            found.append(f"{nowhere} of {len(rows)} runs outside of a checkout")
+        return found
+
+
+def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None) -> list[Measured]:
+    """The rows of every scale that has a file, in the order of `SCALES`; faults as `read_measured` has them."""
+    return [read_measured(sweep, scale, folder, wanted) for scale in SCALES if file_of(sweep, scale, folder).is_file()]
+
+
+def file_of(sweep: Sweep, scale: str, folder: Path) -> Path:
+    return folder / f"{sweep.name}_{scale}.csv"
+
+
+def read_measured(
+    sweep: Sweep, scale: str, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None
+) -> Measured:
+    """The rows of a sweep at one scale.
+
+    `wanted` says which metrics the runs of a cell must have, as finite numbers; other cells may have any.
+
+    Raises:
+        UserError: the file is not there or does not parse, or has no rows; a column is missing; a hash is no SHA-256;
+            a row is of another sweep or scale, of a cell or seed that the sweep does not have; two rows are of one cell
+            and seed, or of one run; a metric is missing or not finite.
+    """
+    path = file_of(sweep, scale, folder)
+    expected = _expected(sweep, scale)
+    frame = _read(path, f"python -m groupwise.launch.collect {sweep.name} scale={scale}")
+    for column, value in {"sweep": sweep.name, "scale": scale}.items():
+        if len(other := frame[frame[column] != value]):
+            raise _fault(path, other, f"is of {column}={other.iloc[0][column]}, in the file of {column}={value}")
+    if len(odd := frame[[re.fullmatch("[0-9a-f]{64}", text) is None for text in frame["hash"]]]):
+        raise _fault(path, odd, f"has the hash {odd.iloc[0]['hash']!r}, which is no SHA-256")
+    if len(odd := frame[[re.fullmatch("[0-9]+", text) is None for text in frame["seed"]]]):
+        raise _fault(path, odd, "has a seed that is no whole number")
+    if len(odd := frame[~frame["git.dirty"].isin(["True", "False", ""])]):
+        raise _fault(path, odd, f"has git.dirty={odd.iloc[0]['git.dirty']}, which is neither True nor False")
+    frame = frame.assign(seed=frame["seed"].astype(int), **{"git.dirty": frame["git.dirty"] == "True"})
+    if len(unknown := frame[~frame["cell"].isin(list(expected))]):
+        raise _fault(path, unknown, f"is of no cell of the sweep {sweep.name} at scale={scale}")
+    known = [seed in expected[cell] for cell, seed in zip(frame["cell"], frame["seed"], strict=True)]
+    if len(unknown := frame[~np.array(known, dtype=bool)]):
+        raise _fault(path, unknown, "has a seed that the sweep does not have for it")
+    if len(again := frame[frame.duplicated(["cell", "seed"])]):
+        raise _fault(path, again, "is there twice")
+    if len(again := frame[frame.duplicated("hash")]):
+        raise _fault(path, again, "has the hash of another row, so the two are one run")
+    for cell, metrics in (wanted or {}).items():
+        for metric in metrics:
+            _refuse_odd_numbers(path, frame, cell, metric)
+    for metric in {metric for metrics in (wanted or {}).values() for metric in metrics} & set(frame):
+        frame[metric] = pd.to_numeric(frame[metric], errors="coerce")
+    return Measured(frame.sort_values(["cell", "seed"]).reset_index(drop=True), expected, scale)
+
+
+def _expected(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
+    expected: dict[str, list[int]] = {}
+    for cell in sweep.cells(scale):
+        expected.setdefault(cell.name, []).append(cell.seed)
+    return {name: tuple(sorted(seeds)) for name, seeds in expected.items()}
+
+
+def _read(path: Path, command: str) -> pd.DataFrame:
+    again = f"collect the sweep again ({command})"
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            head, *rows = csv.reader(file, strict=True)
+    except (OSError, csv.Error, ValueError) as error:  # ValueError: not a line, or no UTF-8
+        raise UserError(f"{path} does not parse ({str(error).splitlines()[0]}): {again}.") from error
+    if any(len(row) != len(head) for row in rows):
+        raise UserError(f"{path} does not parse (a line has more or fewer values than columns): {again}.")
+    frame = pd.DataFrame(rows, columns=head, dtype=str)
+    if missing := [column for column in COLUMNS if column not in frame]:
+        raise UserError(f"{path} has no column {missing[0]!r}: {again}.")
+    if frame.empty:
+        raise UserError(f"{path} has no rows: {again}.")
+    return frame
+
+
+def _refuse_odd_numbers(path: Path, frame: pd.DataFrame, cell: str, metric: str) -> None:
+    rows = frame[frame["cell"] == cell]
+    if rows.empty:
+        return
+    if metric not in rows:
+        raise _fault(path, rows, f"has no {metric}, which its table shows")
+    numbers = pd.to_numeric(rows[metric], errors="coerce")
+    if len(odd := rows[~np.isfinite(numbers)]):
+        raise _fault(path, odd, f"has {metric}={odd.iloc[0][metric]!r}, which is no finite number")
+
+
+def _fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
+    first = rows.iloc[0]
+    return UserError(f"{path}: the row of {first['cell']} seed={first['seed']} {words}; nothing of the file is used.")
+
+
+def matching(selector: str, cells: Sequence[str]) -> list[str]:
+    """The cells that have all the settings of `selector`."""
+    wanted = settings_of(selector).items()
+    return [cell for cell in cells if wanted <= settings_of(cell).items()]

@@ -1,0 +1,69 @@
+"""A table's files: `<name>.md`, `.csv` and `.tex`."""
+
+from pathlib import Path
+
+from groupwise.analysis.benchmark_tables import markdown
+from groupwise.analysis.paper import Folders, read_paper
+from groupwise.analysis.table_formats import as_latex, as_markdown
+from groupwise.analysis.table_notes import errata_of, notes
+from groupwise.analysis.tables import table_lines
+from groupwise.atomic import write_text
+from groupwise.cells import read_sweep
+
+SETTINGS = {
+    "hyperparameters_cifar": "Settings for WRN16-4 on CIFAR-10",
+    "hyperparameters_glue": "Settings for RoBERTa on SST-2",
+    "hyperparameters_gpt2": "Settings for GPT-2 on E2E and DART",
+}
+
+
+def table_page(name: str, folders: Folders | None = None) -> str:
+    """A table of results with its notes, in Markdown.
+
+    Raises:
+        UserError: as `table_lines`.
+    """
+    folders = folders or Folders()
+    lines = table_lines(name, folders)
+    title = read_sweep(folders.sweeps / f"{name}.yaml").title
+    return as_markdown(title, name, lines, notes(name, folders, lines), errata_of(name))
+
+
+def write_table(name: str, folders: Folders, out: Path) -> str:
+    """Write a table of results; returns what to print.
+
+    Raises:
+        UserError: as `table_lines`.
+    """
+    lines = table_lines(name, folders)
+    title = read_sweep(folders.sweeps / f"{name}.yaml").title
+    under, errata = notes(name, folders, lines), errata_of(name)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / f"{name}.csv", lines.to_csv(index=False, lineterminator="\n"))
+    write_text(out / f"{name}.md", as_markdown(title, name, lines, under, errata))
+    write_text(out / f"{name}.tex", as_latex(title, name, lines, under, errata))
+    counts = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())
+    return f"{out / name}.md, .csv, .tex: {len(lines)} numbers: {counts}"
+
+
+def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
+    """Write a table of the paper's settings, with the key that holds each here; returns what to print."""
+    paper = read_paper(name, folders.paper)
+    shown = paper[["row", "column", "printed", "note", "metric", "cell"]]
+    head = ["setting", "column", "value", "kind", "key", "composed by"]
+    rows = [
+        [*map(str, line[:4]), *(f"`{text}`" if text else "–" for text in line[4:])]
+        for line in shown.itertuples(index=False)
+    ]
+    page = "\n\n".join(
+        [
+            f"# {SETTINGS[name]}",
+            f"Made by `python -m groupwise.analysis.tables {name}` from the paper's numbers. A test composes each "
+            "configuration: it has the fixed and selected values, and one of each grid.",
+            markdown(head, rows),
+        ]
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / f"{name}.csv", shown.to_csv(index=False, lineterminator="\n"))
+    write_text(out / f"{name}.md", page + "\n")
+    return f"{out / name}.md, .csv: {len(paper)} settings"

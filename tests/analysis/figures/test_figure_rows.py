@@ -1,0 +1,89 @@
+"""Rows of figures: the largest scale there is, every fault in one sentence, means with t-intervals."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from groupwise.analysis.figure_rows import read_companion, read_figure_rows, seeds_in_words, summary, with_settings
+from groupwise.analysis.figures import NORMS
+from groupwise.errors import UserError
+
+ACCURACY = ["valid/accuracy"]
+
+
+def change(path: Path, **columns: object) -> None:
+    """Give the first row of a CSV other values."""
+    frame = pd.read_csv(path, dtype=str)
+    for name, value in columns.items():
+        frame.loc[0, name] = value
+    frame.to_csv(path, index=False)
+
+
+def companion(folders):
+    runs = read_figure_rows("gradnorm_cifar", folders)
+    return read_companion("gradnorm_cifar", runs, folders.measured, NORMS["suffix"], NORMS["place"], NORMS["numbers"])
+
+
+def test_the_largest_scale_is_taken(folders):
+    assert read_figure_rows("quantile_budget", folders, ACCURACY).scale == "mini"
+    frame = pd.read_csv(folders.measured / "quantile_budget_mini.csv").assign(scale="paper")
+    frame.to_csv(folders.measured / "quantile_budget_paper.csv", index=False)
+    assert read_figure_rows("quantile_budget", folders, ACCURACY).scale == "paper"
+
+
+def test_no_rows_name_the_command_that_makes_them(folders):
+    (folders.measured / "quantile_budget_mini.csv").unlink()
+    with pytest.raises(UserError, match=r"no rows of quantile_budget .* make sweep-quantile_budget SCALE=mini"):
+        read_figure_rows("quantile_budget", folders, ACCURACY)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("valid/accuracy", "nan", "no finite number"),
+        ("scale", "paper", "scale=paper"),
+        ("hash", "123", "no SHA-256"),
+        ("seed", "1", "twice"),
+        ("cell", "task=other", "no cell"),
+    ],
+)
+def test_a_corrupted_row_is_refused(folders, column, value, words):
+    change(folders.measured / "quantile_budget_mini.csv", **{column: value})
+    with pytest.raises(UserError, match=words):
+        read_figure_rows("quantile_budget", folders, ACCURACY)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("norm", "inf", "no finite norm"),
+        ("hash", "0" * 64, "no run that was measured"),
+        ("example", "1", "twice"),
+    ],
+)
+def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
+    change(folders.measured / "gradnorm_cifar_mini_norms.csv", **{column: value})
+    with pytest.raises(UserError, match=words):
+        companion(folders)
+
+
+def test_a_run_without_its_rows_is_refused(folders):
+    (folders.measured / "gradnorm_cifar_mini_norms.csv").unlink()
+    with pytest.raises(UserError, match=r"groupwise.launch.gradient_norms gradnorm_cifar scale=mini"):
+        companion(folders)
+
+
+def test_settings_are_the_papers():
+    rows = pd.DataFrame({"cell": ["clip=flat train.epochs=10"], "train.epochs": [0.2]})
+    assert with_settings(rows)[["clip", "train.epochs"]].iloc[0].tolist() == ["flat", "10"]
+
+
+def test_means_have_t_intervals():
+    rows = pd.DataFrame({"clip": ["flat"] * 3 + ["ghost"], "x": [1.0, 2.0, 3.0, 7.0]})
+    table = summary(rows, ["clip"], "x").set_index("clip")
+    assert table.loc["flat", "mean"] == 2 and table.loc["flat", "n"] == 3
+    assert table.loc["flat", "high"] == pytest.approx(2 + 4.3027 / 3**0.5, abs=1e-4)  # t(2) at 97.5 %
+    assert pd.isna(table.loc["ghost", "low"])
+    assert seeds_in_words(table["n"]).endswith("over 1 to 3 seeds")
+    assert seeds_in_words(pd.Series([1, 1])) == "One seed"

@@ -1,0 +1,113 @@
+"""Every figure is drawn from its rows, the same each time, and says what is reduced."""
+
+import pandas as pd
+import pytest
+
+from groupwise.analysis.figure_files import content
+from groupwise.analysis.figure_rows import with_settings
+from groupwise.analysis.figures import FIGURES, KINDS, main, make
+from groupwise.analysis.norm_figures import chosen_layers
+
+
+def words(figure) -> str:
+    """All text of a figure."""
+    import matplotlib.text
+
+    return " ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text)).replace("\n", " ")
+
+
+def run(folders, out, *names: str) -> int:
+    places = ["--measured", str(folders.measured), "--sweeps", str(folders.sweeps), "--out", str(out)]
+    return main([*names, *places])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_reduced_figure_says_so(folders, name):
+    drawn = make(name, folders)
+    assert drawn.scale == "mini"
+    assert "Reduced, no reproduction: scale=mini" in words(drawn.figure)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_figure_at_the_papers_scale_does_not(folders, name):
+    for path in folders.measured.glob(f"{name}_mini*.csv"):
+        frame = pd.read_csv(path).assign(scale="paper")
+        frame.to_csv(path.with_name(path.name.replace("_mini", "_paper")), index=False)
+    drawn = make(name, folders)
+    assert drawn.scale == "paper" and "Reduced" not in words(drawn.figure)
+    assert all(axes.patch.get_hatch() is None for axes in drawn.figure.axes)
+
+
+@pytest.mark.parametrize("kind", ["pdf", "png", "svg"])
+def test_the_same_rows_give_the_same_bytes(folders, kind):
+    one, two = (content(make("quantile_budget", folders).figure, kind) for _ in range(2))
+    assert one == two
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_same_bytes_each_time(folders, tmp_path, throughput, capsys):
+    (folders.measured / "benchmarks").mkdir()
+    throughput.to_csv(folders.measured / "benchmarks" / "throughput.csv", index=False)
+    for out in ("one", "two"):
+        assert run(folders, tmp_path / out, "all") == 0
+    files = sorted((tmp_path / "one").iterdir())
+    assert [file.name for file in files] == sorted(f"{name}.{kind}" for name in FIGURES for kind in ("pdf", "png"))
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_all_lists_what_it_leaves_out_and_a_name_is_refused(folders, tmp_path, capsys):
+    for path in folders.measured.iterdir():
+        if not path.name.startswith("target_quantile"):
+            path.unlink()
+    assert run(folders, tmp_path / "out", "all") == 0
+    left_out = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in left_out] == [name for name in FIGURES if name != "target_quantile"]
+    assert run(folders, tmp_path / "out", "runtime_nll", "target_quantile") == 2
+    assert capsys.readouterr().err.startswith("error: There are no rows of runtime_nll")
+    assert (tmp_path / "out" / "target_quantile.png").is_file()
+
+
+def test_every_method_and_budget_is_there(folders):
+    assert {"flat", "fixed per layer", "adaptive per layer", "no noise", "ε = 3"} <= {
+        text.get_text() for text in make("adaptive_vs_fixed", folders).figure.axes[0].findobj(_text)
+    }
+    figure = make("target_quantile", folders).figure
+    assert [axes.get_title() for axes in figure.axes] == ["CIFAR-10", "SST-2"]
+    assert [len(line.get_xdata()) for line in figure.axes[0].containers[0].lines[:1]] == [7]
+
+
+def _text(artist) -> bool:
+    return hasattr(artist, "get_text")
+
+
+def test_a_task_without_rows_is_an_empty_panel(folders):
+    path = folders.measured / "target_quantile_mini.csv"
+    frame = pd.read_csv(path)
+    frame[frame["cell"].str.contains("task=cifar")].to_csv(path, index=False)
+    assert "not run" in words(make("target_quantile", folders).figure)
+
+
+def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(folders):
+    panels = [axes for axes in make("gradnorm_cifar", folders).figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["epoch 0", "epoch 1", "epoch 3", "epoch 6"]
+    assert panels[0].images[0].get_array().shape == (32, 12)
+
+
+def test_the_papers_layers_are_chosen():
+    names = ["embeddings", *(f"layer.{place}.{part}" for place in range(12) for part in ("query", "value")), "out_proj"]
+    norms = pd.DataFrame({"layer": range(len(names)), "name": names})
+    assert [name for _, name in chosen_layers(norms)] == ["embeddings", "layer.5.value", "layer.11.value", "out_proj"]
+    assert len(chosen_layers(norms.head(4))) == 4
+
+
+def test_one_seed_has_no_interval(folders):
+    path = folders.measured / "quantile_budget_mini.csv"
+    frame = pd.read_csv(path)
+    one = with_settings(frame[frame["seed"] == 0])
+    assert "One seed" in words(KINDS["quantile_budget"].draw(one))
+
+
+def test_text_of_an_svg_is_text(folders):
+    assert b"validation accuracy" in content(make("quantile_budget", folders).figure, "svg")

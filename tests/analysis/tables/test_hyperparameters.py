@@ -1,0 +1,59 @@
+"""Our configurations have the paper's settings: the fixed and selected ones, and one of each grid."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from groupwise.analysis.paper import HYPERPARAMETERS, read_paper
+from groupwise.config import RunConfig
+from groupwise.launch.compose import compose_run
+
+ROOT = Path(__file__).resolve().parents[3]
+SST2_SIZE = 67349
+"""Training examples of SST-2, whose batch size follows from a sample rate."""
+
+
+@cache
+def composed(cell: str) -> RunConfig:
+    return compose_run(cell.split(), ROOT / "conf")
+
+
+def ours(config: RunConfig, key: str) -> float:
+    if key == "train.batch_size" and config.train.batch_size is None:
+        return round(config.train.sample_rate * SST2_SIZE)
+    value = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def settings() -> list[object]:
+    found = []
+    for name in HYPERPARAMETERS:
+        table = read_paper(name, ROOT / "results" / "paper")
+        for (row, column), group in table[table["cell"] != ""].groupby(["row", "column"], sort=False):
+            chosen = group[~group["note"].str.startswith("grid")]
+            allowed = (chosen if len(chosen) else group)["value"].tolist()
+            found.append(
+                pytest.param(group.iloc[0]["cell"], group.iloc[0]["metric"], allowed, id=f"{name}-{row}-{column}")
+            )
+    return found
+
+
+@pytest.mark.parametrize(("cell", "key", "allowed"), settings())
+def test_ours_is_the_papers(cell, key, allowed):
+    value = ours(composed(cell), key)
+    assert any(value == pytest.approx(number, rel=1e-9) for number in allowed), f"{key}={value}, not of {allowed}"
+
+
+@pytest.mark.parametrize("epsilon", [3, 8])
+def test_fixed_per_layer_keeps_the_product_of_threshold_and_rate(epsilon):
+    config = composed(f"task=cifar clip=fixed_layer privacy.epsilon={epsilon}")
+    assert config.clip.threshold in (1.0, 0.5, 0.1, 0.05)
+    assert config.clip.threshold * config.optim.learning_rate in (pytest.approx(2.0), pytest.approx(4.0))
+
+
+def test_the_target_quantile_of_e2e_is_reused_for_dart():
+    values = [composed(f"task={task} model=gpt2 clip=adaptive_layer").clip.target_quantile for task in ("e2e", "dart")]
+    assert values == [0.3, 0.3]

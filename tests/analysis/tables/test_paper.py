@@ -1,0 +1,80 @@
+"""The paper's numbers are all there: a count and a sum for each table, added up from the LaTeX by another program."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from groupwise.analysis.paper import HYPERPARAMETERS, MINUS, TABLES, read_paper, settings_of
+from groupwise.errors import UserError
+
+PAPER = Path(__file__).resolve().parents[3] / "results" / "paper"
+CHECK = {  # table: values, their sum, standard deviations, their sum
+    "fixed_per_layer": (8, 627.2, 0, 0.0),
+    "cifar": (16, 1031.2, 0, 0.0),
+    "glue": (56, 4887.88, 0, 0.0),
+    "sst2_epochs": (32, 2959.23, 32, 17.58),
+    "table2text": (20, 1096.589, 0, 0.0),
+    "samsum": (30, 885.1, 0, 0.0),
+    "noise_allocation": (12, 1085.8, 0, 0.0),
+    "adaptivity": (22, 1149.8, 14, 9.6),
+    "hyperparameters_cifar": (15, 4416.11, 0, 0.0),
+    "hyperparameters_glue": (50, 14368.342801, 0, 0.0),
+    "hyperparameters_gpt2": (16, 2529.62100001, 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", [*TABLES, *HYPERPARAMETERS])
+def test_every_number_is_there(name):
+    table = read_paper(name, PAPER)
+    values, stds = table["value"].dropna(), table["std"].dropna()
+    count, total, std_count, std_total = CHECK[name]
+    assert (len(values), len(stds)) == (count, std_count)
+    assert values.sum() == pytest.approx(total, abs=1e-9)
+    assert stds.sum() == pytest.approx(std_total, abs=1e-9)
+    assert (table["table"] == name).all()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_place_in_a_table_is_there_once(name):
+    table = read_paper(name, PAPER)
+    assert not table.duplicated(["row", "column"]).any()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_line_has_a_cell_or_says_why_not(name):
+    for line in read_paper(name, PAPER).itertuples():
+        assert line.cell or line.note
+        assert line.metric
+        for selector in line.cell.split(MINUS):
+            settings_of(selector)
+
+
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+def test_a_setting_is_fixed_or_one_of_a_grid_or_the_selected(name):
+    table = read_paper(name, PAPER)
+    kind = table["note"].str.split(";").str[0]
+    assert set(kind) <= {"fixed", "grid", "selected"}
+    for _, group in table.assign(kind=kind).groupby(["row", "column"]):
+        assert len(group) == 1 if "fixed" in set(group["kind"]) else len(group) > 1
+        assert (group["kind"] == "selected").sum() <= 1
+
+
+def test_the_printed_text_keeps_its_digits():
+    table = read_paper("sst2_epochs", PAPER)
+    assert "88.70 (0.52)" in set(table["printed"])
+
+
+def test_no_such_table(tmp_path):
+    with pytest.raises(UserError, match=r"no table 'tabel'.*cifar"):
+        read_paper("tabel", PAPER)
+    with pytest.raises(UserError, match=r"not in .*cifar\.csv"):
+        read_paper("cifar", tmp_path)
+
+
+def test_a_number_that_is_none(tmp_path):
+    table = pd.read_csv(PAPER / "cifar.csv", dtype=str, keep_default_na=False)
+    table.loc[3, "value"] = "44,7"
+    table.to_csv(tmp_path / "cifar.csv", index=False)
+    with pytest.raises(UserError, match="'44,7'"):
+        read_paper("cifar", tmp_path)

@@ -1,0 +1,103 @@
+"""A checkout of its own for tests of sweeps, in which a cell takes no time: it writes its row, or fails if told to."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SWEEP = """
+# @package _global_
+# A table of two modes.
+#   python run.py -m +sweep=table
+hydra:
+  sweeper:
+    grids:
+      - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1]}
+      - {task: cifar, clip: [flat, ghost], privacy.epsilon: 8, seed: 1}   # flat once more
+    scales:
+      smoke:
+        privacy.epsilon: {3: 4}
+        clip: {ghost: null}
+"""
+START = """
+import json, os, time
+from pathlib import Path
+
+from groupwise.errors import UserError
+from groupwise.training.checkout import git_state
+from groupwise.training.identity import config_hash, flat_config
+from groupwise.version import VERSION
+
+
+def start(config):
+    if config.seed == 1 and config.clip.name == "flat" and Path("fail").exists():
+        raise UserError("no data: bring some.") if config.privacy.epsilon == 8 else RuntimeError("a bug")
+    print("ran", config.clip.name, config.privacy.epsilon, config.seed, VERSION, flush=True)
+    folder = Path(config.paths.results) / "runs" / config_hash(config)[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.overwrite:
+        (folder / "DONE").unlink(missing_ok=True)
+        print("overwrites", flush=True)
+    if Path("wait").exists():
+        Path("first").touch()
+        while Path("wait").exists():
+            time.sleep(0.05)
+    (folder / "config.yaml").write_text("")
+    if Path("kill").exists() and config.seed == 1:
+        Path("kill").unlink()
+        os.kill(os.getpid(), 9)
+    row = {"hash": config_hash(config), **flat_config(config), "valid/accuracy": 50.0 + config.seed}
+    row |= {"system.wall_seconds": 60.0, "git.sha": git_state()["sha"], "group": os.environ["WANDB_RUN_GROUP"]}
+    (folder / "result.json").write_text(json.dumps(row))
+    lines = [{"step": 1, "nonprivate/loss": 2.0}, {"step": 2, "seconds": 1.5, "valid/accuracy": 50.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+    (folder / "DONE").touch()
+    return row
+"""
+
+
+class Checkout:
+    """`run.py` with its code, configuration and the sweep `table`; commands run in its own folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        ignored = shutil.ignore_patterns("__pycache__", "sweep")
+        shutil.copytree(ROOT / "src", root / "src", ignore=ignored)
+        shutil.copytree(ROOT / "conf", root / "conf", ignore=ignored)
+        shutil.copy(ROOT / "run.py", root)
+        (root / "sweeps").mkdir()
+        (root / "conf" / "sweep").symlink_to("../sweeps")
+        (root / "sweeps" / "table.yaml").write_text(SWEEP.lstrip())
+        (root / "src/groupwise/launch/processes.py").write_text(START)
+        (root / "src/groupwise/version.py").write_text("VERSION = 'old'\n")
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(self.root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, *arguments], cwd=self.root, env=environment, text=True, **pipes)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def sweep(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.command("run.py", "-m", "+sweep=table", "scale=smoke", *arguments)
+
+    def write_sweep(self, text: str) -> None:
+        (self.root / "sweeps" / "table.yaml").write_text("# @package _global_\n" + textwrap.dedent(text))
+
+    @property
+    def folder(self) -> Path:
+        """The last sweep's."""
+        return sorted((self.root / "results" / "sweeps").iterdir())[-1]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)

@@ -1,0 +1,50 @@
+"""A search's best cell is the best mean over seeds, among cells that were all run as often."""
+
+import csv
+
+import pytest
+
+from groupwise.launch.best import best, main
+
+ROWS = [
+    ("clip=flat optim.learning_rate=1", ["90", "80"]),
+    ("clip=flat optim.learning_rate=2", ["86", "88"]),
+    ("clip=flat optim.learning_rate=4", ["99"]),  # one seed only
+    ("clip=ghost optim.learning_rate=1", ["70", "nan"]),
+    ("clip=ghost optim.learning_rate=2", ["60", "61"]),
+]
+
+
+@pytest.fixture
+def rows():
+    return [
+        {"cell": cell, "seed": str(seed), "valid/accuracy": value, "valid/loss": value}
+        for cell, values in ROWS
+        for seed, value in enumerate(values)
+    ]
+
+
+def test_the_best_mean_of_each_mode_and_who_was_not_considered(rows):
+    chosen, left_out = best(rows, "valid/accuracy")
+    assert [(c.name, c.mean, c.seeds) for c in chosen] == [(ROWS[1][0], 87.0, 2), (ROWS[4][0], 60.5, 2)]
+    assert [c.name for c in left_out] == [ROWS[2][0], ROWS[3][0]]
+
+
+def test_a_loss_is_better_when_lower(rows):
+    assert [c.name for c in best(rows, "valid/loss")[0]] == [ROWS[0][0], ROWS[4][0]]
+
+
+def test_the_command(tmp_path, rows, capsys):
+    with open(tmp_path / "search_mini.csv", "w") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert main(["search", "scale=mini", "--measured", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert (
+        out.splitlines()[0]
+        == "valid/accuracy 87.00 (standard deviation 1.41), 2 seeds: clip=flat optim.learning_rate=2"
+    )
+    assert err.startswith("not considered, 1 seeds")
+    assert main(["search", "scale=mini", "--measured", str(tmp_path), "--metric", "test/bleu"]) == 2
+    assert main(["search", "scale=paper", "--measured", str(tmp_path)]) == 2

@@ -1,0 +1,165 @@
+"""Only finished runs of a sweep's own cells become rows, and only if they are what they say."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from groupwise.cells import read_sweep
+from groupwise.errors import UserError
+from groupwise.launch.collect import collect, main
+from groupwise.launch.compose import register
+from groupwise.launch.sweep import PlannedCell, table_cells
+from groupwise.training.identity import flat_config
+
+ROOT = Path(__file__).parents[2]
+SWEEP = """# @package _global_
+# A table.
+hydra:
+  sweeper:
+    grids: [{clip: [flat, ghost], seed: [0, 1]}]
+    scales: {smoke: {train.steps: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def conf(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkout") / "conf"
+    shutil.copytree(ROOT / "conf", folder, ignore=shutil.ignore_patterns("sweep"))
+    (folder / "sweep").mkdir()
+    (folder / "sweep" / "table.yaml").write_text(SWEEP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cells(conf) -> list[PlannedCell]:
+    register()
+    return [planned for _, planned in table_cells(read_sweep(conf / "sweep" / "table.yaml"), "smoke", conf)]
+
+
+@pytest.fixture
+def runs(tmp_path, cells) -> Path:
+    """Runs of all cells, finished."""
+    for number, cell in enumerate(cells):
+        folder = tmp_path / "runs" / cell.hash[:12]
+        folder.mkdir(parents=True)
+        row = {"hash": cell.hash, **flat_config(cell.config), "valid/accuracy": 50.0 + number / 3, "git.dirty": False}
+        (folder / "result.json").write_text(json.dumps(row))
+        (folder / "DONE").touch()
+    return tmp_path / "runs"
+
+
+def gather(conf, runs) -> list[str]:
+    runs.with_name("out").mkdir(exist_ok=True)
+    return collect("table", "smoke", runs, runs.with_name("out"), conf)
+
+
+def read(runs) -> list[dict[str, str]]:
+    with open(runs.with_name("out") / "table_smoke.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_for_each_cell_and_seed_with_all_of_its_configuration(conf, cells, runs):
+    assert gather(conf, runs)[0].endswith("table_smoke.csv: 4 of 4 cells")
+    rows = read(runs)
+    assert list(rows[0])[:6] == ["sweep", "cell", "seed", "scale", "task", "model.name"]
+    assert [(row["cell"], row["seed"]) for row in rows] == [("clip=flat", s) for s in "01"] + [
+        ("clip=ghost", s) for s in "01"
+    ]
+    assert {row["sweep"] for row in rows} == {"table"} and {row["scale"] for row in rows} == {"smoke"}
+    assert rows[1]["valid/accuracy"] == repr(50 + 2 / 3)  # to the last digit
+    assert (rows[0]["train.steps"], rows[0]["hash"]) == ("2", cells[0].hash)
+    assert not [key for key in rows[0] if key.startswith("paths.")]
+
+
+def test_a_run_without_done_is_no_row_and_named(conf, cells, runs):
+    (runs / cells[3].hash[:12] / "DONE").unlink()
+    said = gather(conf, runs)
+    assert said[0].endswith("3 of 4 cells")
+    assert said[1:] == ["  missing: clip=ghost seed=1"]
+    assert len(read(runs)) == 3
+
+
+def test_rows_of_another_machine_stay_byte_for_byte(conf, cells, runs):
+    gather(conf, runs)
+    text = (runs.with_name("out") / "table_smoke.csv").read_bytes()
+    for cell in cells[:3]:
+        shutil.rmtree(runs / cell.hash[:12])
+    assert gather(conf, runs)[0].endswith("4 of 4 cells")
+    assert (runs.with_name("out") / "table_smoke.csv").read_bytes() == text
+
+
+def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_path):
+    other = tmp_path / "conf"
+    shutil.copytree(conf, other)
+    (other / "sweep" / "table.yaml").write_text(SWEEP.replace("clip: [flat, ghost]", "clip: flat, eval.curve: true"))
+    lines = [
+        {"step": 1, "nonprivate/loss": 2.0},
+        {"step": 2, "nonprivate/loss": 1.0, "seconds": 1.5, "valid/accuracy": 50.0},
+        {"step": 4, "seconds": 3.25, "valid/accuracy": 60.0, "test/nll": 2.0},
+    ]
+    for _, cell in table_cells(read_sweep(other / "sweep" / "table.yaml"), "smoke", other):
+        folder = runs / cell.hash[:12]
+        folder.mkdir()
+        (folder / "result.json").write_text(json.dumps({"hash": cell.hash, **flat_config(cell.config)}))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "DONE").touch()
+    for _ in range(2):  # the second time from the table alone
+        gather(other, runs)
+        with open(runs.with_name("out") / "table_smoke_curves.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert list(rows[0])[:7] == ["sweep", "cell", "seed", "scale", "hash", "step", "seconds"]
+        told = [(row["seed"], row["step"], row["seconds"], row["valid/accuracy"], row["test/nll"]) for row in rows]
+        assert told == [(s, *rest) for s in "01" for rest in (("2", "1.5", "50.0", ""), ("4", "3.25", "60.0", "2.0"))]
+        shutil.rmtree(runs)
+        runs.mkdir()
+
+
+def test_rows_that_the_sweep_has_no_longer_are_dropped_with_a_word(conf, cells, runs, tmp_path):
+    gather(conf, runs)
+    other = tmp_path / "conf"
+    shutil.copytree(conf, other)
+    (other / "sweep" / "table.yaml").write_text(SWEEP.replace("[flat, ghost]", "flat"))
+    said = gather(other, runs)
+    assert said[0].endswith("2 of 2 cells")
+    assert [line.split(",")[0] for line in said[1:]] == [f"  dropped: clip=ghost seed={seed}" for seed in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("not json", "cannot be read"),
+        ("[]", "has no hash"),
+        ({"scale": None}, "has no scale"),
+        ({"clip.threshold": None}, "has no clip.threshold"),
+        ({"hash": "0" * 64}, "has the hash 000000000000"),
+        ({"scale": "mini"}, "says scale=mini, and the configuration of its hash has smoke"),
+        ({"train.steps": 300}, "says train.steps=300"),
+    ],
+)
+def test_a_result_that_cannot_be_is_refused_and_nothing_is_written(conf, cells, runs, change, words):
+    path = runs / cells[1].hash[:12] / "result.json"
+    if isinstance(change, dict):
+        row = {key: value for key, value in json.loads(path.read_text()).items() if change.get(key, "") is not None}
+        change = json.dumps(row | {key: value for key, value in change.items() if value is not None})
+    path.write_text(change)
+    with pytest.raises(UserError, match=words):
+        gather(conf, runs)
+    assert list(runs.with_name("out").iterdir()) == []
+
+
+def test_a_table_that_cannot_be_read_is_not_overwritten(conf, runs):
+    out = runs.with_name("out")
+    out.mkdir()
+    (out / "table_smoke.csv").write_text("cell,seed\nclip=flat\n")
+    with pytest.raises(UserError, match="more or fewer values"):
+        gather(conf, runs)
+    assert (out / "table_smoke.csv").read_text() == "cell,seed\nclip=flat\n"
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["cifar", "seed=1"], ["scale=mini"], ["table", "scale=huge"]])
+def test_mistakes_are_one_sentence(tmp_path, capsys, arguments):
+    assert main([*arguments, "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,91 @@
+"""What a cell is at is read off its folders, and the time that is left off what others took."""
+
+import dataclasses
+import fcntl
+import json
+
+import pytest
+
+from groupwise.launch.states import cell_states
+from groupwise.launch.status import main, seconds_left, status
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A sweep of five cells, one in each state; the running one holds its lock until the test ends."""
+    monkeypatch.chdir(tmp_path)
+    sweep = tmp_path / "results" / "sweeps" / "2026-01-01_00-00-00-table"
+    (sweep / "failed").mkdir(parents=True)
+    names = ["done", "running", "failed", "interrupted", "waiting"]
+    listed = [
+        {"name": f"clip={name}", "hash": f"{name:0>12}", "run": f"results/runs/{name}", "done_before": False}
+        for name in names
+    ]
+    (sweep / "cells.json").write_text(json.dumps({"scale": "mini", "cells": listed}))
+    for name in names[:4]:
+        run = tmp_path / "results" / "runs" / name
+        run.mkdir(parents=True)
+        (run / "config.hash").touch()
+        (run / "git.json").touch()
+        (run / ".lock").touch()
+        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)))
+        (run / "privacy.json").write_text(json.dumps({"plan": {"steps": 20}}))
+    (tmp_path / "results/runs/done/result.json").write_text(json.dumps({"system.wall_seconds": 100.0}))
+    (tmp_path / "results/runs/done/DONE").touch()
+    (sweep / "failed" / f"{'failed':0>12}.txt").write_text("RuntimeError: a bug\ncell: x\n")
+    with open(tmp_path / "results/runs/running/.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield sweep
+
+
+@pytest.mark.parametrize("system_tells", [True, False])
+def test_every_state_is_told_apart(folder, monkeypatch, system_tells):
+    if not system_tells:
+        monkeypatch.setattr("groupwise.launch.states._local_locks", lambda: None)
+    cells = json.loads((folder / "cells.json").read_text())["cells"]
+    states = cell_states(folder, cells)
+    assert [state.kind for state in states] == ["done", "running", "failed", "interrupted", "waiting"]
+    assert states[1].note == "step 5 of 20"
+    left = seconds_left([state for state in states if state.kind != "running"])
+    assert left is None  # nothing runs
+
+
+def test_lines(folder, capsys):
+    assert main(["--cells"]) == 0
+    first, second, *cells = capsys.readouterr().out.splitlines()
+    assert "mini  5 cells: 1 done, 1 running, 1 failed, 1 interrupted, 1 waiting" in first
+    assert "interrupted" in second
+    assert [line.split()[1] for line in cells] == [
+        "clip=done",
+        "clip=running",
+        "clip=failed",
+        "clip=interrupted",
+        "clip=waiting",
+    ]
+    assert cells[0].endswith("(100 s)") and cells[2].endswith("RuntimeError: a bug")
+    assert len(status(folder)) == 3  # the failed one alone
+
+
+def test_slurm_knows_of_jobs_on_other_machines(folder, tmp_path, monkeypatch):
+    (folder / "logs" / "7_1").mkdir(parents=True)
+    (folder / "logs" / "7_1" / "7_1_0_log.out").touch()
+    (folder / "logs" / f"{'waiting':0>12}.log").symlink_to("7_1/7_1_0_log.out")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    cells = json.loads((folder / "cells.json").read_text())["cells"]
+    monkeypatch.setenv("PATH", f"{squeue.parent}:/usr/bin:/bin")
+    for job, kind in (("RUNNING", "running"), ("PENDING", "waiting")):
+        squeue.write_text(f"#!/bin/sh\necho 7_1 {job}\n")
+        squeue.chmod(0o755)
+        assert cell_states(folder, cells)[4].kind == kind
+
+
+def test_the_time_left_follows_from_what_others_took(folder):
+    cells = cell_states(folder, json.loads((folder / "cells.json").read_text())["cells"])
+    running = [cell for cell in cells if cell.kind == "running"]
+    done = [cell for cell in cells if cell.kind == "done"]
+    waiting = [cell for cell in cells if cell.kind == "waiting"]
+    quick = [dataclasses.replace(running[0], left=1.0)]
+    assert seconds_left([*done, *quick]) == 100
+    assert seconds_left([*done, *quick, *waiting, *waiting]) == 300
+    assert seconds_left([*done, *quick, *quick, *waiting, *waiting]) == 200

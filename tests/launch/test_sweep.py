@@ -1,0 +1,186 @@
+"""A sweep runs what is not done, on the code that it was submitted with, and a cell that fails stops no other."""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import UserError
+from groupwise.launch.compose import compose_run, register
+from groupwise.launch.sweep import plan_sweep
+from groupwise.training.identity import config_hash
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("ran ")]
+
+
+def test_every_cell_of_a_table_runs_once_at_its_scale_and_never_again(checkout):
+    first = checkout.sweep()
+    ran = [
+        f"ran {clip} {epsilon} {seed} old"
+        for seed in (0, 1)  # a whole table of one seed first
+        for clip in ("flat", "fixed_layer")
+        for epsilon in (4.0, 8.0)
+    ]
+    assert (first.returncode, rows(first.stdout)) == (0, ran)
+    again = checkout.sweep()
+    assert (again.returncode, rows(again.stdout)) == (0, [])
+    assert "8 of 8 cells are done already" in again.stderr
+    assert len(list((checkout.root / "results" / "sweeps").iterdir())) == 1
+
+
+def test_the_command_line_changes_cells(checkout):
+    assert rows(checkout.sweep("seed=5", "clip=flat,ghost", "+privacy.delta=null").stderr) == []  # refused: not with +
+    done = checkout.sweep("seed=5", "clip=flat", "model.depth=10", "privacy.epsilon=3.0")
+    assert rows(done.stdout) == ["ran flat 4.0 5 old"]
+    [file] = (checkout.folder / "cells").iterdir()
+    assert "depth: 10" in file.read_text()
+
+
+def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout):
+    (checkout.root / "fail").touch()
+    failing = checkout.sweep()
+    assert failing.returncode == 1
+    assert len(rows(failing.stdout)) == 6
+    assert "2 of 8 cells failed:" in failing.stderr
+    bug, mistake = [line for line in failing.stderr.splitlines() if line.startswith("  clip=flat")]
+    assert bug.startswith("  clip=flat privacy.epsilon=3 task=cifar seed=1: RuntimeError (results/sweeps/")
+    assert "UserError" in mistake
+    files = [checkout.root / line.rpartition("(")[2].rstrip(")") for line in (bug, mistake)]
+    assert "Traceback" in files[0].read_text() and "a bug" in files[0].read_text()
+    assert files[1].read_text().startswith("UserError: no data: bring some.\n")
+    told = checkout.command("-m", "groupwise.launch.status")
+    assert "8 cells: 6 done, 2 failed" in told.stdout and "RuntimeError: a bug" in told.stdout
+    (checkout.root / "fail").unlink()
+    again = checkout.sweep()
+    assert (again.returncode, len(rows(again.stdout))) == (0, 2)
+    assert "6 of 8 cells are done already" in again.stderr
+    assert "8 cells: 8 done" in checkout.command("-m", "groupwise.launch.status", str(checkout.folder)).stdout
+
+
+def test_cells_at_once_keep_their_output_apart(checkout):
+    (checkout.root / "fail").touch()
+    done = checkout.sweep("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "privacy.epsilon=8")
+    assert done.returncode == 2
+    assert rows(done.stdout) == []
+    assert done.stdout.count("done in 0 s: clip=") == 3 and done.stdout.count("failed in 0 s: ") == 1
+    logs = sorted(file.read_text() for file in (checkout.folder / "logs").iterdir())
+    assert [log.split()[0] for log in logs] == ["error:", "ran", "ran", "ran"]
+    [failed] = (checkout.folder / "failed").iterdir()
+    log = checkout.root / failed.read_text().splitlines()[2].removeprefix("log: ")
+    assert log.read_text() == "error: no data: bring some.\n"
+
+
+def test_a_cell_that_is_killed_gets_another_go_and_does_not_overwrite_twice(checkout):
+    cells = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "clip=flat"]
+    assert checkout.sweep(*cells).returncode == 0
+    (checkout.root / "kill").touch()
+    done = checkout.sweep(*cells, "overwrite=true")
+    assert done.returncode == 0, done.stderr
+    assert "a cell was killed (TerminatedWorkerError)" in done.stderr
+    logs = [file.read_text() for file in (checkout.folder / "logs").iterdir()]
+    assert len(logs) == 4
+    assert [(log.count("ran "), log.count("overwrites")) for log in logs].count((2, 1)) >= 1
+    assert checkout.command("-m", "groupwise.launch.status", str(checkout.folder)).stdout.endswith("4 cells: 4 done\n")
+
+
+def test_jobs_run_the_code_and_the_configuration_of_the_submission(checkout):
+    (checkout.root / "wait").touch()
+    process = checkout.start("run.py", "-m", "+sweep=table", "scale=smoke", "clip=flat", "privacy.epsilon=8")
+    while not (checkout.root / "first").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    (checkout.root / "src/groupwise/version.py").write_text("VERSION = 'new'\n")
+    for file in (checkout.root / "src/groupwise/launch/processes.py", checkout.root / "conf/clip/flat.yaml"):
+        file.write_text("broken [")
+    (checkout.root / "sweeps" / "table.yaml").unlink()
+    (checkout.root / "wait").unlink()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, rows(out)) == (0, ["ran flat 8.0 0 old", "ran flat 8.0 1 old"]), err
+
+
+def test_the_folder_says_what_was_asked_for_and_which_code_it_was(checkout):
+    checkout.sweep("seed=0", "clip=flat")
+    listed = json.loads((checkout.folder / "cells.json").read_text())
+    assert (listed["sweep"], listed["scale"]) == ("table", "smoke")
+    cells = listed["cells"]
+    assert [cell["name"] for cell in cells] == [f"clip=flat privacy.epsilon={e} task=cifar seed=0" for e in (3, 8)]
+    assert cells[0]["overrides"][:2] == ["+sweep=table", "scale=smoke"]
+    for cell in cells:
+        row = json.loads((checkout.root / cell["run"] / "result.json").read_text())
+        assert row["group"] == "table"  # what wandb shows its runs under
+        assert (checkout.folder / "cells" / f"{cell['hash'][:12]}.yaml").is_file()
+    names = {str(file.relative_to(checkout.folder / "code")) for file in (checkout.folder / "code").rglob("*")}
+    assert {"run.py", "src/groupwise/cells.py", "conf/config.yaml", "sweeps/table.yaml", "git-state.json"} <= names
+    assert checkout.folder.name.endswith("-table")
+
+
+@pytest.mark.parametrize(
+    ("sweep", "arguments", "words"),
+    [
+        ("{clip: flat, train.epochs: [1, 2]}", "scale=mini", "no scale=mini"),
+        (
+            "{clip: flat, train.batch_size: [32, 64]}",
+            "train.batch_size=0",
+            "in the cell clip=flat train.batch_size=0 seed=0",
+        ),
+        ("{clip: flat, train.epochs: [1, 2]}", "scale=demo", "are one and the same run at this scale"),
+    ],
+)
+def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
+    shutil.copytree(CONF, tmp_path / "conf", ignore=shutil.ignore_patterns("sweep"))
+    scales = "{smoke: {}, demo: {train.epochs: {2: 1}}}"
+    (tmp_path / "conf" / "sweep").mkdir()
+    text = f"# @package _global_\nhydra: {{sweeper: {{grids: [{sweep}], scales: {scales}}}}}\n"
+    (tmp_path / "conf" / "sweep" / "table.yaml").write_text(text)
+    register()
+    scale = [] if "scale=" in arguments else ["scale=smoke"]
+    with pytest.raises(UserError, match=re.escape(words)):
+        plan_sweep(["+sweep=table", *scale, *arguments.split()], tmp_path / "conf")
+
+
+def test_a_key_of_no_grid_may_have_several_values_too():
+    register()
+    cells = plan_sweep(["+sweep=cifar", "optim.learning_rate=2,4", "seed=0", "train.epochs=1"], CONF).cells
+    assert len(cells) == 16
+    assert cells[1].name == "clip=flat optim.learning_rate=4 privacy.epsilon=1 task=cifar seed=0"
+    assert {cell.config.train.epochs for cell in cells} == {1}
+
+
+def test_cells_compose_as_hydra_alone_does():
+    arguments = ["task=sst2,cifar", "clip=flat,adaptive_layer", "optim.learning_rate=1,2", "+model.shape={n_layer:2}"]
+    register()
+    cells = plan_sweep([*arguments, "scale=smoke"], CONF).cells
+    assert len(cells) == 8
+    for cell in cells[::3]:
+        assert config_hash(compose_run(list(cell.overrides), CONF)) == cell.hash
+
+
+def test_a_mistake_in_a_cell_is_one_sentence_and_nothing_is_written(checkout):
+    checkout.write_sweep("hydra: {sweeper: {grids: [{clip: [flat, flatt]}], scales: {smoke: {}}}}")
+    done = checkout.sweep()
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: in the cell clip=flatt seed=0: clip=flatt is not one of")
+    assert not (checkout.root / "results").exists()
+
+
+def test_without_grids_the_command_line_is_the_sweep(checkout):
+    done = checkout.command("run.py", "-m", "clip=flat,ghost", "seed=0,1", "scale=smoke")
+    assert (done.returncode, len(rows(done.stdout))) == (0, 4)
+    cells = json.loads((checkout.folder / "cells.json").read_text())["cells"]
+    assert [cell["name"] for cell in cells][:2] == ["clip=flat seed=0", "clip=flat seed=1"]
+    assert Path(checkout.folder).name.endswith("-cells")
+
+
+def test_there_is_nothing_to_tell_of_no_sweep(checkout):
+    done = checkout.command("-m", "groupwise.launch.status")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert checkout.command("-m", "groupwise.launch.status", "conf").stderr.startswith(
+        "error: conf is no sweep's folder"
+    )

@@ -1,0 +1,32 @@
+"""Every file of `sweeps/` is headed by what it is and its command, and all of its cells compose at its scales."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.cells import PAPER, read_sweep
+from groupwise.launch.compose import register
+from groupwise.launch.sweep import plan_sweep
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(file for file in (ROOT / "sweeps").glob("*.yaml") if "grids:" in file.read_text())
+SCALES = [
+    pytest.param(file, scale, marks=[pytest.mark.slow] if file.stem.startswith("search_") else [])
+    for file in FILES
+    for scale in (PAPER, *read_sweep(file).scales)
+]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_heading_says_what_it_is_how_to_run_it_and_what_it_takes(file):
+    first, *heading = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    assert first == "# @package _global_"
+    assert heading[0].endswith(".") and heading[1].startswith(f"#   python run.py -m +sweep={file.stem}")
+    assert any(line.startswith("# Expected: ") for line in heading)
+
+
+@pytest.mark.parametrize(("file", "scale"), SCALES, ids=lambda value: getattr(value, "stem", value))
+def test_all_cells_of_a_seed_compose(file, scale):
+    register()
+    cells = plan_sweep([f"+sweep={file.stem}", f"scale={scale}", "seed=0"], ROOT / "conf").cells
+    assert cells and {cell.config.scale for cell in cells} == {scale}

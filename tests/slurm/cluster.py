@@ -1,0 +1,138 @@
+"""A sweep on the one-node cluster of scripts/slurm, and what can be done to its jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+UP = "SLURM_ONE" in os.environ and subprocess.run(["sinfo"], capture_output=True).returncode == 0
+WHY_NOT = "needs the one-node cluster of scripts/slurm: make test-slurm"
+
+
+def slurm(*command: str) -> str:
+    """What a command of SLURM prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def until(true: Callable[[], Any], what: str, seconds: float = 240) -> Any:
+    """Wait for something, and return it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := true():
+            return found
+        time.sleep(0.2)
+    raise TimeoutError(f"after {seconds:g} s still not: {what}")
+
+
+def start(results: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start `run.py -m` in the checkout."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "run.py", "-m", f"paths.results={results}", "debug.noise_seed=1", *overrides]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(sweep: subprocess.Popen[str], seconds: float = 900) -> str:
+    """Wait for a sweep that succeeds; returns what it said on stderr."""
+    _, told = sweep.communicate(timeout=seconds)
+    assert sweep.returncode == 0, told
+    return told
+
+
+class Cell:
+    """A cell that runs on the cluster: its job, its processes and its run's folder."""
+
+    def __init__(self, sweep: Path, listed: dict[str, Any]) -> None:
+        self.hash, self.run = listed["hash"][:12], Path(listed["run"])
+        self._log = sweep / "logs" / f"{self.hash}.log"
+
+    @property
+    def job(self) -> str:
+        """As SLURM calls it: 7_3."""
+        return until(self._log.is_symlink, "submitted") and self._log.resolve().parent.name
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """What SLURM knows of the job."""
+        return dict(
+            part.split("=", 1) for part in slurm("scontrol", "show", "job", "-o", self.job).split() if "=" in part
+        )
+
+    @property
+    def step(self) -> str:
+        """Its processes, as SLURM calls them: signals to the job itself are sent again and again while others wait."""
+        return f"{self.shown['JobId']}.0"
+
+    @property
+    def steps(self) -> int:
+        """How many lines of metrics there are."""
+        file = self.run / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.is_file() else 0
+
+    @property
+    def minutes(self) -> int:
+        """For how many minutes it runs already, rounded."""
+        hours, minutes, seconds = map(int, self.shown["RunTime"].split(":"))
+        return 60 * hours + minutes + (seconds >= 30)
+
+    @property
+    def restarts(self) -> int:
+        return int(self.shown["Restarts"])
+
+    def under_way(self, steps: int = 20) -> Cell:
+        """Wait until it has trained for so many steps."""
+        until(lambda: self.steps >= steps, f"{self.job} trains")
+        return self
+
+    def processes(self) -> dict[int, int]:
+        """Task -> process id."""
+        ours = _processes(f"SLURM_JOB_ID={self.shown['JobId']}")
+        return {
+            int(given["SLURM_PROCID"]): number
+            for number, (command, given) in ours.items()
+            if "submitit.core._submit" in command and not command.startswith("srun")
+        }
+
+    def lose_node(self) -> None:
+        """Kill all that there is of the job, and SLURM's daemon of its node."""
+        job = self.shown["JobId"]
+        daemons = [number for number, (command, _) in _processes("").items() if f"slurmstepd: [{job}." in command]
+        daemon = int((Path(os.environ["SLURM_ONE"]) / "run" / "slurmd.pid").read_text())
+        for number in (daemon, *daemons, *_processes(f"SLURM_JOB_ID={job}")):
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+def _processes(marked: str) -> dict[int, tuple[str, dict[str, str]]]:
+    """Process id -> command line and environment, of those that have `marked` in their environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            given = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if not marked or marked in given:
+            found[int(folder.name)] = (command, dict(line.split("=", 1) for line in given if "=" in line))
+    return found
+
+
+def cells_of(results: Path, sweep: subprocess.Popen[str]) -> list[Cell]:
+    """The cells of the only sweep of that results folder, in their order."""
+    until(lambda: any(results.glob("sweeps/*/logs/*.log")) or sweep.poll() is not None, "submitted")
+    if sweep.returncode is not None:
+        raise AssertionError(sweep.communicate()[1])
+    listed = next(results.glob("sweeps/*/cells.json"))
+    return [Cell(listed.parent, cell) for cell in json.loads(listed.read_text())["cells"]]

@@ -1,0 +1,143 @@
+"""A real SLURM: cells are stopped in every way there is, all finish, and nothing shows in their results."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.slurm.cluster import ROOT, UP, WHY_NOT, Cell, cells_of, finish, slurm, start, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not UP, reason=WHY_NOT)]
+
+SLURM = ("hydra/launcher=slurm", "hydra.launcher.timeout_min=60", "hydra.launcher.signal_delay_s=20")
+CIFAR = (
+    "task=cifar",
+    "scale=smoke",
+    "clip=flat,adaptive_layer",
+    "seed=0,1,2",
+    "train.device=cpu",
+    "train.batch_size=64",
+    "train.steps=400",
+    "train.checkpoint_every=2",
+)
+MIXED = (
+    "scale=smoke",
+    "+hydra.sweeper.scales.smoke={}",
+    "hydra.sweeper.grids=[{task: samsum_pipeline, clip: per_device, train.steps: 120}, {task: cifar, clip: ghost}]",
+    "train.checkpoint_every=2",
+    "eval.generate.limit=2",
+)
+MACHINE = ("system.", "git.", "finished_at", "paths.", "plan.replayed_steps", "train.checkpoint_every")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Each step's, without the time that it took."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def same(one: Path, other: Path) -> bool:
+    """Are two runs the same to the bit: all that the row says but for the machine, each step's metrics, the weights?"""
+    rows = [json.loads((folder / "result.json").read_text()) for folder in (one, other)]
+    rows = [{key: value for key, value in row.items() if not key.startswith(MACHINE)} for row in rows]
+    weights = [torch.load(folder / "model.pt") for folder in (one, other)]
+    bits = weights[0].keys() == weights[1].keys() and all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+    return rows[0] == rows[1] and metrics(one) == metrics(other) and bits
+
+
+def replayed(cell: Cell) -> int:
+    """Steps that were lost and run again."""
+    return json.loads((cell.run / "privacy.json").read_text())["replayed_steps"]
+
+
+def test_whatever_stops_the_jobs_of_a_sweep_its_results_are_those_of_the_local_launcher(tmp_path):
+    sweep = start(tmp_path / "slurm", *CIFAR, *SLURM, "hydra.launcher.array_parallelism=3")
+    warned, requeued, killed, late, step_killed, forgotten = cells = cells_of(tmp_path / "slurm", sweep)
+
+    slurm("scancel", "--signal=USR2", warned.under_way().step)
+    slurm("scontrol", "requeue", requeued.under_way().job)
+    os.kill(killed.under_way().processes()[0], signal.SIGKILL)
+    slurm("scontrol", "update", f"JobId={late.under_way().job}", f"TimeLimit={late.minutes + 1}")
+    slurm("scancel", "--signal=KILL", step_killed.under_way().step)
+    os.kill(forgotten.under_way().processes()[0], signal.SIGKILL)
+    (forgotten.run / "checkpoint.pt").unlink()
+    until(lambda: late.restarts, "its time is over")
+    slurm("scontrol", "update", f"JobId={late.job}", "TimeLimit=60")
+    told = finish(sweep)
+
+    assert "(cells: 6, tasks of each: 1)" in told
+    assert all(cell.restarts == 1 and cell.shown["JobState"] == "COMPLETED" for cell in cells)
+    for cell in (warned, late):
+        assert "can go on from its last checkpoint" in cell.log and "exit code 130" in cell.log
+        assert replayed(cell) == 0, "it saved before it left"
+    for cell in (killed, step_killed):
+        assert "exit code 137" in cell.log
+    assert not list((tmp_path / "slurm" / "sweeps").glob("*/failed/*"))
+
+    finish(start(tmp_path / "local", *CIFAR))
+    for cell in cells:
+        assert same(cell.run, tmp_path / "local" / "runs" / cell.hash), cell.hash
+
+    before = {file: file.stat().st_mtime_ns for file in warned.run.iterdir() if file.name != ".lock"}
+    slurm("scontrol", "requeue", warned.job)
+    until(lambda: warned.restarts == 2 and warned.shown["JobState"] == "COMPLETED", "it runs once more")
+    assert "Done already" in warned.log
+    assert before == {file: file.stat().st_mtime_ns for file in warned.run.iterdir() if file.name != ".lock"}
+
+
+def test_one_task_of_a_pipeline_that_is_stopped_or_killed_takes_all_with_it_and_the_job_goes_on(tmp_path):
+    sweep = start(tmp_path / "slurm", *MIXED, *SLURM)
+    cell, alone = cells_of(tmp_path / "slurm", sweep)
+    processes = cell.under_way(5).processes()
+    assert sorted(processes) == [0, 1]
+    os.kill(processes[1], signal.SIGUSR2)  # the main task hears of it from the other
+    until(lambda: cell.restarts == 1, "it is put back")
+    assert not any(Path(f"/proc/{process}").exists() for process in processes.values())
+    done = json.loads((cell.run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    os.kill(cell.under_way(done + 5).processes()[1], signal.SIGKILL)
+    told = finish(sweep)
+    assert "(cells: 1, tasks of each: 2)" in told and "(cells: 1, tasks of each: 1)" in told
+    assert (cell.restarts, alone.restarts) == (2, 0)
+    assert not list((tmp_path / "slurm" / "sweeps").glob("*/failed/*"))
+    finish(start(tmp_path / "local", *MIXED))
+    assert all(same(each.run, tmp_path / "local" / "runs" / each.hash) for each in (cell, alone))
+
+
+def test_jobs_of_a_lost_node_and_of_a_pushed_out_one_go_on(tmp_path):
+    short = [*CIFAR, "clip=flat", "seed=0"]
+    sweep = start(tmp_path / "slurm", *short, *SLURM)
+    (cell,) = cells_of(tmp_path / "slurm", sweep)
+    node = cell.under_way().shown["NodeList"]
+    cell.lose_node()
+    until(lambda: cell.restarts == 1, "SLURM has missed the node")
+    slurm(str(ROOT / "scripts" / "slurm" / "up.sh"))
+    cell.under_way(cell.steps + 20)
+    slots = next(part for part in slurm("scontrol", "show", "node", "-o", node).split() if part.startswith("CPUTot="))
+    options = ["--parsable", "--partition=high", f"--ntasks={slots[7:]}", "--output=/dev/null", "--wrap=sleep 3"]
+    urgent = slurm("sbatch", *options).strip()
+    until(lambda: cell.restarts == 2, "it is pushed out")
+    finish(sweep)
+    assert "COMPLETED" in slurm("scontrol", "show", "job", urgent)
+    finish(start(tmp_path / "local", *short))
+    assert same(cell.run, tmp_path / "local" / "runs" / cell.hash)
+
+
+def test_a_cell_that_fails_and_one_that_is_cancelled_are_told_and_end_no_other(tmp_path):
+    given = ["task=cifar", "scale=smoke", "clip=none", "train.device=cpu", "seed=0,1,2", "train.steps=400"]
+    sweep = start(tmp_path, *given, "export=model", *SLURM)
+    _, told = sweep.communicate(timeout=300)
+    assert sweep.returncode == 2 and told.count("UserError") == 3, told
+    failed = next(tmp_path.glob("sweeps/*/logs/*.log")).resolve().parent.name.split("_")[0]
+    assert set(slurm("sacct", "-nXPo", "State", "-j", failed).split()) == {"FAILED"}
+
+    sweep = start(tmp_path / "other", *given, *SLURM)
+    first, second, third = cells_of(tmp_path / "other", sweep)
+    slurm("scancel", second.under_way().job)
+    _, told = sweep.communicate(timeout=300)
+    assert sweep.returncode == 1 and "1 of 3 cells failed" in told, told
+    assert "(state CANCELLED): see" in next(tmp_path.glob("other/sweeps/*/failed/*.txt")).read_text()
+    assert (first.run / "DONE").is_file() and (third.run / "DONE").is_file() and not (second.run / "DONE").exists()

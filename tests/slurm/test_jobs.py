@@ -1,0 +1,132 @@
+"""What a job does when it is warned, and what the batch script does after it, without any cluster."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import ProcessFailed, UserError
+from groupwise.launch import slurm
+from groupwise.launch.preemption import put_back
+from groupwise.training.session import _stop_flag
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+WARNED = """
+import os, signal, sys, time
+from groupwise.launch.preemption import in_job
+def work():
+    {before}
+    os.kill(os.getpid(), signal.SIGUSR2)
+    {after}
+    time.sleep(20)
+in_job(work, 2)
+"""
+
+
+def ended(before: str = "", after: str = "") -> tuple[int, str, float]:
+    """How a task ends that gets USR2 two seconds before its time is over."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", WARNED.format(before=before, after=after)],
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+
+def test_a_warned_task_leaves_with_the_code_of_an_interruption():
+    code, told, _ = ended()
+    assert code == 130 and told == "interrupted: job 7 can go on from its last checkpoint\n"
+
+
+def test_a_run_that_heeds_sigterm_ends_its_step_first():
+    flag = "stop = []; signal.signal(signal.SIGTERM, lambda *_: stop.append(1))"
+    code, told, _ = ended(flag, "time.sleep(0.2); print(stop); raise KeyboardInterrupt")
+    assert code == 130 and told.startswith("[1]\n")
+
+
+def test_a_step_that_takes_too_long_is_given_up_before_the_time_is_over():
+    code, told, seconds = ended("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    assert code == -14 and not told and seconds < 15  # SIGALRM; 142 for srun
+
+
+def test_a_second_warning_changes_nothing():
+    again = "os.kill(os.getpid(), signal.SIGUSR2); print(len(stop)); raise KeyboardInterrupt"
+    code, told, _ = ended("stop = []; signal.signal(signal.SIGTERM, lambda *_: stop.append(1))", again)
+    assert code == 130 and told.startswith("1\n")
+
+
+def test_only_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step():
+    with _stop_flag() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert len(stop) == 3
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "requeued"),
+    [
+        (0, {}, None),
+        (1, {}, None),
+        (2, {}, None),
+        (130, {}, "7"),
+        (137, {"SLURM_RESTART_COUNT": "2"}, "7"),
+        (137, {"SLURM_RESTART_COUNT": "3"}, None),
+        (142, {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}, "5_0"),  # 5 alone would be all of them
+    ],
+)
+def test_the_batch_script_puts_back_what_a_signal_ended(tmp_path, code, given, requeued):
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/said\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    script = "\n".join([f"bash -c 'exit {code}'", "", *put_back(3)])
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **given}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    said = tmp_path / "said"
+    assert done.returncode == code
+    assert (said.read_text().split() if said.is_file() else None) == (requeued and ["requeue", requeued])
+    assert ("stays as it is" in done.stderr) == (code > 128 and requeued is None)
+
+
+@pytest.mark.parametrize(
+    ("processes", "most", "nodes"), [(1, 8, (1, 1)), (4, 8, (1, 4)), (16, 8, (2, 8)), (9, 3, (3, 3))]
+)
+def test_a_run_takes_a_task_a_process(processes, most, nodes):
+    assert slurm.shape(processes, most) == nodes
+
+
+def test_processes_that_do_not_share_out_are_refused():
+    with pytest.raises(UserError, match="9 processes do not share out evenly"):
+        slurm.shape(9, 8)
+
+
+def test_jobs_are_over_when_they_were_missing_twice():
+    answers = iter([{"7_0", "7_1"}, {"7_1"}, None, {"7_0"}, {"7_0"}, {"7_1"}, set()])
+    slurm.wait_for(["7_0", "7_1"], lambda: next(answers), lambda _: None)
+    assert next(answers, "all used") == "all used"
+
+
+def test_what_a_job_left_is_told_in_one_sentence(tmp_path, monkeypatch):
+    result, log = tmp_path / "result.pkl", tmp_path / "log"
+    monkeypatch.setattr(slurm, "_state", lambda _: "CANCELLED")
+    with pytest.raises(ProcessFailed, match=r"^job 7_1 ended without a result \(state CANCELLED\): see .*log$"):
+        slurm.outcome_of("7_1", result, log)
+    result.write_bytes(pickle.dumps(("error", "Traceback\n\nValueError: a bug\n")))
+    with pytest.raises(ProcessFailed, match=r"^job 7_1 failed \(ValueError: a bug\): see"):
+        slurm.outcome_of("7_1", result, log)
+    result.write_bytes(pickle.dumps(("success", 3)))
+    assert slurm.outcome_of("7_1", result, log) == 3
+
+
+def test_without_slurm_it_says_where_to_go(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"^hydra/launcher=slurm needs sbatch and srun and squeue: give the command on"):
+        slurm.require_slurm()

@@ -1,0 +1,101 @@
+"""A sweep's file is its cells: every combination once, named as the paper has them, changed by the scale."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.cells import Cell, expand, read_sweep, text
+from groupwise.errors import UserError
+
+GRIDS = [
+    {"task": "cifar", "clip": ["flat", "fixed_layer"], "privacy.epsilon": [3, 8], "seed": [0, 1]},
+    {"task": "sst2", "clip": "none", "privacy.epsilon": "inf"},
+]
+
+
+def names(cells: list[Cell]) -> list[str]:
+    return [f"{cell.name} seed={cell.seed}" for cell in cells]
+
+
+def test_cells_are_all_combinations_and_know_their_names() -> None:
+    cells = expand(GRIDS, {}, "paper")
+    assert len(cells) == 9
+    assert cells[0] == Cell(
+        (("clip", "flat"), ("privacy.epsilon", "3"), ("task", "cifar")),
+        0,
+        ("scale=paper", "task=cifar", "clip=flat", "privacy.epsilon=3", "seed=0"),
+    )
+    assert names(cells)[-1] == "clip=none privacy.epsilon=inf task=sst2 seed=0"
+
+
+def test_a_cell_of_two_grids_is_one() -> None:
+    assert len(expand([*GRIDS, {**GRIDS[0], "clip": ["flat", "ghost"]}], {}, "paper")) == 9 + 4
+
+
+def test_a_scale_changes_values_leaves_cells_out_and_keeps_names() -> None:
+    scales = {"mini": {"privacy.epsilon": {3: 4}, "task": {"sst2": None}, "train.steps": 5}}
+    cells = expand(GRIDS, scales, "mini")
+    assert len(cells) == 8
+    assert cells[0].name == "clip=flat privacy.epsilon=3 task=cifar"
+    assert cells[0].overrides == (
+        "scale=mini",
+        "task=cifar",
+        "clip=flat",
+        "privacy.epsilon=4",
+        "seed=0",
+        "train.steps=5",
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted", "number"),
+    [
+        ("seed", ["0"], 5),  # all grids have it
+        ("seed", ["1"], 4),  # the second has not, and goes
+        ("seed", ["7"], 5),  # none has: it is new to all
+        ("task", ["sst2"], 1),
+        ("clip", ["flat", "ghost"], 8),  # ghost is new, beside flat
+        ("privacy.epsilon", ["3", "8", "inf"], 9),
+        ("model", ["wrn40_4"], 9),  # no grid has the key
+    ],
+)
+def test_the_command_line_chooses_among_the_cells(key: str, wanted: list[str], number: int) -> None:
+    assert len(expand(GRIDS, {}, "paper", {key: wanted})) == number
+
+
+@pytest.mark.parametrize(
+    ("grid", "scale", "words"),
+    [
+        ({"clip": []}, "paper", "clip has no values"),
+        ({"seed": "many"}, "paper", "no whole number"),
+        ({"clip": "flat"}, "mini", "no scale=mini"),
+    ],
+)
+def test_what_is_no_grid_is_one_sentence(grid: dict, scale: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        expand([grid], {"smoke": {}}, scale)
+
+
+def test_values_are_as_on_the_command_line() -> None:
+    values = [None, True, 3, 3.0, 0.25, 1e-5, 0.1234567890123, float("inf"), "flat"]
+    assert " ".join(map(text, values)) == "null true 3 3 0.25 1e-05 0.1234567890123 inf flat"
+
+
+def test_a_file_is_read_with_its_title_and_numbers_as_hydra_reads_them(tmp_path: Path) -> None:
+    file = tmp_path / "name.yaml"
+    file.write_text(
+        "# @package _global_\n# A title.\n#   a command\nhydra: {sweeper: {grids: [{clip.quantile_budget: 1e-4}]}}"
+    )
+    sweep = read_sweep(file)
+    assert (sweep.name, sweep.title) == ("name", "A title.")
+    assert names(sweep.cells("paper")) == ["clip.quantile_budget=0.0001 seed=0"]
+
+
+@pytest.mark.parametrize("content", ["hydra: [", "seed: 3", "- a list", "hydra: {sweeper: {params: {clip: flat}}}"])
+def test_what_is_no_sweep_is_one_sentence(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "name.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"name\.yaml"):
+        read_sweep(file)
+    with pytest.raises(UserError, match="no sweep"):
+        read_sweep(tmp_path / "other.yaml")
