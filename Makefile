@@ -108,7 +108,8 @@ report: $(STAMP) ## results/report.html: every table and figure on one page that
 	$(BIN)/python -m groupwise.analysis.report
 
 test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and sweeps on it that are interrupted: minutes
-	$(PYTEST_SLURM)
+	@scripts/slurm/up.sh; . scripts/slurm/cluster.sh; status=0; \
+		$(BIN)/python -m pytest tests/slurm || status=$$?; scripts/slurm/down.sh; exit $$status
 
 lint: $(STAMP) ## ruff: style and likely mistakes
 	$(BIN)/ruff check .

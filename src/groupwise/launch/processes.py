@@ -191,13 +191,14 @@ def _killed(config: RunConfig, member: _Member) -> str:
 
 @contextmanager
 def _passed_on(members: Sequence[_Member]) -> Iterator[list[int]]:
-    """A list that fills up when this process is asked to stop; the first time all are asked, then all are killed."""
+    """A list that fills up when this process is asked to stop; all are asked too, and killed by a second Ctrl-C."""
     asked: list[int] = []
 
     def ask(number: int, _: Any) -> None:
+        again = number == signal.SIGINT in asked  # a cluster may say SIGTERM more than once
         asked.append(number)
         for member in members:
-            member.process.kill() if len(asked) > 1 else member.process.terminate()
+            member.process.kill() if again else member.process.terminate()
 
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
