@@ -148,6 +148,7 @@ def test_processes_do_not_outlive_the_one_that_watches(tmp_path):
         time.sleep(0.05)
     os.kill(watcher, signal.SIGKILL)
     os.waitpid(watcher, 0)
+    deadline = time.monotonic() + 30
     while not gone(tmp_path / "out") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert gone(tmp_path / "out")

@@ -1,12 +1,12 @@
 """What stands under a table: privacy, what was reduced, where we part from the paper, and where the rows come from."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
 from groupwise.analysis.measured import read_measured
 from groupwise.analysis.paper import Folders
-from groupwise.cells import PAPER, read_sweep
+from groupwise.cells import PAPER, Sweep, read_sweep, text
 
 SCALES = {
     "paper": "the paper's cell",
@@ -36,7 +36,8 @@ def errata_of(name: str) -> list[str]:
 def notes(name: str, folders: Folders, lines: pd.DataFrame) -> list[str]:
     """Sentences for the foot of a table, given its `table_lines`: on privacy, scales, provenance and what is odd."""
     used = rows_of(name, folders, lines)
-    found = [*_scales(used), *_privacy(used), *_provenance(used)]
+    sweep = read_sweep(folders.sweeps / f"{name}.yaml")
+    found = [*_scales(used), *_changes(sweep, used), *_privacy(used), *_provenance(used)]
     flags = lines[lines["flags"] != ""].drop_duplicates(["cell", "flags"])
     found += [f"Flag: {line['row']}, {line['column']}: {line['flags']}." for line in flags.to_dict("records")]
     return found
@@ -58,6 +59,27 @@ def _scales(used: pd.DataFrame) -> list[str]:
     reduced = any(scale != PAPER for scale in used["scale"])
     end = ". Reduced numbers are no reproduction: compare them among themselves only." if reduced else "."
     return ["; ".join(found) + end] if found else ["Nothing was measured yet."]
+
+
+def _changes(sweep: Sweep, used: pd.DataFrame) -> list[str]:
+    """What a scale has in the place of the paper's settings, beyond its sizes (`conf/size`)."""
+    found = []
+    for scale in sorted(set(used["scale"])):
+        words = []
+        for key, change in (sweep.scales.get(scale) or {}).items():
+            pairs = change if isinstance(change, Mapping) else {"": change}
+            words += [_change(key, text(old) if old != "" else "", new) for old, new in pairs.items()]
+        if words:
+            found.append(f"At scale={scale}: {'; '.join(words)}.")
+    return found
+
+
+def _change(key: str, old: str, new: object) -> str:
+    if new is None:
+        return f"{key}={old} left out"
+    if isinstance(new, Mapping):
+        return f"{key}={old} with {', '.join(f'{name}={text(value)}' for name, value in new.items())}"
+    return f"{key}={text(new)}" + (f" for {old}" if old else "")
 
 
 def _privacy(used: pd.DataFrame) -> list[str]:
