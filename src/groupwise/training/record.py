@@ -6,6 +6,7 @@ git.json      commit, dirty or not            privacy.json  plan, executed steps
 diff.patch    what was not committed          metrics.jsonl one line a record, {"step": ...}
 environment.json                              system.json   wall time, throughput, peak memory
 outputs-test.jsonl  texts that the model made, where it makes any
+weights-<step>.pt   weights on the way, where train.keep asks for them
 checkpoint.pt                                 result.json   one flat row with all of the above
 DONE          written last: a folder without it does not exist for the analysis
 """
