@@ -57,8 +57,6 @@ BELOW_ONE = (
     "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
     "model.dropout", "model.attention_dropout", "model.lora.dropout", "data.holdout",
 )  # fmt: skip
-CLASSIFICATIONS = ("sst2", "qnli", "qqp", "mnli")
-"""Tasks that classify texts."""
 PIPELINES = ("samsum", "e2e", "dart", "cifar")
 """Tasks whose model can be cut into stages."""
 
@@ -128,8 +126,6 @@ def _weights(config: RunConfig) -> Iterator[str]:
     if any(not 0 <= epoch < math.inf for epoch in config.train.keep):
         yield f"train.keep={config.train.keep} are epochs: give numbers of zero or more."
     if config.model.pool == "mean":
-        if config.task not in CLASSIFICATIONS:
-            yield f"model.pool=mean is for {', '.join(CLASSIFICATIONS)}: leave it out of task={config.task}."
         if config.model.trains == "lora":
             yield "model.pool=mean is not for model.trains=lora: choose one of the two."
         if config.export is not None:
