@@ -148,12 +148,10 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.coverage")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
-    parser.add_argument("--paper", type=Path, default=Folders.paper)
-    parser.add_argument("--measured", type=Path, default=Folders.measured)
-    parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
+    Folders.add_options(parser)
     given = parser.parse_args(arguments)
     try:
-        lines = coverage(Folders(given.paper, given.measured, given.sweeps))
+        lines = coverage(Folders.given(given))
         text = page(lines, machines(given.measured))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

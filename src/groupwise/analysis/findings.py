@@ -95,15 +95,13 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.findings")
     parser.add_argument("--page", type=Path, default=Path("docs/findings.md"))
-    parser.add_argument("--paper", type=Path, default=Folders.paper)
-    parser.add_argument("--measured", type=Path, default=Folders.measured)
-    parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
+    Folders.add_options(parser)
     given = parser.parse_args(arguments)
     try:
         if not given.page.is_file():
             raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
         before = given.page.read_text(encoding="utf-8")
-        found = verdicts(Folders(given.paper, given.measured, given.sweeps))
+        found = verdicts(Folders.given(given))
         text = fill(before, given.page, found)
         if text != before:
             write_text(given.page, text)

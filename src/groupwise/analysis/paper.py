@@ -15,6 +15,7 @@ note
     Why a number is not ours to reproduce, or is not the same thing; of a hyperparameter: fixed, grid or selected.
 """
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -53,6 +54,17 @@ class Folders:
         """Those of the checkout that this package is installed from, wherever the program runs: for notebooks."""
         root = Path(groupwise.__file__).resolve().parents[2]
         return cls(*(root / field.default for field in fields(cls)))  # type: ignore[operator]
+
+    @classmethod
+    def add_options(cls, parser: ArgumentParser) -> None:
+        """--paper, --measured and --sweeps, for the commands of this room."""
+        for field in fields(cls):
+            parser.add_argument(f"--{field.name}", type=Path, default=field.default)
+
+    @classmethod
+    def given(cls, options: Namespace) -> "Folders":
+        """What those options say."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
 
 def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:

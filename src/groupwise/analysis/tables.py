@@ -134,11 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.tables")
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join((*TABLES, *HYPERPARAMETERS))}")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
-    parser.add_argument("--paper", type=Path, default=Folders.paper)
-    parser.add_argument("--measured", type=Path, default=Folders.measured)
-    parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
+    Folders.add_options(parser)
     given = parser.parse_args(arguments)
-    folders = Folders(given.paper, given.measured, given.sweeps)
+    folders = Folders.given(given)
     names = [*TABLES, *HYPERPARAMETERS] if "all" in given.names else list(dict.fromkeys(given.names))
     failed = False
     for name in names:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import groupwise
 from groupwise.cells import PAPER, Cell, read_sweep
 from groupwise.errors import UserError
+from groupwise.launch.collect import CONF
 from groupwise.launch.compose import register
 from groupwise.launch.sweep import PlannedCell, table_cells
 
-CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "epoch", "step", "layer", "name", "example", "norm")
 
 
@@ -38,20 +36,21 @@ def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str
     import torch
 
     from groupwise.clipping import gradient_norms
-    from groupwise.launch.run import choose_device, plan_run
+    from groupwise.launch.run import plan_run
     from groupwise.tasks import make_task
+    from groupwise.training.checkpoint import load_checkpoint
 
     kept = sorted(folder.glob("weights-*.pt"), key=_step)
     if not kept:
         raise UserError(f"{folder} has no weights-<step>.pt: run its cell with train.keep=[0,1,2], epochs to keep.")
-    config = replace(cell.config, train=replace(cell.config.train, device="cpu"))
-    task = make_task(config, choose_device(config.train.device))
+    config = cell.config
+    task = make_task(config, torch.device("cpu"))
     plan = plan_run(config, task.train_size, 1)
     chosen = np.sort(np.random.default_rng(0).permutation(task.train_size)[:examples])
     size = min(config.train.microbatch or 64, 64)
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     for path in kept:
-        task.model.load_state_dict(torch.load(path, weights_only=True))
+        task.model.load_state_dict(load_checkpoint(path))
         norms = gradient_norms(task.model.eval(), batches, task.losses)
         wanted = [name for name in norms if not layers or any(fnmatchcase(name, glob) for glob in layers)]
         if not wanted:

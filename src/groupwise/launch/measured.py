@@ -16,6 +16,7 @@ Row = dict[str, str]
 KEYS = ("sweep", "cell", "seed", "scale")
 FIRST = ("task", "model.name", "model.fresh", "clip.name", "privacy.epsilon", "optim.learning_rate")
 METRICS = ("valid/", "test/", "nonprivate/train_")
+"""How the names of what an evaluation finds begin."""
 
 
 @dataclass

@@ -8,9 +8,8 @@ from typing import Any
 
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
+from groupwise.launch.measured import METRICS
 from groupwise.training.identity import stable_config
-
-EVALUATIONS = ("valid/", "test/", "nonprivate/train_")
 
 
 def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
@@ -54,7 +53,7 @@ def curve_rows(folder: Path) -> list[dict[str, Any]]:
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             logged = json.loads(line)
-            found = {key: value for key, value in logged.items() if key.startswith(EVALUATIONS)}
+            found = {key: value for key, value in logged.items() if key.startswith(METRICS)}
             if found:
                 rows.append({"step": logged["step"], "seconds": logged.get("seconds"), **found})
     except (OSError, ValueError, KeyError) as error:

@@ -15,13 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.report", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/report.html"))
-    parser.add_argument("--paper", type=Path, default=Folders.paper)
-    parser.add_argument("--measured", type=Path, default=Folders.measured)
-    parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
+    Folders.add_options(parser)
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     given = parser.parse_args(arguments)
     try:
-        page, left_out = render(Folders(given.paper, given.measured, given.sweeps), given.docs, given.out)
+        page, left_out = render(Folders.given(given), given.docs, given.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
