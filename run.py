@@ -25,6 +25,7 @@ def train(config: RunConfig) -> float | None:
 
 
 def main() -> int:
+    """Return the exit code: 0 done, 1 a bug, 2 a mistake in one sentence, 130 interrupted."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         from groupwise.launch.help import help_text
 

@@ -139,7 +139,7 @@ def compare(name: str, options: PipelineOptions) -> list[dict[str, Any]]:
             "shape": f"{name} (tiny)" if options.tiny else name,
             "method": method,
             **{size: getattr(shape, size) for size in SIZES},
-            **{"device": "cpu", "threads": 1, "cores": staged.cores, "dtype": "float32"},
+            "device": "cpu", "threads": 1, "cores": staged.cores, "dtype": "float32",
             "predicted_peak_bytes": max(predicted.peaks),
             "predicted_wall_seconds": wall,
             "predicted_cpu_seconds": sum(predicted.cpu),

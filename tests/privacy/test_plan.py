@@ -87,7 +87,7 @@ def test_the_report_quotes_the_plans_accountant(accountant):
 
 
 def test_progress_rises_to_epsilon(plan):
-    curve = [plan.progress(step) for step in range(0, 201)]
+    curve = [plan.progress(step) for step in range(201)]
     assert curve[-1] == pytest.approx(plan.epsilon, rel=1e-12)
     assert all(a < b for a, b in itertools.pairwise(curve))
     assert curve[100] == pytest.approx(plan.spent(100).prv.estimate, rel=0.2)  # smooth and cheap, not exact

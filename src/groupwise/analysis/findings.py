@@ -71,7 +71,7 @@ def summary(found: Sequence[Verdict]) -> str:
 def rules() -> str:
     """How a verdict is reached."""
     lines = [f"- `{kind}`: agreement when {words}, with the whole interval." for kind, words in KINDS.items()]
-    kinds = "; ".join(f"{verdict}: `{kind}`" for verdict, kind in dict((c.says, c.kind) for c in CLAIMS).items())
+    kinds = "; ".join(f"{verdict}: `{kind}`" for verdict, kind in {c.says: c.kind for c in CLAIMS}.items())
     lines.append(f"- The claims: {kinds}.")
     lines.append(f"- Nothing is decided where no compared cell beats guessing by {LEARNT:g} points.")
     return "\n".join(lines)

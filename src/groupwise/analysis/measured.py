@@ -63,6 +63,7 @@ def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | N
 
 
 def file_of(sweep: Sweep, scale: str, folder: Path) -> Path:
+    """Where the rows of a sweep at a scale lie, once they are collected."""
     return folder / f"{sweep.name}_{scale}.csv"
 
 

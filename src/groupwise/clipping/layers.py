@@ -1,5 +1,7 @@
 """The one layer that the engine brings along: a convolution with standardised weights."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class WSConv2d(nn.Conv2d):
 
     gain: nn.Parameter | None
 
-    def __init__(self, *args, gain: bool = False, **kwargs) -> None:
+    def __init__(self, *args: Any, gain: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.padding_mode != "zeros":
             raise ValueError(f"WSConv2d pads with zeros only; padding_mode={self.padding_mode!r} was given.")

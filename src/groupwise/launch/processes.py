@@ -119,7 +119,9 @@ class _Member:
 
     @property
     def report(self) -> Report | None:
-        return pickle.loads(self.heard) if self.heard and self.process.returncode is not None else None
+        if not self.heard or self.process.returncode is None:
+            return None
+        return pickle.loads(self.heard)  # noqa: S301 (from a pipe of this process's own child)
 
     @property
     def failed(self) -> bool:

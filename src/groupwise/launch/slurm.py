@@ -101,7 +101,7 @@ def outcome_of(job: str, result: Path, log: Path) -> Any:
     if not result.is_file():
         raise ProcessFailed(f"job {job} ended without a result (state {_state(job)}): see {log}")
     with open(result, "rb") as file:
-        kind, value = pickle.load(file)
+        kind, value = pickle.load(file)  # noqa: S301 (written by this sweep's own job, as submitit does)
     if kind != "success":
         raise ProcessFailed(f"job {job} failed ({str(value).strip().splitlines()[-1]}): see {log}")
     return value

@@ -47,7 +47,7 @@ def live() -> None:
     """
     send = int(sys.argv[1])
     os.set_inheritable(send, False)
-    config, place, work = pickle.load(sys.stdin.buffer)
+    config, place, work = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     interrupt_on(signal.SIGTERM)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -12,7 +12,7 @@ def promises(rows: pd.DataFrame) -> list[dict[str, str]]:
     """Lines with the keys `COLUMNS`, from measured rows all columns text; each run counts once, whatever its sweeps."""
     if rows.empty or any(column not in rows for column in (*PLAN, "plan.spent_epsilon")):
         return []
-    rows = rows.drop_duplicates("hash").fillna({column: "" for column in PLAN})  # other sweeps' rows may lack a column
+    rows = rows.drop_duplicates("hash").fillna(dict.fromkeys(PLAN, ""))  # other sweeps' rows may lack a column
     rows = rows.assign(task=rows["cell"].str.extract(r"\btask=(\S+)", expand=False).fillna(""))
     found = []
     for place, same in rows.groupby(["task", *PLAN], sort=True):
