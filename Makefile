@@ -24,7 +24,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	figure-throughput figure-runtime_breakdown pretrain status view tables figures report lint format types clean
+	figure-throughput figure-runtime_breakdown pretrain status view tables figures report audit verify trust api coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +111,28 @@ test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and 
 	@scripts/slurm/up.sh; . scripts/slurm/cluster.sh; status=0; \
 		$(BIN)/python -m pytest tests/slurm || status=$$?; scripts/slurm/down.sh; exit $$status
 
+audit: $(STAMP) ## attack every clipping mode at three budgets, and show how much epsilon that proves: minutes
+	$(BIN)/python -m groupwise.privacy.audit --all
+
+verify: $(STAMP) ## account for a finished run anew from its record: make verify RUN=results/runs/<hash>
+	$(BIN)/python -m groupwise.launch.verify $(RUN)
+
+trust: $(STAMP) ## all evidence of docs/trust.md: audits, planted bugs, faults, bad input, mutants (MUTANTS); hours
+	$(BIN)/python -m groupwise.privacy.audit --all
+	$(BIN)/python -m trust.planted
+	$(BIN)/python -m trust.faults
+	$(BIN)/python -m trust.bad_input
+	$(BIN)/python -m trust.mutation privacy $(MUTANTS)
+	$(BIN)/python -m trust.mutation clipping $(MUTANTS)
+	$(BIN)/python -m trust.page
+
+api: $(STAMP) ## the API reference from the docstrings, in docs/api/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -b html -q -W --keep-going docs/api docs/api/_build/html
+
+coverage: $(STAMP) ## the lines and branches of clipping and privacy that their own tests run, in percent
+	$(BIN)/python -m pytest tests/clipping tests/privacy -q -m "not slow" -n 0 --cov=groupwise.clipping --cov=groupwise.privacy --cov-branch \
+		--cov-report=term:skip-covered
+
 lint: $(STAMP) ## ruff: style and likely mistakes
 	$(BIN)/ruff check .
 
@@ -121,5 +143,5 @@ types: $(STAMP) ## mypy
 	$(BIN)/mypy
 
 clean: ## remove caches and .venv; results stay
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,7 @@ class Group:
 
 
 Partition = tuple[Group, ...]
+"""K groups in order; together they hold every layer that trains, each layer once."""
 
 
 def flat(model: nn.Module) -> Partition:

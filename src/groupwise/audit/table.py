@@ -1,0 +1,149 @@
+"""All modes, budgets and designs, as a table and as `results/trust/audit.csv`."""
+
+import csv
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from groupwise.atomic import write_text
+from groupwise.audit.game import Finding, play
+from groupwise.audit.options import make_setting
+
+EPSILONS = (1, 3, 8)
+MODES = (
+    "flat",
+    "ghost",
+    "fixed_layer",
+    "adaptive_layer",
+    "fixed_block",
+    "adaptive_block",
+    "adaptive_flat",
+    "per_device",
+    "adaptive_device",
+)
+COLUMNS = (
+    "mode",
+    "model",
+    "noise",
+    "quantile_budget",
+    "design",
+    "steps",
+    "sample_rate",
+    "groups",
+    "delta",
+    "canaries",
+    "guesses",
+    "correct",
+    "confidence",
+    "seed",
+    "epsilon_claimed",
+    "epsilon_lower",
+    "epsilon_lower_gaussian",
+)
+Cell = tuple[str, str, Sequence[str]]
+"""design, model, overrides."""
+
+
+def cells() -> Iterator[Cell]:
+    """What `--all` audits at each budget."""
+    for mode in MODES:
+        for design in ("full", "poisson"):
+            yield design, "layers", [f"clip={mode}"]
+    for mode in ("flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block"):
+        yield "full", "tied", [f"clip={mode}"]
+        yield "full", "lora", [f"clip={mode}"]
+    for noise in ("equal_budget", "weighted"):
+        yield "full", "layers", ["clip=adaptive_layer", f"noise={noise}"]
+    for budget in (0.1, 0.5):
+        yield "full", "layers", ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
+    yield "full", "layers", ["clip=fixed_layer", "clip.rule=automatic"]
+    for budget in (0.1, 0.9):
+        yield "counts", "layers", ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
+
+
+def audit_all(out: Path, seed: int, confidence: float) -> int:
+    """Audit all cells, each with its own seed; print a table and write it to ``out``. Returns the exit code."""
+    rows: list[dict[str, str]] = []
+    broken = 0
+    todo = [(epsilon, cell) for epsilon in EPSILONS for cell in cells()]
+    for number, (epsilon, (design, model, overrides)) in enumerate(todo, 1):
+        asked = [*overrides, f"privacy.epsilon={epsilon}"]
+        finding = play(make_setting(asked, design=design, model=model, seed=seed + number, confidence=confidence))
+        broken += not finding.kept
+        rows.append(row_of(finding))
+        print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)
+    rows.sort(key=lambda row: [_number(row[name]) for name in COLUMNS])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, _csv(rows))
+    print(markdown(rows))
+    print(f"{len(rows)} audits; {broken} bounds above their claim. {out}")
+    return 1 if broken else 0
+
+
+def row_of(finding: Finding) -> dict[str, str]:
+    """One row, by `COLUMNS`."""
+    setting, plan = finding.setting, finding.plan
+    config = setting.config
+    rule = "" if config.clip.rule == "min" else f" {config.clip.rule}"
+    return {
+        "mode": config.clip.name + rule,
+        "model": "pipeline" if config.pipeline.stages > 1 else setting.model,
+        "noise": config.noise.allocation,
+        "quantile_budget": f"{plan.quantile_budget:g}",
+        "design": setting.design,
+        "steps": str(plan.steps),
+        "sample_rate": f"{plan.sample_rate:g}",
+        "groups": str(plan.num_groups),
+        "delta": f"{plan.delta:g}",
+        "canaries": str(setting.canaries),
+        "guesses": str(finding.guesses),
+        "correct": str(finding.correct),
+        "confidence": f"{setting.confidence:g}",
+        "seed": str(setting.seed),
+        "epsilon_claimed": f"{finding.claimed:.4g}",
+        "epsilon_lower": f"{finding.bound:.3f}",
+        "epsilon_lower_gaussian": "" if finding.gaussian is None else f"{finding.gaussian:.3f}",
+    }
+
+
+def describe(finding: Finding) -> str:
+    """One audit in a few lines."""
+    setting, plan = finding.setting, finding.plan
+    row, share = row_of(finding), finding.bound / finding.claimed
+    lines = [
+        f"clip={row['mode']}, {row['model']} model, noise={row['noise']}: "
+        f"{plan.num_groups} groups, quantile budget {row['quantile_budget']}",
+        f"  claimed      epsilon = {finding.claimed:.4g} at delta = {plan.delta:g} ({plan.accountant.upper()})",
+        f"  lower bound  epsilon > {finding.bound:.3f} at {setting.confidence:.0%}, {share:.0%} of the claim: "
+        f"{finding.correct} of {finding.guesses} guesses right,",
+        f"               {setting.canaries} canaries, {plan.steps} steps at rate {plan.sample_rate:g}",
+    ]
+    if finding.gaussian is not None:
+        lines.append(
+            f"               epsilon > {finding.gaussian:.3f} if the release is Gaussian, as one full batch is"
+        )
+    verdict = "no bound above the claim" if finding.kept else "BROKEN: more leaks than is claimed"
+    return "\n".join([*lines, f"  {verdict}; {finding.seconds:.0f} s"])
+
+
+def markdown(rows: Sequence[dict[str, str]]) -> str:
+    """The table, without columns that are the same everywhere."""
+    shown = [name for name in COLUMNS if len({row[name] for row in rows}) > 1] or list(COLUMNS)
+    lines = [shown, ["---"] * len(shown), *([row[name] for name in shown] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _csv(rows: Sequence[dict[str, str]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _number(text: str) -> tuple[float, str]:
+    try:
+        return float(text), ""
+    except ValueError:
+        return 0.0, text

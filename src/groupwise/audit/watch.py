@@ -1,0 +1,114 @@
+"""What an attacker sees of one step of the real trainer: weights before and after, and thresholds before and after."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from groupwise.audit.evidence import Evidence, Floats, in_counts, in_gradients
+from groupwise.audit.task import by_canary, own_gradients
+from groupwise.clipping import automatic_factors, clip_factors
+from groupwise.config import RunConfig
+from groupwise.privacy import AdaptiveThresholds, PrivacyPlan, noise_stds
+from groupwise.training.loop import Trainer
+
+AT_ONCE = 500
+"""Canaries in one backward pass of the attacker."""
+
+
+class Watcher:
+    """Runs steps, and reads each canary out of what they release.
+
+    It knows all canaries, the configuration and the code, so every noise scale; not the noise, nor who is in the data.
+
+    Args:
+        trainer: with plain SGD, so that weights show the released gradients.
+        plain: a copy of its model without an engine.
+        losses_of: that model and numbers of canaries (b,) → losses (b,).
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        plain: nn.Module,
+        losses_of: Callable[[nn.Module, Tensor], Tensor],
+        config: RunConfig,
+        canaries: int,
+    ) -> None:
+        assert trainer.engine is not None and trainer.thresholds is not None
+        self._trainer, self._plain, self._losses_of, self._m = trainer, plain, losses_of, canaries
+        self._groups = trainer.engine.groups
+        self._thresholds = trainer.thresholds
+        self._clip = config.clip
+        names = {id(p): name for name, p in trainer.task.model.named_parameters()}
+        self._names = [[names[id(p)] for p in group.parameters] for group in self._groups]
+        self._rate = config.optim.learning_rate
+
+    def step(self, step: int) -> Evidence:
+        """Let the trainer take step ``step``; what it says of every canary."""
+        own, bits = self._expected()
+        before = self._weights()
+        raw = self._thresholds.state_dict()["thresholds"]
+        stds = self._stds()
+        self._trainer.step(step)
+        batch = self._trainer.plan.expected_batch_size
+        released = {name: (before[name] - after) * (batch / self._rate) for name, after in self._weights().items()}
+        flat = [(name, std) for names, std in zip(self._names, stds, strict=True) for name in names]
+        evidence = in_gradients(
+            [by_canary(released[name], self._m).numpy() for name, _ in flat],
+            [own[name].numpy() for name, _ in flat],
+            [std for _, std in flat],
+        )
+        policy = self._thresholds
+        if isinstance(policy, AdaptiveThresholds) and policy.learning_rate > 0:  # else no threshold shows its count
+            chance = 0.5 * self._trainer.plan.sample_rate
+            evidence += in_counts(self._released_counts(policy, raw), bits, policy.count_noise_multiplier, chance)
+        return evidence
+
+    def _expected(self) -> tuple[dict[str, Tensor], Floats]:
+        """What each canary adds: clipped gradients (m, d_p) by parameter, in float64, and bits b_k - ½, (m, K)."""
+        self._plain.load_state_dict(self._trainer.task.model.state_dict())
+        own = own_gradients(self._losses_of, self._plain, self._m, AT_ONCE)
+        own = {name: gradient.double() for name, gradient in own.items()}
+        rule = automatic_factors(self._clip.gamma) if self._clip.rule == "automatic" else clip_factors
+        bits = np.zeros((self._m, len(self._groups)))
+        both = zip(self._thresholds.clip_thresholds, self._thresholds.count_thresholds, self._names, strict=True)
+        for k, (threshold, counted, names) in enumerate(both):
+            norms = torch.stack([own[name].square().sum(1) for name in names]).sum(0).sqrt()
+            factors = rule(norms, threshold)
+            bits[:, k] = np.where((norms <= counted).numpy(), 0.5, -0.5)
+            for name in names:
+                own[name] = own[name] * factors.unsqueeze(1)
+        return own, bits
+
+    def _stds(self) -> list[float]:
+        """Of the noise on each group's sum, worked out from the plan alone."""
+        plan = self._trainer.plan
+        sizes = [sum(parameter.numel() for parameter in group.parameters) for group in self._groups]
+        return noise_stds(
+            self._thresholds.clip_thresholds,
+            sizes,
+            plan.gradient_noise_multiplier,
+            self._trainer.allocation,
+            groups_elsewhere=plan.num_groups - len(self._groups),
+        ).tolist()
+
+    def _released_counts(self, thresholds: AdaptiveThresholds, raw: Tensor) -> Floats:
+        """The noisy centred counts (K,), from how far the thresholds moved."""
+        moved = torch.log(thresholds.state_dict()["thresholds"] / raw)
+        below = thresholds.target_quantile - moved / thresholds.learning_rate
+        return np.asarray((below - 0.5) * thresholds.expected_batch_size, dtype=np.float64)
+
+    def _weights(self) -> dict[str, Tensor]:
+        named = self._trainer.task.model.named_parameters()
+        return {name: p.detach().double().clone() for name, p in named if p.requires_grad}
+
+
+def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:
+    """a of `Evidence` in one step, for a canary that every group clips, or one of `canaries.Codes`."""
+    gradients = 1.0 / plan.gradient_noise_multiplier**2
+    if not codes:
+        return gradients
+    counts = 0.25 * plan.num_groups / plan.count_noise_multiplier**2 if plan.count_noise_multiplier else 0.0
+    return 0.625 * gradients + counts

@@ -1,0 +1,133 @@
+"""What the attacker reads out of a release follows the law that the claim implies, canary by canary."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from groupwise.audit import game, watch
+from groupwise.audit.canaries import make_canaries
+from groupwise.audit.evidence import Evidence, in_counts, in_gradients, log_ratio
+from groupwise.audit.game import level_of, play_alone, present_canaries
+from groupwise.audit.options import make_setting
+from groupwise.audit.task import own_gradients
+from groupwise.clipping import per_layer
+from groupwise.privacy import mechanism
+
+QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
+
+
+def normal(sample: np.ndarray) -> bool:
+    """Whether a sample passes as N(0, 1): its law, and more sharply its variance."""
+    tail = stats.chi2.cdf(np.square(sample).sum(), len(sample))
+    return bool(stats.kstest(sample, "norm").pvalue > 1e-3 and 1e-3 < tail < 1 - 1e-3)
+
+
+def standardised(setting) -> tuple[np.ndarray, np.ndarray]:
+    """(absent, present) canaries' evidence, each N(0, 1) if noise and clipping are what the plan says."""
+    _, evidence = play_alone(setting)
+    present = present_canaries(setting)
+    (step,) = evidence
+    found = (step.found - step.power * present) / np.sqrt(step.power)
+    return found[~present], found[present]
+
+
+CELLS = [
+    ("layers", ["clip=flat"]),
+    ("layers", ["clip=ghost"]),
+    ("layers", ["clip=adaptive_flat"]),
+    ("layers", ["clip=fixed_layer", "noise=weighted"]),
+    ("layers", ["clip=fixed_layer", "clip.rule=automatic"]),
+    ("layers", ["clip=adaptive_layer", "clip.quantile_budget=0.5", "noise=equal_budget"]),
+    ("layers", ["clip=adaptive_block"]),
+    ("tied", ["clip=fixed_layer"]),
+    ("lora", ["clip=adaptive_layer"]),
+]
+
+
+@pytest.mark.parametrize(("model", "overrides"), CELLS, ids=lambda value: value if isinstance(value, str) else value[0])
+def test_a_canary_shows_as_much_as_the_plan_says_and_no_more(own_cache, model, overrides):
+    setting = make_setting([*overrides, *QUICK], model=model, canaries=600, seed=3)
+    absent, present = standardised(setting)
+    assert normal(absent) and normal(present)
+
+
+def test_an_example_that_is_clipped_too_little_would_be_seen(own_cache, monkeypatch):
+    from groupwise.training import clipping
+
+    monkeypatch.setattr(clipping, "clip_factors", lambda norms, threshold: 1.5 * watch.clip_factors(norms, threshold))
+    monkeypatch.setattr("groupwise.launch.making.verify", lambda *_, **__: None)
+    absent, present = standardised(make_setting(["clip=fixed_layer", *QUICK], canaries=600, seed=3))
+    assert normal(absent) and not normal(present)
+
+
+def test_noise_a_fifth_too_small_would_be_seen(own_cache, monkeypatch):
+    whole = mechanism.noise_stds
+    monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.8 * whole(*given, **more))
+    absent, present = standardised(make_setting(["clip=flat", *QUICK], canaries=600, seed=3))
+    assert not normal(absent) and not normal(present)
+
+
+def test_codes_show_every_canary_in_the_counts(own_cache, monkeypatch):
+    """With nearly all of the budget on counts, what is found is what they alone say: K/(4σ_b²) for each canary."""
+    asked = ["clip=adaptive_layer", "clip.quantile_budget=0.99", *QUICK]
+    setting = make_setting(asked, design="counts", canaries=256, seed=3)
+    plan, (step,) = play_alone(setting)
+    counts = 0.25 * 256 / plan.count_noise_multiplier**2
+    assert np.allclose(step.power, counts, rtol=0.05) and counts > 0.9
+    present = present_canaries(setting)
+    found = (step.found - step.power * present) / np.sqrt(step.power)
+    assert normal(found)
+
+
+def test_canaries_of_all_models_share_no_entry():
+    for name in ("layers", "tied", "lora"):
+        model = make_canaries(name, 32, 1.0, seed=0)
+        own = own_gradients(lambda m, who: m(who), model, 32, 5)
+        for i in (0, 31):
+            model.zero_grad()
+            model(torch.tensor([i])).sum().backward()
+            alone = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+            together = sum(float(gradient[i].square().sum()) for gradient in own.values())
+            assert alone == pytest.approx(together, rel=1e-5) and alone > 100
+
+
+def test_the_tied_table_is_one_parameter_in_one_group():
+    model = make_canaries("tied", 32, 1.0, seed=0)
+    (tied,) = [group for group in per_layer(model) if len(group.layers) > 1]
+    assert tied.layers == ("embedding", "head.linear") and model.head.linear.weight is model.embedding.weight
+
+
+def test_a_known_covariance_of_the_others_is_taken_off():
+    """Counts of many canaries on few groups: the law of what is found is still N(0, a) and N(a, a)."""
+    random = np.random.default_rng(0)
+    m, groups, std, chance = 400, 30, 2.0, 0.5
+    bits = random.choice([-0.5, 0.5], (m, groups))
+    out = []
+    for _ in range(60):
+        there = random.random(m) < chance
+        released = there @ bits + std * random.standard_normal(groups)
+        evidence = in_counts(released, bits, std, chance)
+        out.append((evidence.found - evidence.power * there) / np.sqrt(evidence.power))
+    assert np.std(out) == pytest.approx(1.0, abs=0.03) and abs(np.mean(out)) < 0.05
+
+
+def test_gradients_are_weighed_by_their_noise():
+    own = [np.array([[3.0], [0.0]]), np.array([[0.0], [4.0]])]
+    evidence = in_gradients([np.array([[3.0], [5.0]]), np.array([[7.0], [4.0]])], own, [1.0, 2.0])
+    assert evidence.found.tolist() == [9.0, 4.0] and evidence.power.tolist() == [9.0, 4.0]
+
+
+@pytest.mark.parametrize("rate", [0.25, 1.0])
+def test_a_likelihood_ratio_averages_to_one_without_the_canary(rate):
+    power = 0.7
+    found = np.sqrt(power) * np.random.default_rng(0).standard_normal(200_000)
+    ratios = np.exp(log_ratio(Evidence(found, np.full(len(found), power)), rate))
+    assert ratios.mean() == pytest.approx(1.0, abs=0.02) and ratios.std() > 0.1
+
+
+def test_the_level_of_codes_is_the_threshold_itself(own_cache):
+    asked = ["clip=adaptive_layer", *QUICK]
+    setting = make_setting([*asked, "clip.initial_threshold=0.3"], design="counts", canaries=64)
+    assert level_of(setting) == 0.3
+    assert game.level_of(make_setting(asked, design="counts", canaries=64)) == pytest.approx(1 / 8)

@@ -1,0 +1,142 @@
+"""An audit passes what is right and breaks what is wrong, through the code that trains."""
+
+import numpy as np
+import pytest
+
+from groupwise.audit import game
+from groupwise.audit.command import main
+from groupwise.audit.game import play
+from groupwise.audit.guessing import choose_guesses, count_right
+from groupwise.audit.options import make_setting
+from groupwise.audit.table import COLUMNS, MODES, cells, markdown, row_of
+from groupwise.audit.task import Present
+from groupwise.privacy import PoissonSampler, mechanism
+
+QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
+
+
+@pytest.fixture(autouse=True)
+def _cold(own_cache):
+    """An empty cache."""
+
+
+@pytest.mark.parametrize("design", ["full", "poisson"])
+def test_what_is_right_passes_and_shows_something(design):
+    finding = play(make_setting(["clip=adaptive_layer", *QUICK], design=design, canaries=2000))
+    assert finding.kept and finding.bound > 0.2 * finding.claimed
+    assert (finding.gaussian is None) == (design == "poisson")
+
+
+def test_noise_that_is_too_small_by_the_root_of_k_is_broken(monkeypatch):
+    whole = mechanism.noise_stds
+    monkeypatch.setattr(mechanism, "noise_stds", lambda c, *rest, **more: whole(c, *rest, **more) / len(c) ** 0.5)
+    finding = play(make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000))
+    assert not finding.kept and finding.bound > 1.0
+
+
+def test_clipping_that_forgets_a_layer_is_broken(monkeypatch):
+    """The engine hands out factors of one for one group of six."""
+    make = game.make_engine
+
+    def forgetful(model, clip):
+        engine = make(model, clip)
+        object.__setattr__(engine.groups[0], "clip_rule", lambda norms, threshold: norms * 0 + 1)
+        return engine
+
+    monkeypatch.setattr(game, "make_engine", forgetful)
+    monkeypatch.setattr("groupwise.launch.making.verify", lambda *_, **__: None)
+    finding = play(make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000))
+    assert not finding.kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["per_device", "adaptive_device"])
+def test_a_real_pipeline_of_two_processes_is_audited(mode):
+    finding = play(make_setting([f"clip={mode}", *QUICK], canaries=2000))
+    assert finding.kept and finding.bound > 0.2 * finding.claimed and finding.plan.num_groups == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epsilon", [1, 3, 8])
+def test_every_mode_keeps_its_claim_and_they_show_a_third_of_it(epsilon):
+    asked = [[f"clip={mode}", f"privacy.epsilon={epsilon}"] for mode in MODES]
+    found = [play(make_setting(overrides, seed=100 * epsilon + k)) for k, overrides in enumerate(asked)]
+    assert all(finding.kept and finding.bound > 0.1 * epsilon for finding in found)
+    assert np.mean([finding.bound for finding in found]) > 0.3 * epsilon
+
+
+def test_the_same_seed_is_the_same_audit():
+    asked = make_setting(["clip=flat", *QUICK], canaries=500, seed=5)
+    assert row_of(play(asked)) == row_of(play(asked))
+
+
+def test_guesses_are_settled_by_the_plan_alone():
+    inside, out = choose_guesses(1.0, 1.0, 1, 1000, 1e-5, 0.95)
+    assert 0 < inside + out < 1000
+    assert choose_guesses(1.0, 0.1, 8, 1000, 1e-5, 0.95)[1] == 0  # no sample proves a canary absent
+
+
+def test_highest_scores_are_called_in_and_lowest_out():
+    scores, present = np.array([3.0, -1.0, 0.0, 2.0]), np.array([True, False, True, False])
+    assert count_right(scores, present, 1, 1) == 2
+    assert count_right(scores, present, 2, 0) == 1
+    assert count_right(scores, ~present, 1, 1) == 0
+
+
+def test_those_who_are_not_there_are_never_drawn():
+    there = np.arange(100) % 3 == 0
+    drawn = [Present(PoissonSampler(100, 0.5, b"k" * 16), there).indices(step) for step in range(50)]
+    assert there[np.concatenate(drawn)].all()
+    assert np.mean([len(d) for d in drawn]) == pytest.approx(17, abs=3)
+
+
+def test_a_row_has_all_columns_and_the_table_shows_what_differs():
+    rows = [row_of(play(make_setting(["clip=flat", *QUICK], canaries=100, seed=seed))) for seed in (1, 2)]
+    rows[1]["mode"] = "another"
+    assert all(tuple(row) == COLUMNS for row in rows)
+    assert markdown(rows).splitlines()[0].startswith("| mode |") and "delta" not in markdown(rows)
+    assert len(list(cells())) == len({str(cell) for cell in cells()}) > 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["clip=none"], "nothing to audit"),
+        (["privacy=shuffle"], "no guarantee"),
+        (["privacy.epsilon=inf"], "Without noise"),
+        (["task=sst2"], "cannot be audited"),
+        (["optim.learning_rate=3"], "cannot be audited"),
+        (["clip"], "is not key=value"),
+        (["clip=nothing"], "clip=nothing is not one of"),
+        (["clip.treshold=3"], "clip.threshold"),
+        (["--design", "none"], "--design none is not one of"),
+        (["--design", "counts", "clip=flat"], "clip=adaptive_layer"),
+        (["--design", "counts", "--model", "tied"], "--model tied"),
+        (["--model", "codes"], "--design counts"),
+        (["--model", "gpt"], "--model gpt is not one of"),
+        (["--canaries", "3"], "--canaries 3"),
+        (["--canaries", "x"], "--canaries"),
+        (["--canaries", "100", "--design", "counts", "clip=adaptive_layer"], "power of two"),
+        (["--canaries", "5000", "--model", "lora"], "to 4000"),
+        (["clip=per_device", "pipeline.stages=17"], "at most 16"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--confidence", "1"], "--confidence 1"),
+        (["--all", "clip=flat"], "--all chooses"),
+        (["clip=per_device", "--model", "lora"], "pipeline"),
+        (["clip=flat", "noise=equal_budget", "task=samsum_pipeline"], "cannot be audited"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused_in_one_sentence(arguments, says, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert says in said.err
+
+
+def test_the_exit_code_is_one_for_a_bound_above_the_claim(monkeypatch, capsys):
+    asked = ["clip=flat", *QUICK, "--canaries", "500"]
+    assert main(asked) == 0
+    assert "no bound above the claim" in capsys.readouterr().out
+    monkeypatch.setattr(mechanism, "noise_stds", lambda c, *_, **__: c * 1e-3)
+    assert main(asked) == 1
+    assert "BROKEN" in capsys.readouterr().out

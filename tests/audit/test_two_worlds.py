@@ -1,0 +1,141 @@
+"""The bound of many runs: below the truth for mechanisms of known ε, above the claim for too little noise."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from groupwise.audit.two_worlds import CountWorld, TrainerWorld, distinguish
+from groupwise.config import ClipConfig, OptimConfig
+from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, make_plan
+from groupwise.privacy.gaussian import gaussian_epsilon
+from groupwise.training.clipping import make_engine, make_thresholds
+from groupwise.training.loop import Trainer
+from groupwise.training.optim import make_optimizer, make_schedule
+from groupwise.training.task import Task
+
+DELTA, GROUPS, SIGMA_B, ROWS = 1e-5, 4, 2.0, 3
+ADAPTIVE = ClipConfig(grouping="flat", threshold=1.0, rescale=False, quantile_budget=0.5)
+
+
+class Drawn:
+    """Scores from a normal law, or given ones."""
+
+    def __init__(self, mean: float, seed: int, given: float | None = None) -> None:
+        self.mean, self.given, self.random = mean, given, np.random.default_rng(seed)
+
+    def play(self) -> float:
+        return self.random.normal(self.mean) if self.given is None else self.given
+
+
+class OneLayer(Task):
+    """Gradients are the rows of the identity."""
+
+    train_size = ROWS
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(ROWS, 1, bias=False).double()
+
+    def losses(self, examples):
+        return self.model(torch.eye(ROWS, dtype=torch.float64)[np.asarray(examples)]).squeeze(1)
+
+    def evaluate(self, split, batch_size, limit=None, final=False):
+        return {}
+
+    def describe_data(self):
+        return {}
+
+
+def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
+    torch.manual_seed(0)
+    task, optim = OneLayer(), OptimConfig(learning_rate=1.0)
+    engine = make_engine(task.model, ADAPTIVE)
+    plan = make_plan(
+        dataset_size=ROWS,
+        expected_batch_size=rate * ROWS,
+        steps=2,
+        delta=DELTA,
+        noise_multiplier=sigma,
+        quantile_budget=0.5,
+        accountant="rdp",
+    )
+    optimizer = make_optimizer(task.model.parameters(), optim)
+    return Trainer(
+        task=task,
+        engine=engine,
+        thresholds=make_thresholds(ADAPTIVE, plan),
+        plan=plan,
+        sampler=PoissonSampler(ROWS, plan.sample_rate, 3),
+        noise=NoiseSource.from_seed(7),
+        allocation="global",
+        optimizer=optimizer,
+        schedule=make_schedule(optimizer, optim, 2),
+        microbatch=8,
+        device=torch.device("cpu"),
+    )
+
+
+def counting(examples: int, seed: int, sigma: float = SIGMA_B) -> CountWorld:
+    policy = AdaptiveThresholds([1.0] * GROUPS, 0.5, 0.3, sigma, 9)
+    return CountWorld(policy, torch.full((GROUPS,), examples), examples, NoiseSource.from_seed(seed))
+
+
+@pytest.mark.parametrize("mu", [0.5, 2.0])
+def test_the_bound_is_below_the_truth_and_near_it(mu):
+    truth = gaussian_epsilon(DELTA, mu)
+    for seed in range(5):
+        found = distinguish(Drawn(0.0, 2 * seed), Drawn(mu, 2 * seed + 1), 4000, DELTA)
+        assert found.epsilon <= truth and found.gaussian_epsilon <= truth and found.plays == 4000
+        assert found.gaussian_epsilon > 0.4 * truth and found.epsilon > 0.1 * truth
+
+
+def test_worlds_that_never_look_alike_are_told_apart_as_far_as_the_plays_go():
+    found = distinguish(Drawn(0, 0, given=0.0), Drawn(0, 0, given=1.0), 200, DELTA)
+    assert found.epsilon == pytest.approx(math.log(1 / (1 - 0.025 ** (1 / 100)) - 1), abs=1e-3)
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_no_number_tells_nothing(strange):
+    assert distinguish(Drawn(0, 0, given=0.0), Drawn(0, 0, given=strange), 50, DELTA).epsilon == 0
+
+
+def test_counts_tell_no_more_than_their_share_of_the_budget():
+    truth = gaussian_epsilon(DELTA, 0.5 * math.sqrt(GROUPS) / SIGMA_B)
+    assert 0 < distinguish(counting(8, 0), counting(9, 1), 4000, DELTA).epsilon <= truth
+    narrow = distinguish(counting(8, 0, SIGMA_B / 8), counting(9, 1, SIGMA_B / 8), 1000, DELTA)
+    assert narrow.epsilon > truth
+
+
+def test_plays_start_at_the_same_place_and_are_seen_whole():
+    seen = []
+    real = trainer()
+    start = real.task.model.weight.detach().clone()
+
+    def score(releases):
+        seen.append(releases)
+        return 0.0
+
+    world = TrainerWorld([real], 2, score)
+    for _ in range(3):
+        world.play()
+    for releases in seen:
+        first, second = releases
+        assert first.update.shape == (ROWS,) and first.thresholds.shape == (1,)
+        assert not torch.equal(first.thresholds, second.thresholds)
+    moved = start.flatten() - seen[-1][0].update - seen[-1][1].update
+    torch.testing.assert_close(moved, real.task.model.weight.detach().flatten())
+    noises = torch.stack([releases[0].update for releases in seen])
+    assert len(torch.unique(noises, dim=0)) == 3  # fresh noise each time
+
+
+def test_without_noise_all_plays_of_a_full_batch_are_one():
+    real = trainer(sigma=1e-9)
+    world = TrainerWorld([real], 1, lambda releases: float(releases[0].update.sum()))
+    assert [world.play() for _ in range(3)] == pytest.approx([1.0] * 3, abs=1e-6)  # three rows of norm 1, over 3
+
+
+def test_batches_are_fresh_in_each_play():
+    world = TrainerWorld([trainer(sigma=1e-9, rate=0.5)], 1, lambda releases: float(releases[0].update.sum()))
+    assert len({round(world.play(), 3) for _ in range(20)}) > 1

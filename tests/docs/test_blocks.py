@@ -1,0 +1,81 @@
+"""Every block of code in the documents is of a kind that some test holds to the truth, and Python runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.docs.documents import DOCUMENTS, Block, blocks
+
+PYTHON = [block for block in blocks("python") if not block.is_recipe]
+
+
+@cache  # each calibrates a noise multiplier
+def execute(code: str) -> str:
+    """Run a snippet in a namespace of its own; what it prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), torch.random.fork_rng(devices=[]):
+        exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.name)
+def test_a_block_is_held_to_the_truth(block: Block) -> None:
+    """A block without a language, or of one that nobody checks, fails: tests/docs/documents.py has the kinds."""
+    held = {
+        "python": block.mark in ("", "slow"),
+        "bash": block.mark == "",
+        "text": block.mark.startswith("printed by: ") or block.mark == "files",
+    }
+    assert block.is_recipe or held.get(block.language, False), f"```{block.language} with the mark {block.mark!r}"
+
+
+def test_no_fence_escapes_the_parser() -> None:
+    for path in DOCUMENTS:
+        fences = len(re.findall(r"^\s*(```|~~~)", path.read_text(), re.M))
+        assert fences == 2 * len([block for block in blocks() if block.document == path.name]), path.name
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.mark == "slow" else []) for b in PYTHON],
+)
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    execute(block.text)
+
+
+@pytest.mark.parametrize("block", blocks("yaml", "json"), ids=lambda block: block.name)
+def test_data_can_be_read(block: Block) -> None:
+    assert (yaml.safe_load if block.language == "yaml" else json.loads)(block.text)
+
+
+def test_the_library_snippets_of_the_readme_are_short_and_the_private_one_keeps_its_budget() -> None:
+    codes = [block.text for block in PYTHON if block.document == "README.md"]
+    assert len(codes) == 2
+    for code in codes:
+        assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    assert "privacy" not in codes[0]
+    epsilon, accuracy = (float(number) for number in re.findall(r"(?:epsilon|accuracy) ([\d.]+)", execute(codes[1])))
+    assert 2.9 < epsilon <= 3
+    assert accuracy > 0.8
+
+
+@pytest.mark.slow
+def test_errata_quotes_what_its_script_prints() -> None:
+    [block] = [block for block in PYTHON if block.document == "errata.md"]
+    lines = execute(block.text).splitlines()
+    [path] = [path for path in DOCUMENTS if path.name == "errata.md"]
+    told = path.read_text().replace(block.text, "")
+    assert len(lines) > 10
+    for line in lines:
+        for number in re.findall(r"(?<![\w.])\d+\.\d+", line.partition(":")[2]):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}0*(?!\d)", told), f"{number} of '{line}' is nowhere told"

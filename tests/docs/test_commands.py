@@ -1,0 +1,92 @@
+"""Commands in the documents exist: run.py with its keys, modules with their options, make with its targets."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from groupwise.launch.compose import compose_run, register
+from groupwise.launch.sweep import check_sweep
+from tests.docs.documents import ROOT, commands
+
+CONF = ROOT / "conf"
+OTHERS = {"git", "pip", "conda", "squeue", "sacct", "sha256sum"}
+"""Programs that are not ours: named, not tried."""
+RUNS = sorted({command for _, command in commands() if command.startswith("python run.py")})
+MODULES = sorted({command for _, command in commands() if command.startswith("python -m")})
+
+
+def words(command: str) -> list[str]:
+    """The words of a command without its comment; `<hash>` stands for any word."""
+    return [re.sub(r"<\w+>", "x", word) for word in shlex.split(command, comments=True)]
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] if "+sweep=" in c else []) for c in RUNS])
+def test_runs_compose(command: str) -> None:
+    arguments = words(command)[2:]
+    if "--help" in arguments:
+        return
+    if "--cfg" in arguments:
+        place = arguments.index("--cfg")
+        assert arguments[place + 1] == "job"
+        del arguments[place : place + 2]
+    if "-m" in arguments:
+        arguments.remove("-m")
+        register()
+        one_will_do = any(argument.startswith("hydra/launcher=") for argument in arguments)
+        assert check_sweep(arguments, CONF) >= (1 if one_will_do else 2)
+    else:
+        compose_run(arguments, CONF)
+
+
+def source_of(module: str) -> str:
+    """The text of a module, and of its package where it is a command of several files."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, f"there is no module {module}"
+    file = Path(spec.origin)
+    return "\n".join(f.read_text() for f in (file.parent.glob("*.py") if file.name == "__init__.py" else [file]))
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_modules_are_commands_and_know_their_options(command: str) -> None:
+    _, _, module, *arguments = words(command)
+    if module in ("pytest", "venv", "pip"):
+        return
+    source = source_of(module)
+    assert "__main__" in source or "def main" in source
+    for option in re.findall(r"(?<!\S)--[\w-]+", " ".join(arguments)):
+        assert f'"{option}"' in source, f"{module} does not know {option}"
+
+
+def test_make_targets_exist() -> None:
+    targets = re.findall(r"^([a-z0-9_%-]+):", (ROOT / "Makefile").read_text(), re.M)
+    patterns = [re.compile(target.replace("%", "[a-z0-9_]+")) for target in targets]
+    named = {word for _, c in commands() if c.startswith("make ") for word in words(c)[1:] if "=" not in word}
+    assert {"demo", "test"} <= named
+    assert not [name for name in named if not any(pattern.fullmatch(name) for pattern in patterns)]
+
+
+def test_sweeps_named_after_make_exist() -> None:
+    named = {match[1] for _, command in commands() if (match := re.match(r"make sweep-(\w+)", command))}
+    assert named
+    assert not [name for name in named if not (ROOT / "sweeps" / f"{name}.yaml").is_file()]
+
+
+def test_other_lines_of_bash_are_scripts_of_ours_or_programs_that_are_known() -> None:
+    for where, command in commands():
+        for part in re.split(r"[;&|]+", command):
+            first, *rest = [word for word in words(part) if not re.match(r"[A-Z_]+=", word)] or ["make"]
+            if first in ("source", "cd", "."):
+                first = rest[0]
+            known = first in OTHERS | {"python", "make"} or (ROOT / first).exists()
+            assert known, f"{where}: {first} is neither a file of ours nor a program that is known"
+
+
+def test_commands_are_found() -> None:
+    assert "python run.py task=cifar clip=adaptive_layer scale=demo" in RUNS
+    assert any(" -m " in command for command in RUNS)
+    assert len(MODULES) > 5

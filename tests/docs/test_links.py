@@ -1,0 +1,66 @@
+"""Links in the documents, and the documents' names in the source, lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.documents import DOCUMENTS, FENCE, ROOT, prose
+
+CODE = [
+    path
+    for folder in ("src", "conf", "sweeps", "benchmarks", "trust", "analysis")
+    for path in (ROOT / folder).rglob("*.*")
+]
+CODE = [path for path in CODE if path.suffix in (".py", ".yaml", ".j2", ".md")]
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
+
+
+def anchors(path: Path) -> list[str]:
+    """All anchors of a document."""
+    return [slug(heading) for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.M)]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path if not name else (path.parent / name).resolve()
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_headings_have_anchors_of_their_own(path: Path) -> None:
+    if path.name != "CHANGELOG.md":  # every version has an "Added"
+        assert len(anchors(path)) == len(set(anchors(path)))
+
+
+def test_documents_that_code_and_messages_name_exist() -> None:
+    for path in CODE:
+        for name, anchor in re.findall(r"\b(docs/\w+\.md)(#[\w-]+)?", path.read_text()):
+            assert (ROOT / name).is_file(), f"{path.relative_to(ROOT)} names {name}"
+            assert not anchor or anchor[1:] in anchors(ROOT / name), f"{path.relative_to(ROOT)} names {name}{anchor}"
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not [path.name for path in DOCUMENTS[1:] if f"({path.relative_to(ROOT)})" not in readme]
+    assert "docs/groupwise.svg" in readme
+
+
+def test_files_named_in_prose_exist() -> None:
+    """`src/groupwise/…`, `tests/…` and the like in backticks are files or folders, or patterns of some."""
+    for path in DOCUMENTS:
+        for name in re.findall(r"`((?:src|conf|tests|sweeps|docs|scripts|benchmarks|trust)/[\w./*-]*)`", prose(path)):
+            made_here = "/_build/" in name
+            assert made_here or list(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"

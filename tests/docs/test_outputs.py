@@ -1,0 +1,79 @@
+"""What the documents show as printed is what is printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from groupwise.launch.compose import compose_run
+from groupwise.privacy import make_plan
+from groupwise.training.record import RunRecord
+from tests.docs.documents import ROOT, Block, blocks
+
+DEMO = "python run.py task=cifar clip=adaptive_layer scale=demo"
+PRINTED = [block for block in blocks("text") if block.mark.startswith("printed by: ")]
+BY_CHANCE = re.compile(r"(accuracy) [\d.]+|(  in) \d+ s")
+"""What another key of the noise, or another machine, prints otherwise."""
+
+
+@cache
+def printed(command: str, folder: Path) -> str:
+    """What a command prints, results in a folder of their own."""
+    program, *arguments = command.split()
+    assert program == "python"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    arguments += [f"paths.results={folder / 'results'}"] if arguments[0] == "run.py" else []
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.replace(f"{folder}/", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.name)
+def test_what_is_shown_is_what_is_printed(block: Block, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "shown"
+    output = BY_CHANCE.sub(r"\1\2", printed(block.mark.removeprefix("printed by: "), folder))
+    for line in block.text.splitlines():
+        assert BY_CHANCE.sub(r"\1\2", line) in output.splitlines(), line
+
+
+def test_the_readme_shows_the_statement_and_the_folder_of_the_demo() -> None:
+    """Two of the lines above can be had without a run."""
+    plan = make_plan(
+        dataset_size=1433,
+        expected_batch_size=256,
+        steps=168,
+        epsilon=8,
+        delta=1e-5,
+        num_groups=21,
+        quantile_budget=0.01,
+    )
+    shown = [block.text for block in PRINTED if block.document == "README.md"]
+    assert plan.statement() in "\n".join(shown)
+    config = compose_run(DEMO.split()[2:], ROOT / "conf")
+    assert f"Record: results/runs/{RunRecord.open(config).folder.name}\n" in "\n".join(shown)
+
+
+@pytest.mark.parametrize("block", blocks("text"), ids=lambda block: block.name)
+def test_files_in_a_tree_exist(block: Block) -> None:
+    """In a block marked `files`: a name a line, or several parted by commas, two spaces deeper than their folder."""
+    if block.mark != "files":
+        pytest.skip("what is printed, not a tree")
+    folders: list[tuple[int, str]] = []
+    for line in block.text.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth > 6:  # what is said of the line above goes on
+            continue
+        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
+        folders = [(d, folder) for d, folder in folders if d < depth]
+        for name in names:
+            assert (ROOT / "".join(folder for _, folder in folders) / name).exists(), name
+            if name.endswith("/"):
+                folders.append((depth, name))

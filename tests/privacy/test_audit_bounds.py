@@ -1,0 +1,201 @@
+"""Lower bounds on ε against mechanisms whose ε is known: never above it more often than said, and not idle either."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import expit
+from scipy.stats import binom
+
+from groupwise.privacy.audit import bounds
+from groupwise.privacy.audit.bounds import (
+    one_run_epsilon,
+    one_run_gaussian_epsilon,
+    one_run_gaussian_mu,
+    two_worlds_epsilon,
+    two_worlds_gaussian_epsilon,
+)
+from groupwise.privacy.gaussian import gaussian_epsilon
+
+DELTA, CONFIDENCE = 1e-5, 0.95
+
+
+def few(wrong: int, tries: int) -> bool:
+    """Whether so many bounds above the truth are no more than 1 - CONFIDENCE explains."""
+    return bool(binom.sf(wrong - 1, tries, 1 - CONFIDENCE) > 1e-3)
+
+
+def played(mu: float, canaries: int, guesses: int, random: np.random.Generator) -> int:
+    """Right guesses against a Gaussian release: half of them "in" at the top, half "out" at the bottom."""
+    present = random.integers(0, 2, canaries)
+    order = np.argsort(mu * present + random.standard_normal(canaries))
+    half = guesses // 2
+    return int(present[order[-half:]].sum() + (1 - present[order[:half]]).sum())
+
+
+def two_gaussians(mu: float, runs: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    return random.standard_normal(runs), mu + random.standard_normal(runs)
+
+
+def responses(epsilon: float, runs: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Randomized response: the mechanism that reaches its ε, with δ = 0."""
+    right = expit(epsilon)
+    return (random.random(runs) > right).astype(float), (random.random(runs) < right).astype(float)
+
+
+# -- one run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
+def test_randomized_response_is_refuted_as_seldom_as_said(epsilon):
+    guesses = 200
+    wins = binom.pmf(np.arange(guesses + 1), guesses, expit(epsilon))
+    said = np.array([one_run_epsilon(v, guesses, guesses, 0.0, CONFIDENCE) for v in range(guesses + 1)])
+    assert 0.2 * (1 - CONFIDENCE) < wins[said > epsilon].sum() <= 1 - CONFIDENCE
+    planted = np.append(said[3:], [said[-1]] * 3)  # three guesses too many counted as right
+    assert wins[planted > epsilon].sum() > 1 - CONFIDENCE
+
+
+def test_all_guesses_right_is_a_binomial_tail():
+    right = 0.05 ** (1 / 100)
+    assert one_run_epsilon(100, 100, 5000, 0.0) == pytest.approx(math.log(right / (1 - right)), abs=2e-4)
+
+
+def test_delta_is_paid_for_as_in_theorem_5_2():
+    correct, guesses, canaries, delta, epsilon = 180, 200, 1000, 1e-4, 1.7
+    tail = [binom.sf(correct - i - 1, guesses, expit(epsilon)) for i in range(correct + 1)]
+    slack = max((tail[i] - tail[0]) / i for i in range(1, correct + 1))
+    level = tail[0] + 2 * canaries * delta * slack
+    assert one_run_epsilon(correct, guesses, canaries, delta, 1 - level) == pytest.approx(epsilon, abs=2e-4)
+
+
+def test_a_mechanism_that_tells_all_with_probability_delta_is_within_delta():
+    canaries, delta = 10, 0.1  # (0, 0.1)-DP; all guesses are right more often than 5 %
+    assert one_run_epsilon(canaries, canaries, canaries, delta, CONFIDENCE) == 0.0
+    assert one_run_epsilon(canaries, canaries, canaries, 0.0, CONFIDENCE) > 1.0
+
+
+@pytest.mark.parametrize(("epsilon", "guesses"), [(1.0, 60), (8.0, 60), (3.0, 300)])
+def test_a_gaussian_release_is_not_refuted(epsilon, guesses):
+    random, mu = np.random.default_rng(0), mu_of(epsilon)
+    games, canaries = 300, 600
+    right = [played(mu, canaries, guesses, random) for _ in range(games)]
+    plain = {v: one_run_epsilon(v, guesses, canaries, DELTA, CONFIDENCE) for v in set(right)}
+    gaussian = {v: one_run_gaussian_epsilon(v, guesses, canaries, DELTA, CONFIDENCE) for v in set(right)}
+    assert few(sum(plain[v] > epsilon for v in right), games)
+    assert few(sum(gaussian[v] > epsilon for v in right), games)
+    assert np.mean([gaussian[v] for v in right]) > np.mean([plain[v] for v in right]) > 0.05 * epsilon
+
+
+def test_abstentions_paid_for_at_the_number_of_guesses_would_be_caught():
+    """The f-DP bound divides by m; dividing by r forgets that the auditor chose whom to guess."""
+    random, mu, games = np.random.default_rng(0), mu_of(3.0), 40
+    right = [played(mu, 2000, 100, random) for _ in range(games)]
+    assert few(sum(one_run_gaussian_mu(v, 100, 2000) > mu for v in right), games)
+    assert not few(sum(one_run_gaussian_mu(v, 100, 100) > mu for v in right), games)
+
+
+@pytest.mark.parametrize("guesses", [1, 7, 30])
+def test_the_least_probable_law_is_binomial_for_randomized_response(guesses):
+    """With f̄(x) = e^ε·x all r guesses are right with probability at most q^r, q = 1/(1 + e^-ε)."""
+    epsilon, canaries = 1.3, 100
+    reached = expit(epsilon) ** guesses
+
+    def impossible(level: float) -> bool:
+        return bounds._impossible(guesses, guesses, canaries, level, lambda y: y * math.exp(-epsilon))
+
+    assert impossible(1.0001 * reached) and not impossible(0.9999 * reached)
+
+
+def test_with_all_canaries_guessed_the_gaussian_bound_knows_one_guess():
+    """One canary, one guess: right with probability at most Φ(μ/2)."""
+    confidence = 0.3  # right once refutes Φ(μ/2) < 0.7
+    assert one_run_gaussian_mu(1, 1, 1, confidence) == pytest.approx(2 * 0.5244, abs=1e-3)
+
+
+def test_more_right_guesses_refute_more():
+    for bound in (one_run_epsilon, one_run_gaussian_epsilon):
+        said = [bound(v, 100, 1000, DELTA) for v in range(40, 101, 5)]
+        assert said == sorted(said) and said[0] == 0.0 < said[-1]
+
+
+@pytest.mark.parametrize("asked", [(3, 2, 5), (-1, 2, 5), (1, 6, 5), (0, 0, 5)])
+def test_impossible_counts_are_refused(asked):
+    for bound in (one_run_epsilon, one_run_gaussian_epsilon):
+        with pytest.raises(ValueError, match="correct is"):
+            bound(*asked, DELTA)
+
+
+# -- two worlds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 1.0, 4.0])
+def test_two_gaussians_are_bounded_by_their_epsilon(epsilon):
+    random, mu, tries = np.random.default_rng(0), mu_of(epsilon), 200
+    worlds = [two_gaussians(mu, 400, random) for _ in range(tries)]
+    plain = [two_worlds_epsilon(*scores, DELTA, CONFIDENCE) for scores in worlds]
+    gaussian = [two_worlds_gaussian_epsilon(*scores, DELTA, CONFIDENCE) for scores in worlds]
+    assert few(sum(np.array(plain) > epsilon), tries)
+    assert few(sum(np.array(gaussian) > epsilon), tries)
+    if epsilon == 4.0:
+        assert np.mean(plain) > 0.1 * epsilon and np.mean(gaussian) > 0.4 * epsilon
+
+
+def test_two_worlds_reach_the_epsilon_of_randomized_response():
+    random, tries = np.random.default_rng(0), 200
+    said = [two_worlds_epsilon(*responses(2.0, 2000, random), 0.0, CONFIDENCE) for _ in range(tries)]
+    assert few(sum(np.array(said) > 2.0), tries)
+    assert np.mean(said) > 1.5
+
+
+def test_rates_without_confidence_would_be_caught(monkeypatch):
+    bounded = bounds._clopper_pearson
+    monkeypatch.setattr(bounds, "_clopper_pearson", lambda out, inside, t, _: bounded(out, inside, t, 0.5))
+    random, tries = np.random.default_rng(0), 100
+    said = [two_worlds_epsilon(*responses(2.0, 2000, random), 0.0, CONFIDENCE) for _ in range(tries)]
+    assert not few(sum(np.array(said) > 2.0), tries)
+
+
+def test_a_threshold_chosen_on_the_runs_that_judge_it_would_be_caught():
+    random, tries = np.random.default_rng(0), 200
+    worlds = [two_gaussians(0.0, 100, random) for _ in range(tries)]
+    honest = sum(two_worlds_epsilon(*scores, 0.0) > 0 for scores in worlds)
+    doubled = [[np.repeat(scores[::2], 2) for scores in world] for world in worlds]  # both halves are the same runs
+    assert honest <= 2 < 6 <= sum(two_worlds_epsilon(*scores, 0.0) > 0 for scores in doubled)
+
+
+def test_the_error_that_is_rarer_counts():
+    """A score that never lies about "in" proves as much as one that never lies about "out"."""
+    zeros, ones = np.zeros(2000), np.concatenate([np.ones(1000), np.zeros(1000)])
+    mixed = np.random.default_rng(0).permutation(ones)
+    one_way, other_way = two_worlds_epsilon(zeros, mixed, 0.0), two_worlds_epsilon(mixed, np.ones(2000), 0.0)
+    assert one_way == pytest.approx(other_way, rel=0.1) and one_way > 4
+
+
+def test_delta_is_taken_off():
+    """A mechanism that tells with probability δ, and else says nothing."""
+    told = np.where(np.random.default_rng(0).random(4000) < 0.1, 1.0, 0.0)
+    assert two_worlds_epsilon(np.zeros(4000), told, 0.1) == 0.0
+    assert two_worlds_epsilon(np.zeros(4000), told, 0.0) > 1.0
+
+
+@pytest.mark.parametrize("scores", [[1.0], [1.0, math.nan], []])
+def test_scores_that_say_nothing_are_refused(scores):
+    with pytest.raises(ValueError, match="two scores"):
+        two_worlds_epsilon(scores, [0.0, 1.0], DELTA)
+    with pytest.raises(ValueError, match="two scores"):
+        two_worlds_gaussian_epsilon([0.0, 1.0], scores, DELTA)
+
+
+def test_confidence_must_be_a_probability():
+    with pytest.raises(ValueError, match="confidence"):
+        two_worlds_epsilon([0.0, 1.0], [0.0, 1.0], DELTA, 1.0)
+
+
+def mu_of(epsilon: float) -> float:
+    """The μ whose ε at DELTA is this."""
+    low, high = 0.0, 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_epsilon(DELTA, middle) < epsilon else (low, middle)
+    return low

@@ -1,0 +1,114 @@
+"""Every planted bug is measured above the claim, and the code as it is below it."""
+
+import csv
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.clipping import attach, flat
+from groupwise.clipping.verify import verify
+from groupwise.errors import UserError
+from trust import planted
+from trust.planted import RESULT, main, measure
+from trust.planted_bugs.cases import CASES
+from trust.planted_bugs.linears import Given
+from trust.planted_bugs.table import HEAD, as_csv, as_markdown
+
+BY_NAME = {case.name: case for case in CASES}
+QUICK = {
+    "no_noise": 100,
+    "one_stream": 100,
+    "no_clipping": 100,
+    "one_layer": 100,
+    "tied_use": 100,
+    "thresholds_first": 100,
+    "last_microbatch": 100,
+    "drawn_size": 100,
+    "mean_loss": 100,
+}
+"""Bugs that few plays show, so few that they fit the fast tests."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(own_cache):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(row):
+    assert row.caught and row.sound, as_markdown([row])
+    if row.true is not None:  # the harness itself claims no more than there is
+        assert row.planted.epsilon <= row.true and row.planted.gaussian_epsilon <= row.true
+        assert row.correct.gaussian_epsilon <= row.claimed
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_few_plays_catch(name):
+    check(measure(BY_NAME[name], QUICK[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in QUICK])
+def test_many_plays_catch(name):
+    check(measure(BY_NAME[name]))
+
+
+def test_without_a_bug_nothing_is_caught():
+    for name in ("no_noise", "last_microbatch"):
+        row = measure(replace(BY_NAME[name], plant=nullcontext), 100)
+        assert row.sound and not row.caught
+        assert "NOT CAUGHT" in as_markdown([row]) and ",no," in as_csv([row])
+
+
+def test_a_bug_in_the_code_itself_is_seen():
+    with BY_NAME["no_noise"].plant():
+        row = measure(replace(BY_NAME["no_noise"], plant=nullcontext), 100)
+    assert not row.sound and "ABOVE THE CLAIM" in as_markdown([row])
+
+
+def test_replicas_release_what_one_process_does():
+    worst = BY_NAME["noise_per_rank"].worst
+    worst = replace(worst, others=torch.linspace(-2, 2, worst.others.numel()).double().view_as(worst.others))
+    one, three = (replace(worst, replicas=replicas).worlds(1.0, 1e-5, 0)[1] for replicas in (1, 3))
+    assert three.play() == pytest.approx(one.play(), rel=1e-9)
+    with BY_NAME["noise_per_rank"].plant():
+        assert three.play() != pytest.approx(one.play(), rel=1e-3)
+
+
+def test_the_patches_leave_nothing_behind():
+    before = {name: measure(BY_NAME[name], 20).correct for name in ("no_clipping", "mean_loss")}
+    assert before == {name: measure(BY_NAME[name], 20).correct for name in before}
+
+
+def test_a_mean_loss_is_refused_before_training():
+    task = Given(torch.randn(3, 1, 1, 4, dtype=torch.float64))
+    engine = attach(task.model, flat(task.model), 1.0)
+    verify(engine, task.losses, range(3))
+    with pytest.raises(UserError, match="mixes the examples"):
+        verify(engine, lambda examples: task.losses(examples) / len(examples), range(3))
+
+
+def test_the_command_measures_and_writes_only_whole_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(planted, "RESULT", tmp_path / "trust" / "planted.csv")
+    assert main(["--only", "no_clipping", "--plays", "40"]) == 0
+    assert "| no clipping | 1 |" in capsys.readouterr().out and not planted.RESULT.exists()
+    assert main(["--only", "no_clipping", "--plays", "2"]) == 1  # too few to show anything
+    monkeypatch.setattr(planted, "CASES", (replace(BY_NAME["no_clipping"], plays=40),))
+    assert main([]) == 0
+    assert len(planted.RESULT.read_text().splitlines()) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--plays", "1"])
+
+
+def test_the_committed_table_has_every_bug_caught():
+    with RESULT.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == HEAD and [row["name"] for row in rows] == sorted(BY_NAME)
+    for row in rows:
+        assert row["caught"] == "yes"
+        assert float(row["correct_epsilon"]) <= float(row["claimed_epsilon"]) < float(row["bug_epsilon"])
+        assert int(row["plays"]) == BY_NAME[row["name"]].plays

@@ -1,0 +1,178 @@
+"""The bugs, each as a patch of the real code: inside the context manager the project has it."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.clipping import ClippingEngine, gate
+from groupwise.clipping.factors import keep_finite
+from groupwise.clipping.gate import GroupPass, GroupState
+from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, allocation, quantiles
+from groupwise.training import loop
+from groupwise.training.loop import Trainer
+
+Bug = Callable[[], AbstractContextManager[object]]
+
+
+def no_noise() -> AbstractContextManager[object]:
+    """Sums and counts are released as they are."""
+    return patch.object(NoiseSource, "add_gaussian_", lambda self, tensor, std, step, stream: tensor)
+
+
+def noise_without_root_k() -> AbstractContextManager[object]:
+    """S = max_k C_k/γ_k in the place of (Σ_k C_k²/γ_k²)^½, which for equal thresholds is √K too small."""
+    real = allocation.sensitivity
+    return patch.object(allocation, "sensitivity", lambda c, weights: real(c, weights) / math.sqrt(len(c)))
+
+
+@contextmanager
+def noise_on_every_rank() -> Iterator[None]:
+    """Each of R replicas noises its own share at σ/R with a key of its own; the sum has σ/√R."""
+
+    def keep(self: Trainer) -> Tensor:
+        return torch.zeros(0) if self.engine is None else self.engine.counts
+
+    def release(self: Trainer, step: int) -> dict[str, float]:
+        assert self.engine is not None and self.thresholds is not None
+        loop.release_gradients(
+            [group.parameters for group in self.engine.groups],
+            self.thresholds.clip_thresholds,
+            allocation=self.allocation,
+            noise_multiplier=self.plan.gradient_noise_multiplier / self.ranks.replicas,
+            expected_batch_size=self.plan.expected_batch_size,
+            noise=self.noise.child(f"rank {self.ranks.replica}"),
+            step=step,
+        )
+        self.ranks.sum_(self._own_sums())
+        return {}
+
+    with patch.object(Trainer, "_sum_over_replicas", keep), patch.object(Trainer, "_release", release):
+        yield
+
+
+def one_stream_for_all() -> AbstractContextManager[object]:
+    """Two shards or stages draw from the same key and stream, so that parameters of one shape get equal noise."""
+    real = NoiseSource._digest
+    return patch.object(NoiseSource, "_digest", lambda self, step, stream: real(self, step, min(stream, 0)))
+
+
+def one_noise_for_all_steps() -> AbstractContextManager[object]:
+    """The step is left out of what the noise is a function of."""
+    real = NoiseSource._digest
+    return patch.object(NoiseSource, "_digest", lambda self, step, stream: real(self, 0, stream))
+
+
+def no_clipping() -> AbstractContextManager[object]:
+    """All factors are 1."""
+    return patch.object(GroupState, "factors", lambda self, squares: keep_finite(torch.ones_like(squares), squares))
+
+
+def first_layer_unclipped() -> AbstractContextManager[object]:
+    """The factors of the first group are 1."""
+    real = GroupState.factors
+
+    def factors(self: GroupState, squares: Tensor) -> Tensor:
+        return real(self, squares) if self.index else keep_finite(torch.ones_like(squares), squares)
+
+    return patch.object(GroupState, "factors", factors)
+
+
+def tied_use_missed() -> AbstractContextManager[object]:
+    """Of a weight that is used several times in a forward pass, the norm knows one use only."""
+    real = GroupPass.receive
+
+    def receive(self: GroupPass, member: Any, saved: Any, g: Any) -> Tensor:
+        known = bool(self.entries)
+        squares = real(self, member, saved, g)
+        return torch.zeros_like(squares) if known else squares
+
+    return patch.object(GroupPass, "receive", receive)
+
+
+def tied_uses_as_if_separate() -> AbstractContextManager[object]:
+    """The norm of a tied weight adds up squares of its uses, without their inner products."""
+    return patch.object(gate, "cross_terms", lambda entries, like: torch.zeros_like(like))
+
+
+@contextmanager
+def thresholds_before_noise() -> Iterator[None]:
+    """Thresholds move before the gradients are noised, so the noise is that of others than clipped."""
+    real_release, real_update = Trainer._release, AdaptiveThresholds.update
+
+    def release(self: Trainer, step: int) -> dict[str, float]:
+        assert self.engine is not None and isinstance(self.thresholds, AdaptiveThresholds)
+        real_update(self.thresholds, self.engine.counts, self.engine.examples, self._count_noise, step)
+        return real_release(self, step)
+
+    with (
+        patch.object(Trainer, "_release", release),
+        patch.object(AdaptiveThresholds, "update", lambda self, counts, examples, noise, step: None),
+    ):
+        yield
+
+
+def counts_not_centred() -> AbstractContextManager[object]:
+    """Raw counts, as Algorithm 1 prints them."""
+    return patch.object(quantiles, "centred_counts", lambda counts, examples: torch.as_tensor(counts).double().clone())
+
+
+def counts_of_the_last_microbatch() -> AbstractContextManager[object]:
+    """Counts begin anew with each microbatch."""
+    real = Trainer._backward
+
+    def backward(self: Trainer, examples: Any) -> None:
+        if self.engine is not None:
+            self.engine.reset()
+        real(self, examples)
+
+    return patch.object(Trainer, "_backward", backward)
+
+
+def drawn_batch_size() -> AbstractContextManager[object]:
+    """The noisy sum is divided by the number of examples that were drawn."""
+    real, release = Trainer._release, loop.release_gradients
+
+    def divided(self: Trainer, step: int) -> dict[str, float]:
+        drawn = max(self.engine.examples if self.engine else 0, 1)
+
+        def by_drawn(*groups: Any, expected_batch_size: float, **settings: Any) -> Tensor:
+            return release(*groups, expected_batch_size=drawn, **settings)
+
+        with patch.object(loop, "release_gradients", by_drawn):
+            return real(self, step)
+
+    return patch.object(Trainer, "_release", divided)
+
+
+def shuffled_batches() -> AbstractContextManager[object]:
+    """Batches are cut from a permutation, under a plan that accounted for Poisson samples."""
+    shuffles: dict[PoissonSampler, ShuffleSampler] = {}
+
+    def indices(self: PoissonSampler, step: int) -> np.ndarray:
+        if self not in shuffles:
+            shuffles[self] = ShuffleSampler(self.dataset_size, round(self.sample_rate * self.dataset_size), self._seed)
+        return shuffles[self].indices(step)
+
+    return patch.object(PoissonSampler, "indices", indices)
+
+
+def empty_batches_skipped() -> AbstractContextManager[object]:
+    """A step that draws nobody does nothing."""
+    real = Trainer.step
+
+    def step(self: Trainer, step: int) -> list[float]:
+        return real(self, step) if len(self.sampler.indices(step)) else [0.0, 0.0]
+
+    return patch.object(Trainer, "step", step)
+
+
+def mean_loss() -> AbstractContextManager[object]:
+    """Losses are divided by the size of the batch before they are clipped."""
+    real = ClippingEngine.backward
+    return patch.object(ClippingEngine, "backward", lambda self, losses: real(self, losses / len(losses)))
