@@ -356,3 +356,31 @@ def test_a_config_made_in_python_is_checked_the_same_way() -> None:
     config.validate()
     with pytest.raises(UserError, match="greater than zero"):
         replace(config, privacy=replace(config.privacy, epsilon=-1)).validate()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("paths.data=''", "paths.data is empty"),
+        (f"paths.data={'a' * 300}", "can be no path (*File name too long"),
+        ("paths.data='~no_such_user_at_all/x'", "has none on this machine"),
+        ("paths.results=/dev/null", "/dev/null is no folder"),
+        ("export=/dev/null/deeper", "/dev/null is no folder"),
+        ("data.train_file=../../secret.tsv", "leaves the folder of the data set"),
+        ("data.train_file=/etc/passwd", "leaves the folder of the data set"),
+        ("model.name='\x1b[31mred'", "has control characters"),
+        (f"seed={2**63}", "is too large"),
+        ("train.threads=123456789012", "is more than 1000"),
+        ("debug.noise_seed=-1", "zero or more"),
+        ("train.keep=${oc.env:NOT_SET_ANYWHERE,0.5}", "train.keep=0.5 does not fit"),
+        ("model.name='\\${seed}'", "would be read as a reference"),
+        ("optim.weight_decay=1e30", "is too large"),
+        ("eval.generate.length_penalty=1e6", "must lie in [-100, 100]"),
+        ("eval.generate.length_penalty=nan", "must lie in [-100, 100]"),
+    ],
+)
+def test_places_texts_and_numbers_that_cannot_be_meant(override: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_run(["task=e2e", "scale=smoke", override], CONF)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words.split("*"))

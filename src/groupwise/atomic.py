@@ -6,22 +6,25 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from io import BufferedRandom
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_atomically(path: Path, write: Callable[[BufferedRandom], object], keep: Path | None = None) -> None:
     """Let ``write`` fill a temporary file beside ``path``, flush it to the disk, then put it in its place.
 
-    Killed at any moment, ``path`` holds its old content or its new. Only the owner may read it. Raises
-    ``OSError``.
+    Killed at any moment, ``path`` holds its old content or its new. Only the owner may read it. What was there goes
+    to ``keep``, if that is given; killed then, there may be ``keep`` alone. Raises ``OSError``.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with os.fdopen(descriptor, "w+b") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            os.replace(path, keep)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

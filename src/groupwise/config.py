@@ -136,6 +136,8 @@ class NoiseConfig:
 
     allocation: str = "global"
     """global (gamma_k = 1) | equal_budget (gamma_k = C_k) | weighted (gamma_k = C_k / sqrt(d_k))."""
+    secure: bool = False
+    """Draw noise and batches from a cipher, and add the noise on a lattice: several times slower; docs/security.md."""
 
 
 @dataclass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 from groupwise.config import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 from groupwise.suggestions import did_you_mean
 
 CHOICES = {
@@ -43,7 +46,7 @@ POSITIVE = (
     "data.image_size", "data.train_limit", "data.max_length",
     "clip.threshold", "clip.initial_threshold", "clip.quantile_learning_rate", "clip.minimum", "clip.maximum",
     "privacy.epsilon", "optim.learning_rate", "optim.eps",
-    "train.batch_size", "train.sample_rate", "train.epochs", "train.steps", "train.microbatch",
+    "train.batch_size", "train.sample_rate", "train.epochs", "train.steps", "train.microbatch", "train.threads",
     "eval.every", "eval.train_limit", "eval.batch_size",
     "eval.generate.beams", "eval.generate.max_new_tokens", "eval.generate.batch_size",
     "pipeline.stages", "pipeline.timeout", "parallel.ranks",
@@ -51,19 +54,44 @@ POSITIVE = (
 MAY_BE_INFINITE = ("privacy.epsilon",)
 NOT_NEGATIVE = (
     "privacy.noise_multiplier", "optim.weight_decay", "clip.gamma", "train.checkpoint_every", "seed",
-    "eval.generate.no_repeat_ngram", "eval.generate.limit", "eval.shots",
+    "debug.noise_seed", "eval.generate.no_repeat_ngram", "eval.generate.limit", "eval.shots",
 )  # fmt: skip
 BELOW_ONE = (
     "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
     "model.dropout", "model.attention_dropout", "model.lora.dropout", "data.holdout",
 )  # fmt: skip
+MOST = {
+    "model.depth": 10_000, "model.width": 1_000, "train.threads": 1_000,
+    "pipeline.stages": 1_000, "parallel.ranks": 10_000,
+}  # fmt: skip
+"""More than any machine has, and libraries fall over it."""
+PLACES = (
+    "paths.data", "paths.results", "resume", "export", "data.corpus", "data.hub", "data.train_file",
+    "model.source", "model.tokenizer", "model.weights",
+)  # fmt: skip
+WRITTEN = ("paths.results", "export")
+"""Folders that a run makes."""
+LARGEST_WHOLE, LARGEST = 2**62, 1e15
+"""No seed, size or number of steps is larger, and no other finite number: beyond them libraries overflow."""
 PIPELINES = ("samsum", "e2e", "dart", "cifar")
 """Tasks whose model can be cut into stages."""
 
 
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
-    checks = (_choices, _ranges, _resume, _batch, _precision, _weights, _evaluation, _privacy, _clipping)
+    checks = (
+        _texts,
+        _choices,
+        _ranges,
+        _places,
+        _resume,
+        _batch,
+        _precision,
+        _weights,
+        _evaluation,
+        _privacy,
+        _clipping,
+    )
     for check in (*checks, _pipeline, _parallel):
         for problem in check(config):
             raise UserError(problem)
@@ -75,6 +103,31 @@ def value_at(config: RunConfig, key: str) -> object:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def _texts(section: object, prefix: str = "") -> Iterator[str]:
+    """What no file and no terminal can show, and numbers that no machine can hold."""
+    for item in fields(section):  # type: ignore[arg-type]
+        key, value = prefix + item.name, getattr(section, item.name)
+        if is_dataclass(value):
+            yield from _texts(value, f"{key}.")
+        elif isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+            yield f"{key}={value} is too large: give at most 2^62."
+        elif isinstance(value, float) and LARGEST < abs(value) < math.inf:
+            yield f"{key}={value} is too large: give at most {LARGEST:g} (of either sign)."
+        elif "${" in str(value):
+            yield f"{key}={value} would be read as a reference to another key: write it without ${{."
+        elif not _plain(value):
+            yield f"{key}={value} has control characters, or is no UTF-8: leave them out."
+
+
+def _plain(value: object) -> bool:
+    """Can it be shown, with all that it holds?"""
+    if isinstance(value, dict):
+        return all(map(_plain, value)) and all(map(_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_plain, value))
+    return not any(c < " " or "\x7f" <= c < "\xa0" or "\ud800" <= c <= "\udfff" for c in str(value))
 
 
 def _choices(config: RunConfig) -> Iterator[str]:
@@ -101,6 +154,42 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         value = value_at(config, key)
         if value is not None and not 0 <= value < 1:  # type: ignore[operator]
             yield f"{key}={value} must lie in [0, 1)."
+
+    for key, most in MOST.items():
+        if (value_at(config, key) or 0) > most:  # type: ignore[operator]
+            yield f"{key}={value_at(config, key)} is more than {most}: give less."
+
+
+def _places(config: RunConfig) -> Iterator[str]:
+    """Names that no folder or file can have, and folders that cannot be made; what must be there is found later."""
+    for key in PLACES:
+        value = value_at(config, key)
+        if value is None:
+            continue
+        if not str(value).strip():
+            yield f"{key} is empty: give a folder, or leave {key} out."
+        try:
+            place = Path(str(value)).expanduser()
+            os.stat(place)
+        except RuntimeError:
+            yield f"{key}={value} begins with the home of somebody who has none on this machine: write the folder out."
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            pass
+        except (OSError, ValueError) as error:
+            yield f"{key}={value} can be no path ({reason(error)}): give another."
+        if key in WRITTEN and (why := _unwritable(place)):
+            yield f"{key}={value} cannot be written ({why}): give another folder."
+    name = config.data.train_file
+    if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+        yield f"data.train_file={name} leaves the folder of the data set: give the name of a file in it."
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder that may not be there yet; None where it can."""
+    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write in {nearest}"
 
 
 def _resume(config: RunConfig) -> Iterator[str]:
@@ -135,6 +224,8 @@ def _weights(config: RunConfig) -> Iterator[str]:
 def _evaluation(config: RunConfig) -> Iterator[str]:
     if config.eval.shots is not None and config.clip.grouping != "none":
         yield "eval.shots trains nothing, so there is nothing to clip: add clip=none."
+    if not -100 <= config.eval.generate.length_penalty <= 100:
+        yield f"eval.generate.length_penalty={config.eval.generate.length_penalty} must lie in [-100, 100]."
     if config.eval.prompt_set not in (0, 1, 2):
         yield f"eval.prompt_set={config.eval.prompt_set} is not one of 0, 1, 2."
 

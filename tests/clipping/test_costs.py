@@ -191,6 +191,40 @@ def test_explain_names_each_layer_its_way_and_the_price_of_the_others():
     assert lines[2].split()[:4] == ["1", "LayerNorm", "one", "way"]
 
 
+def test_explain_is_a_table_with_the_way_that_was_taken_first():
+    """On even rates, and with a layer that is the model itself."""
+    model = nn.Linear(4, 4)
+    for formula, forced in (("auto", ""), ("materialize", " (forced)")):
+        with attach(model, per_layer(model), 1.0, rates=EVEN, formula=formula) as engine:
+            engine.backward(model(torch.randn(3, 5, 4)).flatten(1).sum(1))
+            (decision,) = engine.groups[0].members[0].rule.choices.values()
+            lines = explain(engine).splitlines()
+        other = next(name for name in decision.work if name != decision.chosen)
+        costs_of = [
+            f"{name} {1e3 * decision.seconds[name]:.2f} ms and {decision.work[name].bytes / 1e6:.1f} MB"
+            for name in (decision.chosen, other)
+        ]
+        head = ("layer", "type", "input -> output", "norms by")
+        row = ("(model)", "Linear", "3×5×4 -> 3×5×4", decision.chosen)
+        widths = tuple(max(len(a), len(b)) for a, b in zip(head, row, strict=True))
+        for line, cells, end in (
+            (lines[0], head, "estimated, for norms and clipped sum"),
+            (lines[1], row, ", ".join(costs_of) + forced),
+        ):
+            assert line == "  ".join([*(c.ljust(w) for c, w in zip(cells, widths, strict=True)), end])
+        assert lines[2:] == ["Inner products of inputs taken over from the layer before: 0 times."]
+
+
+def test_explain_says_where_there_is_no_choice_and_what_was_shared():
+    model = nn.Sequential(nn.LayerNorm(4))
+    with attach(model, per_layer(model), 1.0, rates=EVEN) as engine:
+        engine.backward(model(torch.randn(3, 5, 4)).flatten(1).sum(1))
+        engine._shared.products.reused = 7
+        lines = explain(engine).splitlines()
+    assert lines[1] == f"0      LayerNorm  {'':15}  one way   no choice to make"
+    assert lines[2].endswith("before: 7 times.")
+
+
 class NoQuestions(TorchDispatchMode):
     """Fails when a value is asked for, which on a GPU makes the host wait."""
 

@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.clipping import automatic_factors, clip_factors
-from groupwise.clipping.factors import keep_finite, scale_rows, weigh_rows
+from groupwise.clipping import factors as factors_module
+from groupwise.clipping.factors import (
+    add_weighed_rows,
+    drop_zero_rows,
+    keep_finite,
+    may_ask,
+    scale_rows,
+    weigh_rows,
+)
 
 positive = st.floats(1e-20, 1e20)
 
@@ -34,3 +42,45 @@ def test_rows_left_out_add_exactly_nothing(bad):
     assert factors.tolist() == [1.0, 0.0]
     assert scale_rows(rows, factors).tolist() == [[1.0, 2.0], [0.0, 0.0]]
     assert weigh_rows(factors, rows).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4)])
+def test_rows_of_any_shape_are_scaled_and_added_up(shape):
+    rows, factors = torch.randn(shape, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0])
+    weights = factors.double().view(-1, *[1] * (len(shape) - 1))
+    assert torch.equal(scale_rows(rows, factors), rows * weights)
+    if len(shape) > 1:
+        expected = (rows * weights).sum(0)
+        torch.testing.assert_close(weigh_rows(factors, rows), expected)
+        total = torch.ones_like(expected)
+        assert add_weighed_rows(total, factors, rows) is total
+        torch.testing.assert_close(total, 1 + expected)
+
+
+def test_where_nobody_is_left_out_rows_are_as_they_were():
+    rows = torch.randn(3, 2)
+    assert scale_rows(rows, None) is rows
+    assert drop_zero_rows(None, rows) is rows
+    assert drop_zero_rows(torch.ones(3), rows) is rows
+
+
+def test_rows_left_out_are_masked_where_values_may_not_be_looked_at(monkeypatch):
+    monkeypatch.setattr(factors_module, "may_ask", lambda t: False)
+    rows = torch.tensor([[1.0], [float("nan")], [3.0]])
+    assert drop_zero_rows(torch.tensor([1.0, 0.0, 0.5]), rows).tolist() == [[1.0], [0.0], [3.0]]
+    assert drop_zero_rows(torch.ones(3), rows[:1].expand(3, 1)).tolist() == [[1.0]] * 3
+
+
+def test_values_are_looked_at_on_a_cpu_only():
+    assert may_ask(torch.zeros(1)) and not may_ask(torch.zeros(1, device="meta"))
+
+
+def test_automatic_factors_by_hand():
+    assert automatic_factors(0.5)(torch.tensor([0.0, 1.5]), torch.tensor(3.0)).tolist() == [6.0, 1.5]
+    with pytest.raises(ValueError, match="gamma"):
+        automatic_factors(float("nan"))
+
+
+def test_norms_that_are_not_finite_have_no_factor():
+    squares = torch.tensor([float("inf"), float("nan"), 3e38, 0.0])
+    assert keep_finite(torch.full((4,), 0.7), squares).tolist() == pytest.approx([0.0, 0.0, 0.7, 0.7])

@@ -54,3 +54,9 @@ def test_a_mistake_leaves_the_model_free():
     with pytest.raises(UserError):
         gradient_norms(model, [range(9)], lambda rows: losses(rows).mean())
     assert len(gradient_norms(model, [range(9)], losses)["0"]) == 9
+
+
+def test_without_examples_there_are_no_norms():
+    model, _, _, losses = problem()
+    found = gradient_norms(model, [], losses)
+    assert {name: norms.shape for name, norms in found.items()} == {"0": (0,), "2": (0,)}

@@ -1,6 +1,9 @@
 """Partitions: every trainable parameter in exactly one group, or an error that names it."""
 
+import dataclasses
+
 import pytest
+import torch
 from torch import nn
 
 from groupwise.clipping import Group, attach, by_mapping, flat, per_block, per_layer
@@ -81,3 +84,120 @@ def test_a_function_maps_layers_too():
 def test_a_model_that_trains_nothing_is_refused():
     with pytest.raises(UserError, match="no trainable parameter"):
         flat(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_groups_have_names_and_cannot_be_changed():
+    (group,) = flat(residual_like())
+    assert group.name == "all"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        group.name = "other"
+
+
+def test_layers_that_share_stay_in_one_block_and_blocks_that_share_become_one():
+    model = residual_like()
+    model.blocks[2][1].weight = model.blocks[0][1].weight
+    partition = per_block(model)
+    assert names(partition) == ["stem", "blocks.0", "blocks.1", "head"]
+    assert partition[1].layers == ("blocks.0.0", "blocks.0.1", "blocks.2.0", "blocks.2.1")
+
+
+def block(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), *more)
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        (lambda: nn.Sequential(block(), block()), ["0", "1"]),  # the model itself holds the blocks
+        (lambda: nn.Sequential(block(), nn.Linear(2, 2)), ["0.0", "0.1", "1"]),  # one rich member is no row of blocks
+        (lambda: nn.ModuleDict({"a": nn.ModuleList([block(), nn.Linear(2, 2), block()])}), ["a.0", "a.1", "a.2"]),
+        (lambda: nn.Sequential(nn.Sequential(block(), block()), block()), ["0", "1"]),  # the outermost
+        (lambda: nn.ModuleDict({"b": block(), "c": block()}), ["b.0", "b.1", "c.0", "c.1"]),
+        (
+            lambda: nn.ModuleDict(
+                {"one": nn.Sequential(block(), block()), "onetwo": nn.ModuleList([block(), block()])}
+            ),
+            ["one.0", "one.1", "onetwo.0", "onetwo.1"],
+        ),
+        (lambda: nn.Linear(2, 2), [""]),
+    ],
+)
+def test_what_counts_as_a_block(model, groups):
+    assert names(per_block(model())) == groups
+
+
+def test_the_first_pattern_that_fits_wins_and_case_counts():
+    model = nn.ModuleDict({"A": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
+    assert names(by_mapping(model, {"A": "first", "*": "rest"})) == ["first", "rest"]
+    assert names(by_mapping(model, {"*": "rest", "A": "first"})) == ["rest"]
+    with pytest.raises(UserError, match="'A' belongs to no clipping group"):
+        by_mapping(model, lambda name: None)
+
+
+def test_one_group_may_hold_a_shared_parameter():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    assert names(by_mapping(model, {"*": "both"})) == ["both"]
+    attach(model, by_mapping(model, {"*": "both"}), 1.0).detach()
+
+
+def test_a_parameter_of_the_model_itself_is_named_without_a_dot():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.scale
+
+    model = Own()
+    assert [group.layers for group in per_layer(model)] == [("",)], "what no rule knows owns all below it"
+    with pytest.raises(UserError, match="Parameter 'scale' belongs to no"):
+        attach(model, (), 1.0)
+    with pytest.warns(UserWarning, match="layer 'the model' is clipped exactly"):
+        attach(model, per_layer(model), 1.0).detach()
+
+
+def test_fallbacks_next_to_each_other_and_inside_each_other():
+    class Scale(nn.Module):
+        def __init__(self, inner: nn.Module | None = None) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.inner = inner or nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.weight
+
+    model = nn.Sequential(Scale(), nn.Linear(2, 2), Scale(Scale(nn.Linear(2, 2))), nn.Linear(2, 2))
+    assert names(per_layer(model)) == ["0", "1", "2", "3"]
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    frozen[0].requires_grad_(False)
+    frozen[2].bias.requires_grad_(False)
+    assert names(per_layer(frozen)) == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "refused"),
+    [
+        (nn.InstanceNorm1d(2, affine=True), False),
+        (nn.InstanceNorm1d(2, affine=True, track_running_stats=True), True),
+        (nn.BatchNorm1d(2), True),
+        (nn.BatchNorm1d(2, track_running_stats=False), True),
+    ],
+)
+def test_only_what_mixes_examples_is_refused(layer, refused):
+    model = nn.Sequential(nn.Linear(2, 2), layer)
+    if refused:
+        with pytest.raises(UserError, match="'1'"):
+            per_layer(model)
+    else:
+        assert names(per_layer(model)) == ["0", "1"]
+
+
+def test_half_precision_is_refused_where_it_trains_only():
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).double(), nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"Parameter '0\.weight' trains in torch\.float16"):
+        per_layer(model)
+    model[0].requires_grad_(False)
+    assert names(per_layer(model)) == ["1", "2"]

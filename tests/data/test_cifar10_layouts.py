@@ -1,7 +1,9 @@
 """Every layout is read to the pixel, and what is wrong with a file is told in one sentence with its name."""
 
+import io
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +114,27 @@ class TestNpz:
         np.savez(tmp_path / "mine.npz", **{**npz_arrays, "y_train": np.array([object()] * 20)})
         assert "mine.npz is not a readable .npz file" in refused(read_npz, tmp_path / "mine.npz")
 
+    def test_a_member_that_is_no_array(self, tmp_path, npz_arrays):
+        np.savez(tmp_path / "mine.npz", **npz_arrays)
+        with zipfile.ZipFile(tmp_path / "mine.npz") as sound, zipfile.ZipFile(tmp_path / "other.npz", "w") as other:
+            for name in sound.namelist():
+                other.writestr(name, b"text" if name == "y_train.npy" else sound.read(name))
+        assert "y_train is no array" in refused(read_npz, tmp_path / "other.npz")
+
+    def test_a_header_that_claims_a_thousand_terabytes(self, tmp_path, npz_arrays):
+        claims = io.BytesIO()
+        np.lib.format.write_array_header_1_0(
+            claims, {"descr": "|u1", "fortran_order": False, "shape": (10**12, 32, 32, 3)}
+        )
+        np.savez(tmp_path / "mine.npz", **{key: value for key, value in npz_arrays.items() if key != "x_train"})
+        with zipfile.ZipFile(tmp_path / "mine.npz", "a") as archive:
+            archive.writestr("x_train.npy", claims.getvalue())
+        assert "(it takes more memory than there is)" in refused(read_npz, tmp_path / "mine.npz")
+
     @pytest.mark.parametrize(
         ("key", "value", "words"),
         [
+            ("x_train", np.zeros((20, 0, 0, 3), np.uint8), "(20, 0, 0, 3)"),
             ("x_train", np.zeros((20, 16, 16, 3)), "x_train has dtype float64"),
             (
                 "x_test",
@@ -172,6 +192,14 @@ class TestMosaics:
         path.unlink()
         path.write_bytes(content[: int(keep * len(content))])
         assert "train_shard0.webp is not a readable picture" in refused(read_mosaics, root)
+
+    def test_a_small_file_that_unfolds_to_gigabytes(self, root):
+        from PIL import Image
+
+        path = root / "cifar10" / "train_shard0.webp"
+        path.unlink()
+        Image.new("1", (30000, 30000)).save(path, "PNG")
+        assert "decompression bomb" in refused(read_mosaics, root)
 
     def test_a_picture_of_another_size(self, root):
         (root / "cifar10" / "train_shard0.webp").unlink()

@@ -49,3 +49,28 @@ def test_truncated_json_is_refused_with_the_line(tmp_path):
     (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": ')
     with pytest.raises(UserError, match=r"a.json is not JSON \(line 2: .*truncated"):
         read_json_list(tmp_path / "a.json", "put it there")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "device"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
+    path = tmp_path / "a.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path if kind == "loop" else "/dev/zero")
+    with pytest.raises(UserError, match="is missing; put it there"):
+        read_text(path, "put it there")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[" * 100_000, r"no JSON that can be read \(it is nested too deeply\)"),
+        ("[1" + "0" * 5000 + "]", "no JSON that can be read .*digits"),
+        ('[{"a": "\\ud800"}]', "half of a character"),
+    ],
+)
+def test_json_that_python_chokes_on(tmp_path, content, words):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_json_list(tmp_path / "a.json", "put it there")

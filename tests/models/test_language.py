@@ -150,13 +150,22 @@ def test_the_hubs_own_file_of_gpt2(folders, tokenizer, tmp_path):
         assert torch.equal(model.get_parameter(name), value.float()), name
 
 
-def test_an_old_pytorch_file(folders, tokenizer, tmp_path):
+def test_an_old_pytorch_file_which_is_a_pickle_is_not_opened(folders, tokenizer, tmp_path):
     target = copy(folders["roberta"], tmp_path)
     stored = load_file(target / "model.safetensors")
     torch.save(stored, target / "pytorch_model.bin")
     (target / "model.safetensors").unlink()
-    model = load_classifier(ModelConfig(source=str(target)), CLASSES, tokenizer)
-    assert torch.equal(model.roberta.encoder.layer[1].output.dense.weight, _stored(stored, "1.output.dense.weight"))
+    with pytest.raises(UserError, match=r"cannot be loaded \(.*safetensors.*\): give a folder"):
+        load_classifier(ModelConfig(source=str(target)), CLASSES, tokenizer)
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
+def test_sizes_that_no_text_can_pass(folders, tokenizer, tmp_path, key):
+    target = copy(folders["roberta"], tmp_path)
+    file = target / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: -1}))
+    with pytest.raises(UserError, match=f"{key}=-1: give a model|no configuration that transformers can read"):
+        load_classifier(ModelConfig(source=str(target)), CLASSES, tokenizer)
 
 
 # -- tying, dropout, positions ----------------------------------------------------------------------------------------

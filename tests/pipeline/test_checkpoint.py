@@ -9,7 +9,7 @@ import torch
 from groupwise.errors import UserError
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.split import choose_ranges, cut
-from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.checkpoint import load_checkpoint, load_newest
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import Case, make_model
@@ -43,15 +43,29 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
     seen["folders"] = sorted(entry.name for entry in Path(folder).iterdir())
     stage_file = Path(folder) / "checkpoint-3" / f"stage-{ranks.stage}.pt"
     seen["key in a stage's file"] = "noise_key" in load_checkpoint(stage_file)
+
+    def check(file: Path, state: dict[str, Any]) -> None:
+        checkpoint.load(file, state, ranks, CPU)
+
+    content = stage_file.read_bytes()
+    for harmed in (False, True):
+        if rank == 1 and harmed:
+            stage_file.write_bytes(content[:-1])
+        ranks.told(None)
+        _, newest = load_newest(path, CPU, ranks, check)
+        seen[f"newest, {harmed=}"] = newest["step"]
+        ranks.told(None)
+    if rank == 1:
+        stage_file.write_bytes(content)
     ranks.told(None)
 
     write = checkpoint.save_checkpoint
     for place in ("stage-1.pt", "checkpoint.pt"):
 
-        def full(to: Path, state: dict[str, Any], place: str = place) -> None:
+        def full(to: Path, state: dict[str, Any], *keep: Path, place: str = place) -> None:
             if to.name == place:
                 raise UserError("the disk is full: make room.")
-            write(to, state)
+            write(to, state, *keep)
 
         checkpoint.save_checkpoint = full
         try:
@@ -85,10 +99,15 @@ def test_every_process_gets_its_own_state_back(ran):
             assert seen[f"after {step}"] == (step, [10.0 * step + rank % STAGES] * 2, [rank, step])
 
 
-def test_one_checkpoint_is_kept_and_the_key_is_in_one_file_of_it(ran):
+def test_two_checkpoints_are_kept_and_the_key_is_in_no_stages_file(ran):
     for seen in ran[1]:
-        assert seen["folders"] == ["checkpoint-3", "checkpoint.pt"]
+        assert seen["folders"] == ["checkpoint-0", "checkpoint-3", "checkpoint-previous.pt", "checkpoint.pt"]
         assert not seen["key in a stage's file"]
+
+
+def test_one_stages_file_that_is_altered_takes_all_stages_back_to_the_one_before(ran):
+    for seen in ran[1]:
+        assert (seen["newest, harmed=False"], seen["newest, harmed=True"]) == (3, 0)
 
 
 @pytest.mark.parametrize("place", ["stage-1.pt", "checkpoint.pt"])

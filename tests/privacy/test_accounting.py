@@ -1,16 +1,24 @@
 """ε of every accountant: published figures, the analytic Gaussian, order, monotony, and who answers when PRV cannot."""
 
+import itertools
+import logging
 import math
+import warnings
 
 import pytest
+from prv_accountant import PRVAccountant
+from prv_accountant.accountant import compute_safe_domain_size
+from prv_accountant.domain import Domain
+from scipy.fft import next_fast_len
+from scipy.optimize import minimize_scalar
 
 from groupwise.errors import UserError
-from groupwise.privacy import prv
+from groupwise.privacy import pld, prv
 from groupwise.privacy.accounting import epsilon_bounds
 from groupwise.privacy.gaussian import gaussian_epsilon
 from groupwise.privacy.pld import epsilon_pld, epsilon_pld_bounds
 from groupwise.privacy.prv import epsilon_prv
-from groupwise.privacy.rdp import epsilon_rdp
+from groupwise.privacy.rdp import ORDERS, epsilon_rdp
 
 PUBLISHED = (1.5, 0.04, 2250, 1e-5)  # 90 epochs at rate 0.04: the setting of Opacus's own tests
 
@@ -150,3 +158,130 @@ def test_an_unknown_accountant_is_refused():
 def test_hopelessly_little_noise_still_has_an_upper_bound(mechanism):
     bounds = epsilon_bounds(*mechanism)
     assert 100.0 < bounds.upper <= 1.05 * epsilon_rdp(*mechanism)
+
+
+@pytest.mark.parametrize("accountant", [epsilon_prv, epsilon_pld, epsilon_rdp])
+def test_each_accountant_refuses_by_itself(accountant):
+    with pytest.raises(UserError, match="noise_multiplier"):
+        accountant(0.0, 0.1, 1, 1e-5)
+    with pytest.raises(UserError, match="steps"):
+        accountant(1.0, 0.1, 0.5, 1e-5)
+
+
+@pytest.mark.parametrize(("mechanism", "half"), [((1.0, 0.02, 300, 1e-5), 0.002), ((0.5, 0.02, 300, 1e-5), None)])
+def test_prv_brackets_to_a_fifth_of_a_percent_or_to_a_hundredth(mechanism, half):
+    bounds = epsilon_prv(*mechanism)
+    half = 0.01 if half is None else half * bounds.estimate
+    assert bounds.upper - bounds.estimate == pytest.approx(half, rel=0.1)
+    assert bounds.estimate - bounds.lower == pytest.approx(half, rel=0.1)
+
+
+def test_no_bound_is_below_zero():
+    bounds = epsilon_prv(60.0, 0.001, 1, 1e-5, eps_error=0.01)
+    assert bounds.lower == 0.0 <= bounds.estimate <= bounds.upper < 0.02
+
+
+@pytest.mark.parametrize("steps", [1, 7, 300])
+@pytest.mark.parametrize("eps_error", [0.013, 0.1])
+def test_the_grid_is_the_one_that_was_meant_and_a_fast_one(monkeypatch, steps, eps_error):
+    """The library's own domain has the length that we work out, which has small prime factors, and the error asked."""
+    create, made = Domain.create_aligned, []
+
+    def spy(low, high, mesh):
+        made.append((create(low, high, mesh), high, mesh))
+        return made[-1][0]
+
+    monkeypatch.setattr(Domain, "create_aligned", staticmethod(spy))
+    _, grid = prv._compose(1.0, 0.02, steps, 1e-5, eps_error, 1e-8)
+    ((domain, half_width, mesh),) = made
+    assert len(domain) == grid
+    assert grid % 2 == 0 and next_fast_len(grid, real=True) == grid
+    per_mesh = math.sqrt(steps / 2 * math.log(12 / 1e-8))  # Theorem 5.5 of Gopi, Lee & Wutschitz
+    assert mesh * per_mesh <= eps_error * (1 + 1e-9)
+    assert grid <= 1.15 * (2 * half_width * per_mesh / eps_error + 2)
+    safe = compute_safe_domain_size([prv._mechanism(1.0, 0.02)], [steps], eps_error, 1e-8)
+    assert half_width == safe
+
+
+@pytest.mark.parametrize("mechanism", [(1.0, 0.02, 300, 1e-5), (0.45, 0.02, 400, 1e-5), (2.0, 1.0, 200, 1e-5)])
+def test_an_estimate_takes_a_small_grid(mechanism):
+    """A tenth of a second, from a small ε to one of 54."""
+    bounds, grid, error = prv._coarse(*mechanism)
+    assert 10_000 < grid < 30_000
+    assert 0.02 * min(bounds.estimate, 10) < error < 0.04 * min(bounds.estimate, 10)
+    assert bounds.upper - bounds.lower <= 2 * error * 1.01
+
+
+def test_an_estimate_is_close():
+    for sigma, steps in ((1.0, 1), (2.0, 10), (40.0, 10)):
+        exact = gaussian_epsilon(1e-5, math.sqrt(steps) / sigma)
+        assert prv.estimate_prv(sigma, 1.0, steps, 1e-5) == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize("bounds", [(0.9, math.nan, 1.1), (-math.inf, 1.0, 1.1), (math.nan,) * 3])
+def test_bounds_that_are_not_finite_are_not_believed(monkeypatch, bounds):
+    monkeypatch.setattr(PRVAccountant, "compute_epsilon", lambda *_: bounds)
+    prv._coarse.cache_clear()
+    assert "no finite epsilon" in epsilon_prv(2.0, 1.0, 3, 1e-5).note
+
+
+def test_both_tries_have_the_errors_that_are_promised(monkeypatch):
+    tries = []
+
+    def fail(*arguments):
+        tries.append(arguments[-1])
+        raise ValueError
+
+    monkeypatch.setattr(prv, "_compose", fail)
+    assert "ValueError" in epsilon_prv(2.0, 1.0, 3, 1e-5, eps_error=0.1).note
+    assert tries == pytest.approx([1e-8, 1e-10])
+
+
+def test_accountants_are_silent(caplog):
+    logger = logging.getLogger("absl")
+    before = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epsilon_prv(2.0, 1.0, 3, 1e-5, eps_error=0.1)
+        prv._coarse.cache_clear()
+    with caplog.at_level(logging.INFO, logger="absl"):
+        epsilon_rdp(0.3, 0.1, 100, 1e-5)
+        assert not caplog.records
+        assert logger.level == logging.INFO, "the level is put back"
+    assert logger.level == before
+
+
+def test_rdp_orders_are_dense_where_they_matter():
+    assert (ORDERS[0], ORDERS[-1]) == (1.1, 1024)
+    for order, following in itertools.pairwise(ORDERS):
+        step = 0.1 if order < 10.95 else 1 if order < 64 else 8 if order < 248 else 64
+        assert following - order == pytest.approx(step) or (order, following) == (248, 256)
+
+
+@pytest.mark.parametrize(("sigma", "steps"), [(0.5, 1), (5.0, 30), (90.0, 10)])
+def test_rdp_misses_little_by_its_choice_of_orders(sigma, steps):
+    """Without sampling the curve is α/2σ² a step, and the best order is found by a search."""
+
+    def epsilon(order):
+        converted = math.log1p(-1 / order) - (math.log(1e-5) + math.log(order)) / (order - 1)
+        return steps * order / (2 * sigma**2) + converted
+
+    best = minimize_scalar(epsilon, bounds=(1.01, 5000), method="bounded", options={"xatol": 1e-6}).fun
+    assert best * (1 - 1e-9) <= epsilon_rdp(sigma, 1.0, steps, 1e-5) <= best * 1.005
+
+
+def test_pld_rounds_losses_as_finely_as_it_says(monkeypatch):
+    mechanism = (1.0, 0.02, 30, 1e-5)
+    coarse = epsilon_pld(*mechanism, interval=0.05)
+    assert coarse > epsilon_pld(*mechanism) * 1.001
+    for epsilon, interval in ((0.1, 1e-4), (9.9, 1e-4), (20.0, 4e-4), (90.0, 8.1e-3), (300.0, 0.03)):
+        monkeypatch.setattr("groupwise.privacy.rdp.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
+        assert pld._interval(*mechanism) == pytest.approx(interval)
+
+
+def test_pld_brackets_the_analytic_gaussian_strictly(monkeypatch):
+    monkeypatch.setattr(pld, "_interval", lambda *_: 0.01)
+    exact = gaussian_epsilon(1e-5, 1 / 2.0)
+    bounds = epsilon_pld_bounds(2.0, 1.0, 1, 1e-5)
+    assert 1e-5 * exact < exact - bounds.lower < 0.02
+    assert 0 < bounds.upper - exact < 0.02

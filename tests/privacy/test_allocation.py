@@ -127,3 +127,19 @@ def test_stds_are_float64_on_the_cpu():
 def test_refusals(thresholds, sizes, sigma, allocation, reason):
     with pytest.raises(UserError, match=reason):
         noise_stds(thresholds, sizes, sigma, allocation)
+
+
+def test_refusals_name_the_argument():
+    for call, name in (
+        (lambda: noise_weights([0.0], [1], "global"), "thresholds"),
+        (lambda: noise_weights([1.0], [0], "global"), "sizes"),
+        (lambda: sensitivity([0.0], [1.0]), "thresholds"),
+        (lambda: sensitivity([1.0], [0.0]), "weights"),
+    ):
+        with pytest.raises(UserError, match=f"^{name} is "):
+            call()
+
+
+def test_thresholds_that_train_are_read_and_left_alone():
+    thresholds = torch.ones(2, requires_grad=True)
+    assert not noise_weights(thresholds, [1, 1], "equal_budget").requires_grad

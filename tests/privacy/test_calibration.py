@@ -1,13 +1,16 @@
 """σ of the paper's cells against an independent table, and the search that finds it."""
 
+import dataclasses
 import math
 
+import numpy
 import pytest
 
 from groupwise.errors import UserError
 from groupwise.privacy import calibration, prv
-from groupwise.privacy.accounting import epsilon_bounds
+from groupwise.privacy.accounting import EpsilonBounds, epsilon_bounds
 from groupwise.privacy.calibration import TOLERANCE, Calibration, calibrate, calibrate_noise_multiplier
+from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
 
 SST2, QNLI, QQP, MNLI, SAMSUM = 67_349, 104_743, 363_846, 392_702, 14_732
 GLUE_RATE = 1024 / SST2
@@ -172,3 +175,120 @@ class TestCache:
         calibrate(*self.SETTING, cache=False)
         assert len(searches) == 2
         assert not own_cache.exists()
+
+    def test_the_short_form_keeps_to_the_cache_or_leaves_it(self, searches, own_cache):
+        assert calibrate_noise_multiplier(*self.SETTING) == 1.25
+        assert calibrate_noise_multiplier(*self.SETTING) == 1.25
+        assert len(searches) == 1
+        calibrate_noise_multiplier(*self.SETTING, cache=False)
+        assert len(searches) == 2
+
+    def test_what_was_found_exactly_at_the_target_is_believed(self, monkeypatch, searches):
+        monkeypatch.setattr(calibration, "read_cache", lambda kind, key: [0.25, 2.0, "kept"])
+        assert calibrate(*self.SETTING) == Calibration(0.25, 2.0, "kept")
+        assert not searches
+
+
+class TestSearch:
+    """The search itself, on curves for which an answer is known; each call of an accountant takes seconds."""
+
+    @pytest.fixture
+    def search(self, monkeypatch):
+        """(curve, ε) -> the calibration, and every σ that was asked for."""
+
+        def run(curve, epsilon=1.0):
+            asked = []
+
+            def bounds(sigma, *_):
+                asked.append(sigma)
+                return EpsilonBounds(0.0, curve(sigma), curve(sigma), "noted")
+
+            monkeypatch.setattr(calibration, "epsilon_bounds", bounds)
+            return calibrate(epsilon, 1e-5, 0.02, 300, "rdp", cache=False), asked
+
+        return run
+
+    @pytest.mark.parametrize("epsilon", [0.01, 1.0, 9.0])
+    @pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 4.0])
+    @pytest.mark.parametrize("scale", [0.3, 1.0, 30.0])
+    def test_smooth_curves_take_a_few_evaluations(self, search, epsilon, power, scale):
+        found, asked = search(lambda sigma: scale / sigma**power, epsilon)
+        assert 0.999 * epsilon <= found.epsilon_upper <= epsilon
+        assert found.epsilon_upper == scale / found.noise_multiplier**power
+        assert found.note == "noted"
+        distance = abs(math.log((scale / epsilon) ** (1 / power) / asked[0]))
+        assert len(asked) <= 3 + distance, "at most a factor e at a time, then two or three more"
+
+    @pytest.mark.parametrize(
+        "curve",
+        [
+            lambda sigma: math.exp(5.0 - 5.0 * sigma),
+            lambda sigma: sigma**-40.0,
+            lambda sigma: 1.0 / sigma + 0.5 if sigma < 1.7 else 0.4 / sigma + 0.85 * (sigma < 40) * 0.9,
+            lambda sigma: 50.0 if sigma < 3.0 else 0.99965 if sigma < 3.01 else 1e-3,  # a cliff with a narrow ledge
+            lambda sigma: 4.0 if sigma < 9.0 else 9.0 / sigma * 0.9995,  # flat at first
+            lambda sigma: 2.0 - 1e-4 * sigma if sigma < 50 else 49.975 / sigma,
+            lambda sigma: 0.0 if sigma > 0.06 else 0.05995 / sigma,  # nothing at all at the first guess
+        ],
+    )
+    def test_awkward_curves_are_met_too(self, search, curve):
+        found, asked = search(curve)
+        assert 0.999 <= found.epsilon_upper <= 1.0
+        assert len(asked) <= 40
+
+    @pytest.mark.parametrize("curve", [lambda sigma: 2.0, lambda sigma: 0.5, lambda sigma: 2.0 if sigma < 3 else 0.5])
+    def test_a_target_that_no_noise_meets_is_refused(self, search, curve):
+        with pytest.raises(UserError, match="no noise multiplier"):
+            search(curve)
+
+    def test_the_search_ends_at_the_bounds_that_it_names(self, monkeypatch, search):
+        for curve, low, high in ((lambda s: 2.0, 1e8, 1e9), (lambda s: 0.5, 1e-4, 1e-3)):
+            asked = []
+            monkeypatch.setattr(
+                calibration,
+                "epsilon_bounds",
+                lambda sigma, *_, c=curve, a=asked: a.append(sigma) or EpsilonBounds(0.0, c(sigma), c(sigma)),
+            )
+            with pytest.raises(UserError):
+                calibrate(1.0, 1e-5, 0.02, 300, "rdp", cache=False)
+            assert all(1e-4 < sigma < 1e9 for sigma in asked)
+            assert any(low < sigma < high for sigma in asked)
+
+    def test_the_very_target_is_an_answer_and_so_is_the_last_that_is_allowed(self, search):
+        assert search(lambda sigma: 1.0)[0].epsilon_upper == 1.0
+        assert search(lambda sigma: 0.999)[0].epsilon_upper == 0.999
+
+
+@pytest.mark.parametrize("setting", [(3.0, 1e-5, 0.02, 300), (0.3, 1e-5, 0.01, 100)])
+def test_a_calibration_takes_two_to_four_bounds(monkeypatch, setting):
+    real, asked = calibration.epsilon_bounds, []
+    monkeypatch.setattr(calibration, "epsilon_bounds", lambda *a: asked.append(a) or real(*a))
+    calibrate(*setting)
+    assert 1 <= len(asked) <= 4
+
+
+def test_the_first_guess_is_the_central_limit():
+    setting = (3.0, 1e-5, 0.02, 300)
+    sigma = calibration._central_limit_guess(
+        lambda s: gaussian_epsilon(1e-5, central_limit_mu(s, 0.02, 300)), setting[0]
+    )
+    assert gaussian_epsilon(1e-5, central_limit_mu(sigma, 0.02, 300)) == pytest.approx(3.0, rel=1e-8)
+
+
+def test_a_delta_that_sampling_alone_gives_is_refused_from_there_on():
+    ever = -math.expm1(10 * math.log1p(-0.001))
+    with pytest.raises(UserError, match="publishing the drawn examples"):
+        calibrate(1.0, ever, 0.001, 10, "rdp")
+    assert calibrate(1.0, 0.5 * ever, 0.001, 10, "rdp").noise_multiplier > 0
+    assert calibrate(1.0, 0.4, 1.0, 10, "rdp").noise_multiplier > 0  # everything is drawn: no such limit
+
+
+def test_a_library_that_is_absent_is_said_to_be():
+    assert calibration._version("numpy") == numpy.__version__
+    assert calibration._version("no such library") == "absent"
+
+
+def test_a_calibration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Calibration(1.0, 1.0).noise_multiplier = 0.1
+    assert Calibration(1.0, 1.0).note == ""

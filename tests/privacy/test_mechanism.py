@@ -210,3 +210,56 @@ class TestNeighbours:
         weights = noise_weights(self.THRESHOLDS, [56, 72, 27], "equal_budget")
         worst, _ = self.worst(parts, weights, clip_at=tuple(2 * c for c in self.THRESHOLDS))
         assert worst > sensitivity(self.THRESHOLDS, weights)
+
+
+def test_each_parameter_has_a_stream_of_its_own_counted_through_the_groups():
+    groups = make_groups([(3,), (4,)], [(5,)], dtype=torch.float64)
+    for parameter in (p for group in groups for p in group):
+        parameter.grad.zero_()
+    release(groups, [1.0, 1.0], expected_batch_size=1.0, allocation="equal_budget", step=2)
+    for stream, parameter in enumerate(p for group in groups for p in group):
+        noise = SOURCE.add_gaussian_(torch.zeros_like(parameter.grad), math.sqrt(2.0), 2, stream)
+        assert torch.allclose(parameter.grad, noise, rtol=1e-12, atol=0)
+
+
+def test_of_a_sharded_parameter_this_process_noises_its_own_shard():
+    """A DTensor's `to_local` gives a view of what this process holds."""
+    parameter = make_groups([(6,)])[0][0]
+    gradient = parameter.grad
+    parameter.to_local = lambda: parameter.data[:3]
+    gradient.to_local = lambda: gradient[:3]
+    release([[parameter]], [1.0], expected_batch_size=1.0)
+    assert gradient[3:].tolist() == [1.0] * 3
+    assert not bool((gradient[:3] == 1.0).any())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        (lambda m: m[:5], lambda m: m[5:], False),  # rows one below the other
+        (lambda m: m[:5], lambda m: m[4:], True),
+        (lambda m: m[:5, :4], lambda m: m[4:, 3:], True),
+        (lambda m: m.t()[:, :5], lambda m: m[4], True),  # the same rows, turned
+        (lambda m: m.t()[:, :5], lambda m: m[5], False),
+        (lambda m: m[9:], lambda m: m[:9], False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_memory_that_overlaps_is_refused(first, second, shared, dtype):
+    memory = torch.zeros(10, 10, dtype=dtype)
+    groups = [[nn.Parameter(first(memory))], [nn.Parameter(second(memory))]]
+    if shared:
+        with pytest.raises(UserError, match="shares its memory"):
+            release(groups, [1.0, 1.0])
+    else:
+        release(groups, [1.0, 1.0])
+
+
+def test_parameters_without_entries_share_nothing():
+    memory = torch.zeros(4)
+    release([[nn.Parameter(memory[2:2]), nn.Parameter(memory), nn.Parameter(memory[:0])]], [1.0])
+
+
+def test_an_infinite_batch_is_refused():
+    with pytest.raises(UserError, match="expected_batch_size"):
+        release(make_groups([(3,)]), [1.0], expected_batch_size=math.inf)

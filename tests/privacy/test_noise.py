@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
+from groupwise.privacy import noise as noise_module
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
 
 SOURCE = NoiseSource.from_seed(7)
@@ -83,7 +84,9 @@ def test_the_global_generators_are_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 5, 3), (70, 8, 40, 40)], ids=["small", "several chunks"])
+@pytest.mark.parametrize(
+    "shape", [(4, 6, 5, 3), (70, 8, 40, 40), (2, 3, 200, 200)], ids=["small", "several chunks", "rows above a chunk"]
+)
 def test_the_memory_layout_changes_nothing(shape):
     plain = torch.zeros(shape)
     permuted = torch.zeros(shape[::-1]).permute(3, 2, 1, 0)
@@ -180,3 +183,60 @@ def test_the_law_on_a_gpu(follows_normal, dtype):
     assert not follows_normal(noise[0].numpy(), 2.0 * 2 / 3)
     assert torch.equal(noise[0], noise[1])
     assert not torch.equal(noise[0], noise[2])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "stream", "known"),
+    [
+        (torch.float32, 2, 5, [0.9842337369918823, -0.09420021623373032, 2.8168256282806396]),
+        (torch.float64, 2, 5, [1.3069491454682147, 1.7692468215655908, -0.8116540368984173]),
+        (torch.float32, 300, COUNT_STREAM, [1.4691475629806519, 0.7292622327804565]),
+        (torch.float64, 300, -1, [1.5810098479539025, 1.206455137791158]),
+    ],
+)
+def test_a_checkpoint_of_another_version_goes_on_with_the_same_noise(dtype, step, stream, known):
+    """Known answers. A change here breaks the replay of runs that began before it, and so their guarantee."""
+    assert draw(len(known), step=step, stream=stream, dtype=dtype).tolist() == known
+
+
+def test_a_seed_and_a_purpose_stand_for_the_same_keys_for_ever():
+    assert SOURCE.key.hex() == "814f7b0e89064a7ee794f4f0724e3fb260383abc1612127cc1bbc9830d134550"
+    assert SOURCE.derive("sampling").hex() == "0bcd59247c3ffead5eb5f06564afe84c010790e08b4dca4c621baf20199cd717"
+
+
+def test_a_key_has_256_bits_and_is_a_secret_unless_it_came_from_a_seed():
+    assert len(NoiseSource.fresh().key) == 32
+    assert NoiseSource.from_key(b"k" * 16).is_secret  # 16 bytes are enough
+    assert not NoiseSource.fresh().secure and not NoiseSource.from_key(b"k" * 16).secure and not SOURCE.secure
+
+
+def test_a_child_is_of_the_same_kind_with_noise_of_its_own():
+    child = SOURCE.child("stage 1")
+    assert child.key == SOURCE.derive("stage 1") != SOURCE.child("stage 2").key
+    assert not child.is_secret and NoiseSource.fresh().child("x").is_secret
+    assert NoiseSource.fresh(secure=True).child("x").secure
+
+
+def test_the_key_is_never_shown():
+    shown = repr(SOURCE)
+    assert shown == "NoiseSource(is_secret=False, secure=False)"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_way_of_a_gpu_obeys_the_law_and_can_be_replayed(follows_normal, dtype):
+    """On the CPU's own device: what differs on a GPU is the generator."""
+
+    def drawn(digest: bytes, size: int = 20_000) -> torch.Tensor:
+        draw_some, chunk = noise_module._device_draw(torch.zeros(size, dtype=dtype), digest)
+        assert chunk == size
+        return draw_some(size).clone()
+
+    torch.manual_seed(0)
+    first = drawn(bytes(range(32)))
+    torch.manual_seed(1)
+    assert first.dtype == dtype and torch.equal(first, drawn(bytes(range(32))))
+    assert follows_normal(first.numpy(), 1.0) and not follows_normal(first.numpy(), 1.5)
+    for place in (4, 7):  # the CPU keeps the last four of the eight bytes
+        other = bytearray(range(32))
+        other[place] ^= 0x80
+        assert not torch.equal(first, drawn(bytes(other)))

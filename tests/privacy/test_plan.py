@@ -14,6 +14,7 @@ from groupwise.errors import UserError
 from groupwise.privacy import plan as plan_module
 from groupwise.privacy import prv
 from groupwise.privacy.calibration import Calibration
+from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
 from groupwise.privacy.plan import PrivacyPlan, make_plan
 
 SETTING = {"dataset_size": 5000, "expected_batch_size": 100, "steps": 200, "delta": 1e-5}
@@ -225,3 +226,88 @@ def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(monkeypatch):
     headline = plan.statement().splitlines()[0]
     assert "(PLD, upper bound)" in headline
     assert "PRV" not in headline
+
+
+def test_a_plan_made_by_hand_has_the_usual_reading():
+    names = ("dataset_size", "expected_batch_size", "steps", "epsilon", "delta", "num_groups", "quantile_budget")
+    scales = ("noise_multiplier", "count_noise_multiplier", "gradient_noise_multiplier")
+    made = make(accountant="rdp")
+    plan = PrivacyPlan(**{name: getattr(made, name) for name in names + scales})
+    assert (plan.adjacency, plan.sampling, plan.accountant, plan.note) == ("add_remove", "poisson", "prv", "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantile_budget": 1.0},
+        {"num_groups": 0},
+        {"delta": 1.0},
+        {"steps": 0},
+        {"sampling": "fixed"},
+        {"accountant": "gdp"},
+        {"expected_batch_size": 5001},
+        {"dataset_size": 0},
+        {"epsilon": 0.0},
+    ],
+)
+def test_a_refusal_comes_before_the_search(monkeypatch, changes):
+    def search(*_, **__):
+        raise AssertionError("searched first")
+
+    monkeypatch.setattr(plan_module, "calibrate", search)
+    with pytest.raises(UserError):
+        make(**changes)
+
+
+def test_an_infinite_or_negative_sigma_is_refused_by_the_plan_itself(plan):
+    for sigma in (-1.0, math.inf, math.nan):
+        with pytest.raises(UserError, match="make it with make_plan"):
+            dataclasses.replace(plan, noise_multiplier=sigma)
+    for epsilon in (math.nan, 0.0, -1.0):
+        with pytest.raises(UserError, match="make it with make_plan"):
+            dataclasses.replace(plan, epsilon=epsilon)
+
+
+@pytest.mark.parametrize("sigma", [0.6, 1.0])
+def test_a_sigma_of_one_or_less_is_noise_like_any_other(sigma):
+    plan = make(epsilon=None, noise_multiplier=sigma)
+    assert plan.is_private and math.isfinite(plan.epsilon)
+    assert 0.0 < plan.progress(1) < plan.progress(200) < math.inf
+    assert plan.note == ""
+    first = plan.spent(1)
+    assert 0.0 < first.epsilon < plan.spent(200).epsilon == plan.epsilon
+    with pytest.warns(UserWarning, match="not below 1/N"):
+        make(epsilon=None, noise_multiplier=sigma, delta=1e-3)
+
+
+def test_without_noise_no_delta_is_too_large_and_nothing_is_noted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make(epsilon=math.inf, delta=0.5).note == ""
+
+
+def test_progress_is_the_central_limit_curve_scaled_to_the_target():
+    for epsilon in (0.2, 3.0):
+        plan = make(epsilon=epsilon)
+        curve = [gaussian_epsilon(1e-5, central_limit_mu(plan.noise_multiplier, 0.02, steps)) for steps in (50, 200)]
+        assert plan.progress(50) == pytest.approx(plan.epsilon * curve[0] / curve[1], rel=1e-12)
+
+
+def test_progress_where_that_curve_is_flat_at_zero_goes_by_the_root():
+    plan = make(epsilon=None, noise_multiplier=2000.0, delta=1e-4)
+    assert gaussian_epsilon(1e-4, central_limit_mu(2000.0, 0.02, 200)) == 0.0 < plan.epsilon
+    assert plan.progress(50) == pytest.approx(plan.epsilon / 2)
+    assert plan.progress(-1) == plan.progress(0) == 0.0
+
+
+def test_the_search_is_remembered_unless_told_otherwise(own_cache):
+    make(cache=False)
+    assert not own_cache.exists()
+    make()
+    assert len(list(own_cache.rglob("*.json"))) == 1
+
+
+def test_every_odd_name_is_listed(plan):
+    saved = {key: value for key, value in plan.to_dict().items() if key != "delta"}
+    with pytest.raises(UserError, match="differ in: colour, delta;"):
+        PrivacyPlan.from_dict({**saved, "colour": "red"})

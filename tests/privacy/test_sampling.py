@@ -105,6 +105,7 @@ def test_only_poisson_samples_are_a_guarantee():
         (lambda: PoissonSampler(10, 0.0, 0), "sample_rate"),
         (lambda: PoissonSampler(10, 1.1, 0), "sample_rate"),
         (lambda: PoissonSampler(10, float("nan"), 0), "sample_rate"),
+        (lambda: ShuffleSampler(0, 1, 0), "dataset_size"),
         (lambda: ShuffleSampler(10, 0, 0), "batch_size"),
         (lambda: ShuffleSampler(10, 11, 0), "batch_size"),
         (lambda: ShuffleSampler(10, 2.5, 0), "batch_size"),
@@ -116,3 +117,19 @@ def test_only_poisson_samples_are_a_guarantee():
 def test_refusals(make, reason):
     with pytest.raises(UserError, match=reason):
         make()
+
+
+def test_a_checkpoint_of_another_version_goes_on_with_the_same_batches():
+    """Known answers: a change here breaks the replay of runs that began before it."""
+    key = NoiseSource.from_seed(7).derive("sampling")
+    assert PoissonSampler(40, 0.2, 3).indices(1).tolist() == [15, 20, 22, 24]
+    assert PoissonSampler(40, 0.2, key).indices(7).tolist() == [14, 16, 19, 22, 27, 28, 33, 36, 39]
+    assert ShuffleSampler(20, 5, 3).indices(1).tolist() == [1, 4, 6, 9, 13]
+    assert ShuffleSampler(20, 5, b"k" * 32).indices(6).tolist() == [1, 8, 12, 14, 16]
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_a_run_may_begin_in_any_epoch(first):
+    whole, resumed = ShuffleSampler(23, 6, seed=0), ShuffleSampler(23, 6, seed=0)
+    batches = [whole.indices(step).tolist() for step in range(16)]
+    assert [resumed.indices(step).tolist() for step in range(4 * first, 16)] == batches[4 * first :]

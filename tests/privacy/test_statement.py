@@ -1,5 +1,6 @@
 """What a person reads before a run: every figure, and every limit."""
 
+import dataclasses
 import math
 
 import pytest
@@ -52,3 +53,23 @@ def test_without_noise_nothing_is_promised(sampling):
     assert "no privacy guarantee" in text
     assert "epsilon =" not in text
     assert "Gaussian" not in text
+
+
+def test_it_is_a_headline_and_three_more_lines_and_another_for_a_note():
+    plan = make_plan(**SETTING, epsilon=3.0)
+    lines = plan.statement().splitlines()
+    assert len(lines) == 5 and lines[0].startswith("Privacy: ") and all(line.startswith("  ") for line in lines[1:])
+    noted = dataclasses.replace(plan, note="by another accountant").statement().splitlines()
+    assert noted[:3] == [lines[0].replace("RDP", "PLD"), *lines[1:3]]
+    assert noted[3:] == ["  Note: epsilon was found by another accountant.", *lines[3:]]
+    assert len(make_plan(**SETTING, epsilon=math.inf).statement().splitlines()) == 2
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_the_accountant_is_named(accountant):
+    plan = dataclasses.replace(make_plan(**SETTING, noise_multiplier=5.0), accountant=accountant)
+    assert f"({accountant.upper()}, upper bound)" in plan.statement()
+
+
+def test_a_sigma_of_one_is_stated():
+    assert "sigma = 1.0000" in make_plan(**SETTING, noise_multiplier=1.0).statement()

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
+from groupwise.training.checkpoint import load_checkpoint, load_newest, previous, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
+
+
+class Unwritable:
+    def __reduce__(self) -> str:
+        raise RuntimeError("disk full")
 
 
 @pytest.fixture
@@ -54,10 +62,6 @@ def test_only_the_owner_may_read_it_because_it_holds_the_key_of_the_noise(path: 
 
 def test_a_write_that_fails_leaves_the_previous_checkpoint_and_no_litter(path: Path) -> None:
     save_checkpoint(path, {"step": 1})
-
-    class Unwritable:
-        def __reduce__(self) -> str:
-            raise RuntimeError("disk full")
 
     with pytest.raises(UserError, match="cannot be written"):
         save_checkpoint(path, {"step": 2, "bad": Unwritable()})
@@ -127,3 +131,80 @@ def test_killed_at_any_moment_a_whole_checkpoint_remains(path: Path) -> None:
     process.wait()
     state = load_checkpoint(path)
     assert torch.all(state["weights"] == state["step"])
+
+
+def test_it_ends_with_its_sha256_and_torch_reads_it_all_the_same(path: Path) -> None:
+    save_checkpoint(path, {"step": 1})
+    content = path.read_bytes()
+    assert content[-72:] == b"\nsha256 " + hashlib.sha256(content[:-72]).hexdigest().encode()
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+def test_every_byte_of_it_matters(path: Path) -> None:
+    """The sums inside a zip file miss its names and its table of contents; the SHA-256 misses nothing."""
+    save_checkpoint(path, {"weights": torch.arange(9.0), "noise_key": b"key"})
+    content = path.read_bytes()
+    chance = random.Random(0)
+    for place in {*chance.sample(range(len(content)), 60), *range(len(content) - 100, len(content))}:
+        changed = bytearray(content)
+        changed[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match="truncated or altered"):
+            load_checkpoint(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(UserError, match="truncated or altered"):
+        load_checkpoint(path)
+
+
+def test_weights_that_torch_alone_wrote_are_read_too(path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, path)
+    assert torch.equal(load_checkpoint(path)["weight"], torch.ones(2))
+
+
+@pytest.fixture
+def two(path: Path) -> Path:
+    """A checkpoint, and the one before it."""
+    for step in (1, 2, 3):
+        save_checkpoint(path, {"step": step}, keep=previous(path))
+    return path
+
+
+def test_the_one_before_it_is_kept(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [load_checkpoint(p)["step"] for p in (two, previous(two))] == [3, 2]
+    assert sorted(p.name for p in two.parent.iterdir()) == ["checkpoint-previous.pt", "checkpoint.pt"]
+    assert load_newest(two) == (two, {"step": 3})
+    assert capsys.readouterr().err == ""
+
+
+def test_a_write_that_fails_leaves_both(two: Path) -> None:
+    (two.parent / "a folder").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        save_checkpoint(two.parent / "a folder", {"step": 4}, keep=None)
+    with pytest.raises(UserError, match="cannot be written"):
+        save_checkpoint(two, {"step": 4, "bad": Unwritable()}, keep=previous(two))
+    assert [load_checkpoint(p)["step"] for p in (two, previous(two))] == [3, 2]
+
+
+@pytest.mark.parametrize("harm", ["altered", "gone"])
+def test_the_one_before_it_takes_its_place_with_one_warning(
+    two: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two.unlink() if harm == "gone" else two.write_bytes(two.read_bytes()[:-1])
+    assert load_newest(two) == (previous(two), {"step": 2})
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and line.endswith("; going on from the one before it.")
+
+
+def test_with_both_altered_the_run_is_refused(two: Path) -> None:
+    for path in (two, previous(two)):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"checkpoint\.pt is truncated or altered: start afresh with overwrite=true"):
+        load_newest(two)
+
+
+def test_files_beside_it_that_are_no_good_count_too(two: Path) -> None:
+    def check(path: Path, state: dict[str, Any]) -> None:
+        if state["step"] == 3:
+            raise UserError("its stage is altered: mend it.")
+
+    assert load_newest(two, check=check) == (previous(two), {"step": 2})

@@ -10,6 +10,7 @@ import pytest
 from groupwise.config import (
     ClipConfig,
     DebugConfig,
+    NoiseConfig,
     OptimConfig,
     PathsConfig,
     RunConfig,
@@ -24,6 +25,7 @@ from groupwise.training.identity import (
     flatten,
     load_config,
     save_config,
+    stable_config,
 )
 
 
@@ -55,6 +57,14 @@ def test_what_cannot_change_the_result_does_not_change_the_hash(same: RunConfig)
 )
 def test_everything_else_does(other: RunConfig) -> None:
     assert config_hash(other) != config_hash(RunConfig())
+
+
+def test_a_key_younger_than_committed_rows_counts_only_where_it_is_used() -> None:
+    secure = RunConfig(noise=NoiseConfig(secure=True))
+    assert "noise.secure" not in stable_config(RunConfig()) and stable_config(secure)["noise.secure"] is True
+    assert config_hash(secure) != config_hash(RunConfig())
+    assert differences(secure, RunConfig()) == ["noise.secure is True there and False here"]
+    assert differences(RunConfig(), secure) == ["noise.secure is False there and True here"]
 
 
 def test_the_order_of_a_custom_mapping_counts_since_its_first_match_does() -> None:

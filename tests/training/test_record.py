@@ -12,7 +12,7 @@ import pytest
 
 from groupwise.config import ClipConfig, PathsConfig, RunConfig
 from groupwise.errors import UserError
-from groupwise.training.checkpoint import save_checkpoint
+from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.identity import config_hash, load_config
 from groupwise.training.provenance import environment, git_state
 from groupwise.training.record import RunRecord
@@ -77,7 +77,7 @@ def test_done_is_written_last(config: RunConfig, monkeypatch: pytest.MonkeyPatch
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (written.append(Path(b).name), replace(a, b)))
     finished(config)
-    assert written[-2:] == ["result.json", "DONE"]
+    assert written[-3:] == ["result.json", "SHA256SUMS", "DONE"]
 
 
 def test_a_finished_run_says_so_and_keeps_its_row(config: RunConfig) -> None:
@@ -226,3 +226,140 @@ def test_the_environment_names_the_packages_that_compute() -> None:
     here = environment()
     assert {"python", "torch", "prv-accountant", "groupwise"} <= set(here["versions"])
     assert here["cpu_count"] >= 1
+
+
+def test_the_sums_of_all_files_that_stay_are_those_of_sha256sum(config: RunConfig) -> None:
+    record = begun(config)
+    record.write_outputs({"test": [{"output": "ü"}]})
+    for name in ("wandb/run/log", "checkpoint-3/stage-0.pt", "checkpoint.pt", ".privacy.json.x.partial"):
+        (record.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (record.folder / name).write_text("passes")
+    record.finish({}, plan=PLAN, system=SYSTEM)
+    names = [line.split("  ", 1)[1] for line in (record.folder / "SHA256SUMS").read_text().splitlines()]
+    left = {path.relative_to(record.folder).as_posix() for path in record.folder.rglob("*") if path.is_file()}
+    assert names == sorted(left - {"SHA256SUMS", "DONE", ".lock", "wandb/run/log"})
+    assert {"config.yaml", "result.json", "outputs-test.jsonl"} <= set(names)
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=record.folder, check=True)
+
+
+def test_nothing_that_may_hold_the_key_is_left_before_done_is_written(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = begun(config)
+    for step in (1, 2):
+        save_checkpoint(record.checkpoint, {"step": step}, keep=previous(record.checkpoint))
+    (record.folder / ".checkpoint.pt.x.partial").write_bytes(b"half of it")
+    seen: list[list[str]] = []
+    replace = os.replace
+
+    def spy(a: str, b: Path) -> None:
+        if Path(b).name == "DONE":
+            seen.append([path.name for path in record.folder.iterdir() if "checkpoint" in path.name])
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", spy)
+    record.finish({}, plan=PLAN, system=SYSTEM)
+    assert seen == [[]]
+
+
+def test_a_run_that_was_killed_just_before_done_is_done(config: RunConfig) -> None:
+    folder = finished(config).folder
+    when = (folder / "DONE").read_text()
+    (folder / "DONE").unlink()
+    record = RunRecord.open(config)
+    assert record.finished
+    record.seal()
+    assert (folder / "DONE").read_text() == when
+
+
+def test_sums_beside_a_checkpoint_are_no_end(config: RunConfig) -> None:
+    folder = finished(config).folder
+    (folder / "DONE").unlink()
+    save_checkpoint(folder / "checkpoint.pt", {"step": 1})
+    record = RunRecord.open(config)
+    assert not record.finished and record.resumable
+    record.begin()
+    assert not (folder / "SHA256SUMS").exists()
+
+
+def test_the_checkpoint_before_the_last_is_enough_and_takes_its_place(config: RunConfig) -> None:
+    first = begun(config)
+    last, before = first.checkpoint, previous(first.checkpoint)
+    for step in (1, 2):
+        save_checkpoint(last, {"step": step}, keep=before)
+    content = before.read_bytes()
+    first.close()
+    record = RunRecord.open(config)
+    record.begin(before)
+    assert last.read_bytes() == content and not before.exists()
+    record.close()
+    last.rename(before)
+    assert RunRecord.open(config).resumable
+
+
+def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(config: RunConfig) -> None:
+    first = begun(config)
+    save_checkpoint(first.checkpoint, {"step": 1})
+    (first.folder / ".checkpoint.pt.abc.partial").write_bytes(b"half a key")
+    first.close()
+    record = begun(config)
+    assert record.checkpoint.exists() and not list(record.folder.glob(".*.partial"))
+
+
+@pytest.mark.parametrize("what", ["finished", "has a newer checkpoint"])
+def test_a_process_that_looked_while_another_was_at_it_does_not_go_on(config: RunConfig, what: str) -> None:
+    first = begun(config)
+    save_checkpoint(first.checkpoint, {"step": 1})
+    second = RunRecord.open(config)
+    if what == "finished":
+        first.finish({}, plan=PLAN, system=SYSTEM)
+    else:
+        save_checkpoint(first.checkpoint, {"step": 2}, keep=previous(first.checkpoint))
+        first.close()
+    before = {path: path.read_bytes() for path in first.folder.iterdir()}
+    with pytest.raises(UserError, match="just now: give the same command again"):
+        second.begin()
+    assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
+
+
+def test_a_full_disk_is_a_users_mistake_wherever_it_is_met(config: RunConfig) -> None:
+    record = begun(config)
+    (record.folder / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"No space left on device.*mend that, and the same command goes on"):
+        record.log(1, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"loss": 1}', '{"step": "one"}', "\xff\xfe"])
+def test_metrics_that_somebody_else_wrote_are_refused(config: RunConfig, line: str) -> None:
+    record = begun(config)
+    (record.folder / "metrics.jsonl").write_bytes(line.encode("latin-1") + b"\n")
+    with pytest.raises(UserError, match="not as a run left it"):
+        record.metrics()
+
+
+def test_a_result_that_is_cut_off_is_a_users_mistake(config: RunConfig) -> None:
+    record = finished(config)
+    (record.folder / "result.json").write_text('{"hash": ')
+    with pytest.raises(UserError, match=r"result\.json is not as a run left it"):
+        RunRecord.open(config).result()
+
+
+def test_replayed_steps_add_up_over_kills_between_two_checkpoints(config: RunConfig) -> None:
+    first = begun(config)
+    save_checkpoint(first.checkpoint, {"step": 3})
+    for step in range(1, 7):
+        first.log(step, {})
+    assert first.replayed(3) == 3
+    first.write("privacy", {"replayed_steps": 3})
+    first.cut_metrics(3)
+    for step in (4, 5):
+        first.log(step, {})
+    assert first.replayed(3) == 5
+
+
+def test_the_evaluation_at_the_end_is_not_logged_twice(config: RunConfig) -> None:
+    record = begun(config)
+    for row in ({"loss": 1.0}, {"valid/accuracy": 50.0}):
+        record.log(4, row)
+    record.cut_metrics(4)
+    assert record.metrics() == [{"step": 4, "loss": 1.0}]

@@ -165,7 +165,10 @@ def measure_rates(device: torch.device) -> Rates:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, many: int = 5) -> float:
-    """The best of five means over `many` calls; on a CPU of processor time, so that other programs count less."""
+    """The best of five means over `many` calls; on a CPU of processor time, so that other programs count less.
+
+    A clock that did not move (some systems count processor time in ticks) says nothing.
+    """
 
     def clock() -> float:
         if device.type == "cpu":
@@ -179,5 +182,6 @@ def _seconds(run: Callable[[], object], device: torch.device, many: int = 5) -> 
         start = clock()
         for _ in range(many):
             run()
-        best = min(best, (clock() - start) / many)
-    return max(best, 1e-9)
+        if (taken := clock() - start) > 0:
+            best = min(best, taken / many)
+    return best if best < float("inf") else 1e-3

@@ -92,11 +92,12 @@ class Patches:
         call = Call((args, kwargs))
         if not call.values:
             raise UserError(f"Layer {member.name!r} was called without a tensor, so its examples cannot be told apart.")
-        parameters = [p.detach() for _, p in module.named_parameters()]
-        group_pass = self._flights.pass_of(group, member, call.values[0])
+        kind, parameters = member.rule.autocast, [p.detach() for _, p in module.named_parameters()]
+        values = [autocast(kind, v, [])[0] if v.is_floating_point() else v for v in call.values]
+        group_pass = self._flights.pass_of(group, member, values[0])
         receive = partial(group_pass.receive, member)
-        with torch.autocast(call.values[0].device.type, enabled=False):
+        with torch.autocast(values[0].device.type, enabled=False):
             outputs = FallbackForward.apply(
-                member.rule, call, receive, group_pass.probe, len(call.values), *call.values, *parameters
+                member.rule, call, receive, group_pass.probe, len(values), *values, *parameters
             )
         return call.outputs.rebuild(outputs)

@@ -17,7 +17,8 @@ def checked_images(images: np.ndarray, path: Path, key: str) -> Tensor:
     Raises:
         UserError: another dtype or shape; the message names the file and the array.
     """
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or images.shape[1] != images.shape[2]:
+    square = images.ndim == 4 and images.shape[-1] == 3 and images.shape[1] == images.shape[2] > 0
+    if images.dtype != np.uint8 or not square:
         raise UserError(
             f"{path}: {key} has dtype {images.dtype} and shape {images.shape}, but CIFAR-10 images are uint8 "
             "of shape (N, H, H, 3); convert the file."

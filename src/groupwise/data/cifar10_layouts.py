@@ -3,9 +3,7 @@
 Each reader takes existing paths and returns an `ImageData`, or raises one `UserError` that names the file.
 """
 
-import pickle
-import zipfile
-import zlib
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +12,9 @@ from torch import Tensor
 from groupwise.data.arrays import NUM_CLASSES, checked_images, checked_labels
 from groupwise.data.checksum import sha256_of_files
 from groupwise.data.images import ImageData
+from groupwise.data.pickled_arrays import load_arrays
 from groupwise.data.torchvision_compat import import_torchvision
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 
 BATCHES_FOLDER = "cifar-10-batches-py"
 NPZ_FILE = "cifar10.npz"
@@ -28,32 +27,42 @@ MOSAIC_TILE = 32
 
 
 def read_batches(root: Path) -> ImageData:
-    """Read the standard folder `root`/cifar-10-batches-py through torchvision, each file checked by its MD5.
+    """Read the standard folder `root`/cifar-10-batches-py, each file checked by its MD5 before it is opened.
 
     Raises:
         UserError: a file is missing, or is not the published one to the bit.
     """
-    datasets = import_torchvision().datasets
+    published = import_torchvision().datasets.CIFAR10
     folder = root / BATCHES_FOLDER
-    listed = [*datasets.CIFAR10.train_list, *datasets.CIFAR10.test_list]
-    listed.append((datasets.CIFAR10.meta["filename"], datasets.CIFAR10.meta["md5"]))
-    for name, md5 in listed:
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path} is missing; complete the folder, or remove it to have CIFAR-10 downloaded again.")
-        if not datasets.utils.check_integrity(str(path), md5):
-            raise UserError(
-                f"{path} is truncated or altered (its MD5 is not the published {md5}); replace it, or "
-                "remove the folder to have CIFAR-10 downloaded again."
-            )
+    train, test = ([name for name, _ in batches] for batches in (published.train_list, published.test_list))
+    sums = dict([*published.train_list, *published.test_list, (published.meta["filename"], published.meta["md5"])])
+    content = {name: _read_published(folder / name, md5) for name, md5 in sums.items()}
     arrays = {}
-    for split, train in (("train", True), ("test", False)):
+    for split, names in (("train", train), ("test", test)):
         try:
-            dataset = datasets.CIFAR10(str(root), train=train, download=False)
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            raise UserError(f"{folder} cannot be read ({error}); replace it by the published folder.") from error
-        arrays[f"x_{split}"], arrays[f"y_{split}"] = dataset.data, np.asarray(dataset.targets)
-    return _image_data(arrays, folder, [folder / name for name, _ in listed], root, "the standard folder")
+            batches = [load_arrays(content[name]) for name in names]
+            rows = np.concatenate([batch["data"] for batch in batches])
+            arrays[f"x_{split}"] = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            arrays[f"y_{split}"] = np.concatenate([batch["labels"] for batch in batches])
+        except Exception as error:  # whatever a file makes of an unpickler
+            raise UserError(f"{folder} cannot be read ({reason(error)}); replace it by the published one.") from error
+    return _image_data(arrays, folder, [folder / name for name in sums], root, "the standard folder")
+
+
+def _read_published(path: Path, md5: str) -> bytes:
+    """The content, if it is the published one."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing; complete the folder, or remove it to have CIFAR-10 downloaded again.")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}); make it readable.") from error
+    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+        raise UserError(
+            f"{path} is truncated or altered (its MD5 is not the published {md5}); replace it, or "
+            "remove the folder to have CIFAR-10 downloaded again."
+        )
+    return content
 
 
 def read_npz(path: Path) -> ImageData:
@@ -73,19 +82,14 @@ def read_npz(path: Path) -> ImageData:
                         f"{path} has no array {key}; it must hold {', '.join(NPZ_KEYS)}; write it again with all four."
                     )
                 arrays[key] = archive[key]
+                if not isinstance(arrays[key], np.ndarray):  # numpy hands out what is no array as it is
+                    raise UserError(f"{path}: {key} is no array of numpy; write the file again.")
     except UserError:
         raise
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        AttributeError,
-        TypeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except Exception as error:  # what numpy, zipfile, zlib and ast make of broken bytes
+        why = "it holds pickled objects, which are not opened" if "pickle" in str(error) else reason(error)
         raise UserError(
-            f"{path} is not a readable .npz file ({error}); it may be truncated, so write it again."
+            f"{path} is not a readable .npz file ({why}); it may be truncated, so write it again."
         ) from error
     return _image_data(arrays, path, [path], path.parent, "an .npz file")
 
@@ -130,8 +134,10 @@ def _read_mosaic(path: Path) -> np.ndarray:
             pixels = np.asarray(picture.convert("RGB"))
     except UserError:
         raise
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise UserError(f"{path} is not a readable picture ({error}); it may be truncated, so replace it.") from error
+    except Exception as error:  # what Pillow and its decoders make of broken bytes; a bomb is an Exception of its own
+        raise UserError(
+            f"{path} is not a readable picture ({reason(error)}); it may be truncated, so replace it."
+        ) from error
     tiles = pixels.reshape(MOSAIC_GRID, MOSAIC_TILE, MOSAIC_GRID, MOSAIC_TILE, 3).transpose(0, 2, 1, 3, 4)
     return tiles.reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.data.checksum import sha256_of_files
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 
 ENDINGS = (".txt", ".txt.gz", ".txt.xz")
 MAX_CHARACTERS = 4000
@@ -105,5 +105,5 @@ def _read(file: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.start}); convert or replace the file.") from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{file} cannot be read ({error}); it may be truncated, so replace it.") from error
+    except (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{file} cannot be read ({reason(error)}); it may be truncated, so replace it.") from error

@@ -8,10 +8,9 @@ from typing import Any
 
 from groupwise.data.glue import GLUE, GlueTask
 from groupwise.data.text_examples import Labelled, LabelledText, Texts, sha256_of_examples
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 
 NETWORK_PATIENCE = 10.0  # seconds without an answer after which the hub is taken to be out of reach
-REASON = 200  # characters of another library's message that are passed on
 
 
 def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
@@ -61,10 +60,10 @@ def _load(hub: str, name: str, splits: list[str], way_out: str) -> list[Any]:
     except (ConnectionError, TimeoutError) as error:
         raise UserError(
             f"GLUE's {name} is not on this machine, and {hub} on the Hugging Face hub cannot be reached "
-            f"({why or _reason(error)}); {way_out}, or give this machine access to the hub."
+            f"({why or reason(error)}); {way_out}, or give this machine access to the hub."
         ) from error
     except Exception as error:  # the library lets through what pyarrow, httpx, yaml and others raise
-        raise UserError(f"GLUE's {name} cannot be read from {hub} ({_reason(error)}); {way_out}.") from error
+        raise UserError(f"GLUE's {name} cannot be read from {hub} ({reason(error)}); {way_out}.") from error
 
 
 def _in_memory(part: Any) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def _offline_unless_the_hub_answers() -> Iterator[str]:
         try:
             get_session().head(config.HF_ENDPOINT, timeout=NETWORK_PATIENCE)
         except Exception as error:  # httpx or requests, as the library's version has it
-            why = _reason(error)
+            why = reason(error)
             config.HF_HUB_OFFLINE = True
     try:
         yield why
@@ -130,8 +129,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return text if len(text) <= REASON else text[:REASON] + "..."

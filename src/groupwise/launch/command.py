@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import hydra
@@ -33,9 +34,11 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, rather than print a report of its own and leave
     failed: list[Exception] = []
+    began: list[DictConfig] = []
     folder: Path | None = None
 
     def task(composed: DictConfig) -> Any:
+        began.append(composed)
         if folder is not None:
             return run_cell(composed, train)
         try:
@@ -60,7 +63,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         code = 0 if folder is None else report_sweep(folder, error)
         if code:
             return code
-        if not _is_mistake(error):
+        if not _is_mistake(error, bool(began)):
             raise
         print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
         return MISTAKE
@@ -111,10 +114,13 @@ def _is_sweep(arguments: Namespace) -> bool:
     return bool(arguments.multirun) and not any(getattr(arguments, name, None) for name in others)
 
 
-def _is_mistake(error: Exception) -> bool:
-    # Hydra 1.3 raises a bare ValueError for privacy=3 (an option is a name) and for flags at odds.
-    bare = ("Config group override must be", "Only one of --run", "The --resolve flag")
-    return isinstance(error, COMPOSITION_ERRORS) or str(error).startswith(bare)
+def _is_mistake(error: Exception, began: bool) -> bool:
+    """Before a run began only the command line can be wrong, also where Hydra itself falls over it: privacy=3 is a bare
+    ValueError there, scale=[null] a TypeError, a number of 400 digits an OverflowError."""
+    if isinstance(error, COMPOSITION_ERRORS):
+        return True
+    *_, last = walk_tb(error.__traceback__)
+    return not began and last[0].f_globals["__name__"].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

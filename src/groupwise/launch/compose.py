@@ -13,8 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.launch.epsilon_table import at_epsilon
-from groupwise.launch.keys import key_types
+from groupwise.launch.keys import expected, fits, key_types
 from groupwise.launch.mistakes import in_one_sentence, unknown_key
+from groupwise.validation import value_at
 
 FREE_KEYS = ("clip.mapping.", "model.shape.")
 
@@ -61,6 +62,9 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         raise UserError(in_one_sentence(error)) from error
     if not isinstance(config, RunConfig):
         raise TypeError(f"conf/config.yaml must begin with the schema; it composed a {type(config).__name__}")
+    for key, kind in known.items():
+        if not fits(value_at(config, key), kind):
+            raise UserError(f"{key}={value_at(config, key)} does not fit: {expected(key)} was expected.")
     if config.privacy.noise_multiplier is not None:
         config.privacy.epsilon = None  # it follows from the noise, once the data are known
     config.validate()

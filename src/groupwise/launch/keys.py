@@ -26,7 +26,7 @@ def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
 
 def expected(key: str) -> str:
     """What ``key`` takes, in words: "a number or null"."""
-    kind = key_types().get(key)
+    kind = key_types().get(key, str)  # what has no type is an entry of a mapping of the user's own
     if is_dataclass(kind):
         return f"{key}.<key>=<value>"
     if get_origin(kind) is dict:
@@ -34,6 +34,16 @@ def expected(key: str) -> str:
     if get_origin(kind) is list:
         return "[name,...]"
     return " or ".join(IN_WORDS[part] for part in get_args(kind) or (kind,))
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Is a value of that type? OmegaConf sees to scalars, but takes what an interpolation gives for a list as it is."""
+    if get_origin(kind) in (list, dict):
+        items = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+        return isinstance(value, get_origin(kind)) and all(fits(item, get_args(kind)[-1]) for item in items)
+    if kind is Any or is_dataclass(kind):
+        return True
+    return isinstance(value, float | int) if kind is float else isinstance(value, get_args(kind) or kind)
 
 
 def groups(conf: Path) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from groupwise.clipping.verify import verify
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PoissonSampler, PrivacyPlan, ShuffleSampler
+from groupwise.privacy.secure import SecurePoissonSampler
 from groupwise.training.clipping import make_thresholds
 from groupwise.training.loop import Trainer
 from groupwise.training.microbatch import choose_microbatch
@@ -75,8 +76,12 @@ def make_trainer(
 
 
 def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
-    """Refuse a checkpoint that was made under another plan."""
-    if state is not None and state["plan"] != plan.to_dict():
+    """Refuse a checkpoint that was made under another plan, or holds something else."""
+    if state is None:
+        return
+    if not {"plan", "step", "noise_key", "noise_is_secret"} <= state.keys():
+        raise UserError("The checkpoint is none of a run: bring its own back, or start afresh with overwrite=true.")
+    if state["plan"] != plan.to_dict():
         raise UserError(
             "The checkpoint was made under another privacy plan (other data, software or settings): bring those "
             "back, or start afresh with overwrite=true."
@@ -86,16 +91,18 @@ def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
 def make_sampler(plan: PrivacyPlan, noise: NoiseSource) -> PoissonSampler | ShuffleSampler:
     """The same batches on every process, as they follow from the run's key."""
     key = noise.derive("sampling")
-    if plan.sampling == "poisson":
-        return PoissonSampler(plan.dataset_size, plan.sample_rate, key)
-    return ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), key)
+    if plan.sampling == "shuffle":
+        return ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), key)
+    sampler = SecurePoissonSampler if noise.secure else PoissonSampler
+    return sampler(plan.dataset_size, plan.sample_rate, key)
 
 
 def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state: dict[str, Any] | None) -> NoiseSource:
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     noise = _noise_source(config, plan, state)
-    return NoiseSource.from_key(*ranks.told((noise.key, noise.is_secret)))
+    key, is_secret = ranks.told((noise.key, noise.is_secret))
+    return NoiseSource.from_key(key, is_secret, config.noise.secure)
 
 
 def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:

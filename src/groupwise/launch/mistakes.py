@@ -12,14 +12,15 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, told
 from groupwise.launch.keys import expected, key_types
 from groupwise.suggestions import did_you_mean
 
 DERIVED = {"recipe": "clip", "size": "scale"}
 """Folders of conf/ that follow from the task, and the choice that was made."""
 
-COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException)
+COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
+"""What composing raises for a mistake; the last for values in a circle."""
 
 
 def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
@@ -43,14 +44,25 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
 
 def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
     """``error``, one of `COMPOSITION_ERRORS`, as one sentence; ``groups`` may be what was misspelt."""
+    return told(UserError(_sentence(error, groups)))
+
+
+def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = str(getattr(cause, "full_key", None) or "")
     if isinstance(error, UserError):
-        return " ".join(str(error).split())
+        return str(error)
+    if isinstance(error, OverflowError):
+        key = next(iter(str(error).partition("full_key: ")[2].split()), "a key")  # OmegaConf tells it in the text alone
+        return f"{key} takes no number that large."
+    if isinstance(error, RecursionError):
+        return "the configuration refers to itself: write the value out."
     if isinstance(error, MissingConfigException):
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
         reason = _first_line(error.message, skip="Error parsing")
+        if reason.startswith("Lexer"):
+            reason = "put a value with such characters into quotes, '" + '"..."' + "' with the shell's around them"
         return f"'{error.override}' cannot be read as key=value: {reason}."
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return unknown_key(key, groups)

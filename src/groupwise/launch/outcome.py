@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from groupwise.errors import ProcessFailed, UserError
+from groupwise.errors import ProcessFailed, UserError, told
 from groupwise.launch.sweep_folder import CELLS, failures, name_of, read_cells, unfinished
 
 MISTAKE, BUG, INTERRUPTED = 2, 1, 130
@@ -16,7 +16,7 @@ MISTAKE, BUG, INTERRUPTED = 2, 1, 130
 def report(error: Exception) -> None:
     """A mistake in one sentence, a bug with its traceback, on stderr."""
     if isinstance(error, UserError | ProcessFailed):
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {told(error)}", file=sys.stderr)
     else:
         traceback.print_exception(error)
 

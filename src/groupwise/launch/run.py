@@ -1,5 +1,6 @@
 """One run, from a configuration to its row: everything is checked and made here before anything is written."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from groupwise.launch.in_context import evaluate_in_context
 from groupwise.launch.making import make_trainer
 from groupwise.privacy import PrivacyPlan, make_plan
 from groupwise.tasks import make_task
-from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.checkpoint import load_newest
 from groupwise.training.clipping import make_engine
 from groupwise.training.loop import Trainer
+from groupwise.training.memory import memory_told
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
 from groupwise.training.session import train
 
 
+@memory_told()
 def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]:
     """Train one cell, or take it up where it was left; returns its result row.
 
@@ -34,6 +37,8 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     record = RunRecord.open(config)
     finished, resumable = ranks.told((record.finished, record.resumable))
     if finished and not config.explain:
+        if ranks.main:
+            record.seal()
         print(f"Done already: {record.folder} (overwrite=true runs it again)")
         return record.result()
     device = choose_device(config.train.device)
@@ -62,17 +67,17 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     print(plan.statement())
     if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
         print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
-    state = load_checkpoint(record.checkpoint, device) if resumable else None
+    taken_up, state = _take_up(record, device, ranks) if resumable else (None, None)
     make = make_pipeline_trainer if pipelined else make_trainer
     trainer = make(config, task, engine, plan, device, ranks, state)
     if config.explain:
         return _explain(trainer)
     start = 0 if state is None else int(state["step"])
-    if state is not None:
-        trainer.load(record.checkpoint, state, start)
+    if state is not None and taken_up is not None:
+        trainer.load(taken_up, state, start)
     ranks.gather(None)  # all are sound
     if ranks.main:
-        record.begin()
+        record.begin(taken_up)
     ranks.told(None)  # nobody writes to the folder before the main process has made and cleared it
     try:
         return train(config, record, trainer, start, state or {})
@@ -80,6 +85,18 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         record.close()
         if trainer.engine is not None:
             trainer.engine.detach()
+
+
+def _take_up(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint that is sound on all processes, and its content."""
+    if ranks.stages == 1:
+        return load_newest(record.checkpoint, device, ranks)
+    from groupwise.pipeline import checkpoint
+
+    def check(path: Path, state: dict[str, Any]) -> None:
+        checkpoint.load(path, state, ranks, torch.device("cpu"))
+
+    return load_newest(record.checkpoint, device, ranks, check)
 
 
 def _explain(trainer: Trainer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 from groupwise.models.sources import find_source
 
 PATIENCE = 5.0
@@ -43,13 +43,7 @@ def locate(key: str, name: str) -> str:
         if isinstance(cached, str):
             return str(Path(cached).parent)
         raise UserError(
-            f"{key}={name} is no folder, and the hub cannot be reached ({first_line(error)}): {mend}, or "
+            f"{key}={name} is no folder, and the hub cannot be reached ({reason(error)}): {mend}, or "
             "model.fresh=true with model.architecture for random weights."
         ) from error
     return place
-
-
-def first_line(error: BaseException) -> str:
-    """What a library says went wrong, short enough for a sentence of ours."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

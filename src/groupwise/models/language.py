@@ -12,8 +12,8 @@ from torch import nn
 
 from groupwise.config import ModelConfig
 from groupwise.data.torchvision_compat import import_torchvision
-from groupwise.errors import UserError
-from groupwise.models.hub import first_line, locate
+from groupwise.errors import UserError, reason
+from groupwise.models.hub import locate
 from groupwise.models.language_config import make_config, named
 
 Kind = Literal["SequenceClassification", "CausalLM", "MaskedLM"]
@@ -28,7 +28,7 @@ def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: 
     pooler where only a language model was pretrained. Causal models classify by their last token.
 
     Raises:
-        UserError: as `make_config` does; weights that cannot be read, or that lack more than the head.
+        UserError: as `make_config` does; weights that cannot be read, are no safetensors, or lack more than the head.
     """
     import_torchvision()  # before transformers, which falls without it
     config = make_config(settings, tokenizer)
@@ -130,22 +130,25 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
 def _build(settings: ModelConfig, automatic: Any, config: Any, options: dict[str, Any]) -> Any:
     try:
         return automatic.from_config(config, **options)
-    except (ValueError, TypeError, RuntimeError, ImportError, ZeroDivisionError) as error:
+    except Exception as error:  # whatever the model's own code makes of a shape
         mend = _no_sdpa(error) or "correct model.shape"
-        raise UserError(f"{named(settings)} cannot be built ({first_line(error)}): {mend}.") from error
+        raise UserError(f"{named(settings)} cannot be built ({reason(error)}): {mend}.") from error
 
 
 def _read(settings: ModelConfig, automatic: Any, config: Any, options: dict[str, Any]) -> Any:
-    from safetensors import SafetensorError
-
     place = locate("model.source", str(settings.source))
     try:
         model, info = automatic.from_pretrained(
-            place, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            place,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,  # no pickle
+            **options,
         )
-    except (OSError, ValueError, TypeError, RuntimeError, KeyError, EOFError, ImportError, SafetensorError) as error:
+    except Exception as error:  # whatever transformers, safetensors and the model's own code make of broken files
         mend = _no_sdpa(error) or "give a folder that save_pretrained wrote, or model.fresh=true for random weights"
-        raise UserError(f"{named(settings)} cannot be loaded ({first_line(error)}): {mend}.") from error
+        raise UserError(f"{named(settings)} cannot be loaded ({reason(error)}): {mend}.") from error
     absent = sorted(name for name in info["missing_keys"] if not is_head(model, name))
     misshapen = sorted(name for name, *_ in info["mismatched_keys"] if not is_head(model, name))
     for names, what in ((absent, "has no weights for"), (misshapen, "has weights of another shape for")):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config import ModelConfig
-from groupwise.errors import UserError
-from groupwise.models.hub import first_line, locate
+from groupwise.errors import UserError, reason
+from groupwise.models.hub import locate
 from groupwise.suggestions import did_you_mean
 
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -20,8 +21,8 @@ def make_config(settings: ModelConfig, tokenizer: Any) -> Any:
     `shape` gives none.
 
     Raises:
-        UserError: no model is named; nothing there; an unknown architecture, key or value; a tokeniser with more tokens
-            than the model, or with another end of text; dropout in a model that has none.
+        UserError: no model is named; nothing there; an unknown architecture, key or value; a size below 1; a tokeniser
+            with more tokens than the model, or with another end of text; dropout in a model that has none.
     """
     if settings.fresh and settings.architecture:
         config = _described(settings, tokenizer)
@@ -32,6 +33,7 @@ def make_config(settings: ModelConfig, tokenizer: Any) -> Any:
             "There is no language model to load: give model.source, a folder or a name on the hub, or model.fresh=true "
             "with model.architecture, such as gpt2."
         )
+    _check_sizes(config, settings)
     _check_vocabulary(config, settings, tokenizer)
     _set_dropout(config, settings)
     return config
@@ -68,9 +70,9 @@ def _found(settings: ModelConfig, tokenizer: Any) -> Any:
         raise UserError(f"model.source={source} has no config.json: give a folder that save_pretrained wrote.")
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever transformers makes of a broken config.json
         raise UserError(
-            f"model.source={source} has no configuration that transformers can read ({first_line(error)}): give a "
+            f"model.source={source} has no configuration that transformers can read ({reason(error)}): give a "
             "folder that save_pretrained wrote."
         ) from error
     if settings.fresh:
@@ -113,6 +115,15 @@ def _made(config_class: Any, values: dict[str, Any]) -> Any:
 def _tokens(tokenizer: Any) -> dict[str, int]:
     found = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     return {name: number for name, number in found.items() if number is not None}
+
+
+def _check_sizes(config: Any, settings: ModelConfig) -> None:
+    """Transformers builds some models with sizes that no text can pass through."""
+    for name in SIZES:
+        size = getattr(config, name, 1)
+        if isinstance(size, int) and size < 1:
+            own = config.attribute_map.get(name, name)
+            raise UserError(f"{named(settings)} has {own}={size}: give a model whose sizes are 1 or more.")
 
 
 def _check_vocabulary(config: Any, settings: ModelConfig, tokenizer: Any) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.data.torchvision_compat import import_torchvision
-from groupwise.errors import UserError
-from groupwise.models.hub import first_line, locate
+from groupwise.errors import UserError, reason
+from groupwise.models.hub import locate
 from groupwise.models.sources import find_source
 
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -27,11 +27,13 @@ def load_tokenizer(name: str) -> Any:
     folder = Path(find_source(name))
     if all((folder / file).is_file() for file in GPT2_FILES):
         return gpt2_tokenizer(*read_gpt2(folder))
+    place = locate("model.tokenizer", name)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(locate("model.tokenizer", name), use_fast=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        tokenizer: Any = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
+        tokenizer(["A text."])  # settings of a wrong type show only now
+    except Exception as error:  # tokenizers raises bare ones
         raise UserError(
-            f"{name} holds no tokeniser that can be read ({first_line(error)}): give model.tokenizer=FOLDER, with a "
+            f"{name} holds no tokeniser that can be read ({reason(error)}): give model.tokenizer=FOLDER, with a "
             f"transformers tokeniser or GPT-2's {' and '.join(GPT2_FILES)}."
         ) from error
     if not tokenizer.is_fast or len(tokenizer) == 0:
@@ -45,14 +47,23 @@ def read_gpt2(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
         vocabulary = json.loads((folder / GPT2_FILES[0]).read_text(encoding="utf-8"))
         lines = (folder / GPT2_FILES[1]).read_text(encoding="utf-8").splitlines()
         merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no readable {' and '.join(GPT2_FILES)} of GPT-2 ({error}).") from error
+        if not all(isinstance(number, int) for number in vocabulary.values()):
+            raise ValueError("tokens are numbered with whole numbers")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{folder} has no readable {' and '.join(GPT2_FILES)} of GPT-2 ({reason(error)}): copy them anew."
+        ) from error
     return vocabulary, merges
 
 
 def gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """A fast GPT-2 tokeniser from what `read_gpt2` gives."""
+    """A fast GPT-2 tokeniser from what `read_gpt2` gives; raises `UserError` where the two do not match."""
     import_torchvision()
     from transformers import GPT2Tokenizer
 
-    return GPT2Tokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
+    try:
+        return GPT2Tokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
+    except Exception as error:  # tokenizers raises bare ones
+        raise UserError(
+            f"GPT-2's {' and '.join(GPT2_FILES)} do not go together ({reason(error)}): copy both."
+        ) from error

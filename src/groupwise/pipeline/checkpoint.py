@@ -1,11 +1,13 @@
 """Checkpoints and weights of a pipeline, a file for each stage; all processes see one file system.
 
 `checkpoint.pt` names a folder with every stage's file and is written last: killed at any moment, a run finds the last
-complete checkpoint. Weights are kept under the whole model's names, so any number of stages can read them.
+complete checkpoint, and the one before it. Weights are kept under the whole model's names, so any number of stages can
+read them.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from groupwise.errors import UserError
 from groupwise.pipeline.pieces import Stage
-from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
+from groupwise.training.checkpoint import load_checkpoint, previous, save_checkpoint
 from groupwise.training.ranks import Alone, Ranks
 
 LARGEST = 8 << 30
@@ -42,10 +44,11 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
         problem = _tried(_write, folder / _file(ranks.stage), mine)
     _agree(problem, ranks)
     if ranks.main:
-        problem = _tried(save_checkpoint, path, {**common, "folder": folder.name, "stages": ranks.stages})
+        state = {**common, "folder": folder.name, "stages": ranks.stages}
+        problem = _tried(save_checkpoint, path, state, previous(path))
     _agree(problem, ranks)
     if ranks.main:
-        _remove_others(path, folder)
+        _remove_others(path)
 
 
 def load(path: Path, state: Mapping[str, Any], ranks: Alone | Ranks, device: torch.device) -> dict[str, Any]:
@@ -63,13 +66,17 @@ def load(path: Path, state: Mapping[str, Any], ranks: Alone | Ranks, device: tor
             f"{path} is of {state['stages']} stages, not {ranks.stages}: give pipeline.stages={state['stages']}, or "
             "start afresh with overwrite=true."
         )
+    if not re.fullmatch(r"\w+-\d+", str(state["folder"])):
+        raise UserError(
+            f"{path} names {state['folder']}, which is no folder of a checkpoint: start afresh with overwrite=true."
+        )
     return {**state, **load_checkpoint(path.with_name(state["folder"]) / _file(ranks.stage), device)}
 
 
 def forget(path: Path) -> None:
-    """Remove a checkpoint, which holds the noise key in checkpoint.pt; one process calls it."""
-    path.unlink(missing_ok=True)
-    _remove_others(path, None)
+    """Remove both checkpoints, which hold the noise key; one process calls it."""
+    for entry in path.parent.glob(f"{path.stem}*"):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def save_weights(path: Path, stage: Stage, ranks: Alone | Ranks) -> None:
@@ -137,9 +144,11 @@ def _merge(path: Path, stages: int) -> None:
     save_checkpoint(path, whole)
 
 
-def _remove_others(path: Path, keep: Path | None) -> None:
+def _remove_others(path: Path) -> None:
+    """Remove the folders that neither the last checkpoint nor the one before it names."""
+    kept = {load_checkpoint(file)["folder"] for file in (path, previous(path)) if file.is_file()}
     for folder in path.parent.glob(f"{path.stem}-*"):
-        if folder != keep and folder.is_dir():
+        if folder.name not in kept and folder.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -153,4 +153,4 @@ class PipelineTrainer(Trainer):
 
 def stage_noise(noise: NoiseSource, stage: int) -> NoiseSource:
     """A stage's own source: independent of the other stages', and the same in every replica."""
-    return NoiseSource.from_key(noise.derive(f"stage {stage}"), noise.is_secret)
+    return noise.child(f"stage {stage}")

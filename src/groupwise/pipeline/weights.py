@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from groupwise.errors import UserError
-from groupwise.models.hub import first_line
+from groupwise.errors import UserError, reason
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -31,6 +30,8 @@ class Weights:
         try:
             if (folder / INDEX).is_file():
                 self._files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+                if odd := [file for file in self._files.values() if Path(file).name != file]:
+                    raise ValueError(f"{INDEX} names {odd[0]}, which is not of this folder")
             elif (folder / SINGLE).is_file():
                 self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
             else:
@@ -72,5 +73,5 @@ class Weights:
 
     def _unreadable(self, error: Exception) -> UserError:
         return UserError(
-            f"model.source={self._source} has weights that cannot be read ({first_line(error)}): copy the folder anew."
+            f"model.source={self._source} has weights that cannot be read ({reason(error)}): copy the folder anew."
         )

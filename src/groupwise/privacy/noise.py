@@ -3,9 +3,11 @@
 Threat model. The noise hides an example from whoever sees the released parameters and thresholds, as long as the key
 stays secret: whoever holds the key can subtract the noise. Checkpoints hold the key, so publish exported weights, not
 checkpoints. Replaying a step after a crash adds the very same noise, so a resumed run releases nothing new; that holds
-as long as the sums are the same too, so never use one key for two runs, or publish a step and its replay both. Stated
-non-goals: attacks on floating-point Gaussians (Mironov 2012; Jin et al. 2022), side channels, and cryptanalysis of the
-generators, which are statistical ones seeded through SHA-256 (with 128 bits on the CPU, 64 on other devices).
+as long as the sums are the same too, so never use one key for two runs, or publish a step and its replay both.
+
+By default the generators are statistical ones, seeded through SHA-256 (with 128 bits on the CPU, 64 on other devices),
+and attacks on floating-point Gaussians (Mironov 2012; Jin et al. 2022) are not defended against. ``secure=True``
+answers both (:mod:`groupwise.privacy.secure`). Side channels are no goal of either.
 """
 
 import hashlib
@@ -26,7 +28,8 @@ COUNT_STREAM = -1
 _CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 24
 
-_Draw = Callable[[int], torch.Tensor]
+_Add = Callable[[torch.Tensor], object]
+"""Adds the next draws to a part of a tensor, in place."""
 
 
 class NoiseSource:
@@ -34,29 +37,40 @@ class NoiseSource:
 
     Make one with :meth:`fresh` (OS entropy), :meth:`from_key` (resume) or :meth:`from_seed` (debugging: the noise can
     be predicted, ``is_secret`` is False and the run is not private). Processes that hold the same key draw the same
-    noise: replicas (DDP) stay equal and noise is added once; owners of different shards must use different streams.
+    noise: replicas (DDP) stay equal and noise is added once; owners of different shards take a :meth:`child` each.
+
+    ``secure`` draws from a cipher and adds on a lattice, on the CPU: for the same key another noise, of the same law.
     """
 
-    def __init__(self, key: bytes, is_secret: bool) -> None:
+    def __init__(self, key: bytes, is_secret: bool, secure: bool = False) -> None:
         if not isinstance(key, bytes) or len(key) < 16:
             raise UserError("the noise key is shorter than 16 bytes; make one with NoiseSource.fresh().")
         self.key = key
         self.is_secret = is_secret
+        self.secure = secure
 
     @classmethod
-    def fresh(cls) -> Self:
+    def fresh(cls, secure: bool = False) -> Self:
         """Return a source with 256 bits of the operating system's entropy."""
-        return cls(os.urandom(32), is_secret=True)
+        return cls(os.urandom(32), True, secure)
 
     @classmethod
-    def from_key(cls, key: bytes, is_secret: bool = True) -> Self:
-        """Return the source of a key kept from before (at least 16 bytes); pass on the ``is_secret`` it had."""
-        return cls(key, is_secret)
+    def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False) -> Self:
+        """Return the source of a key kept from before (at least 16 bytes); pass on what else it had."""
+        return cls(key, is_secret, secure)
 
     @classmethod
-    def from_seed(cls, seed: int) -> Self:
+    def from_seed(cls, seed: int, secure: bool = False) -> Self:
         """Return a predictable source for debugging and tests: no privacy guarantee holds for what it noises."""
-        return cls(hashlib.sha256(b"groupwise debug seed %d" % seed).digest(), is_secret=False)
+        return cls(hashlib.sha256(b"groupwise debug seed %d" % seed).digest(), False, secure)
+
+    def __repr__(self) -> str:
+        """Never the key: a log or a traceback may show this."""
+        return f"NoiseSource(is_secret={self.is_secret}, secure={self.secure})"
+
+    def child(self, purpose: str) -> Self:
+        """Return a source of the same kind whose noise is independent of this one's: a stage's, or a shard's."""
+        return type(self)(self.derive(purpose), self.is_secret, self.secure)
 
     def derive(self, purpose: str) -> bytes:
         """Return a 32-byte key for another secret draw, such as the Poisson sampler's; it tells nothing of this key."""
@@ -78,48 +92,57 @@ class NoiseSource:
         if not 0.0 <= std < math.inf:
             raise UserError(f"the noise's std is {std}; give a finite number of at least 0.")
         if std > 0.0 and tensor.numel():
-            source = self._cpu_draw if tensor.device.type == "cpu" else self._device_draw
-            draw, chunk = source(tensor, step, stream)
+            add, chunk = self._adder(tensor, std, step, stream)
             with torch.no_grad():
-                _add_in_chunks(tensor, std, draw, chunk)
+                _in_chunks(tensor, add, chunk)
         return tensor
 
-    def _cpu_draw(self, like: torch.Tensor, step: int, stream: int) -> tuple[_Draw, int]:
-        # SFC64 is a quarter faster here than Philox, and numpy seeds it with 128 bits of the hash; torch's own CPU
-        # generator is twice as fast still in float32 but keeps only 32 bits of its seed, few enough to try them all.
-        generator = np.random.Generator(np.random.SFC64(int.from_bytes(self._digest(step, stream), "big")))
-        dtype: Any = np.float32 if like.dtype == torch.float32 else np.float64
-        scratch: Any = np.empty(min(_CHUNK, like.numel()), dtype)
-        shared = torch.from_numpy(scratch)
+    def _adder(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> tuple[_Add, int]:
+        digest = self._digest(step, stream)
+        if self.secure:
+            from groupwise.privacy.secure import CHUNK, LatticeNoise
 
-        def draw(count: int) -> torch.Tensor:
-            generator.standard_normal(out=scratch[:count], dtype=dtype)
-            return shared[:count]
-
-        return draw, len(scratch)
-
-    def _device_draw(self, like: torch.Tensor, step: int, stream: int) -> tuple[_Draw, int]:
-        generator = torch.Generator(like.device)
-        generator.manual_seed(int.from_bytes(self._digest(step, stream)[:8], "big", signed=True))
-        scratch = torch.empty(min(_DEVICE_CHUNK, like.numel()), dtype=like.dtype, device=like.device)
-        return lambda count: scratch[:count].normal_(generator=generator), scratch.numel()
+            return LatticeNoise(digest, std).add_, CHUNK
+        draw, chunk = _cpu_draw(tensor, digest) if tensor.device.type == "cpu" else _device_draw(tensor, digest)
+        return lambda part: part.add_(draw(part.numel()).view(part.shape), alpha=std), chunk
 
     def _digest(self, step: int, stream: int) -> bytes:
         place = int(step).to_bytes(8, "big", signed=True) + int(stream).to_bytes(8, "big", signed=True)
         return hashlib.sha256(b"groupwise noise\0" + place + self.key).digest()
 
 
-def _add_in_chunks(tensor: torch.Tensor, std: float, draw: _Draw, chunk: int) -> None:
-    """Add the next ``tensor.numel()`` draws in row-major order, so that a layout (channels_last) changes nothing."""
+def _cpu_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.Tensor], int]:
+    # SFC64 is a quarter faster here than Philox, and numpy seeds it with 128 bits of the hash; torch's own CPU
+    # generator is twice as fast still in float32 but keeps only 32 bits of its seed, few enough to try them all.
+    generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
+    dtype: Any = np.float32 if like.dtype == torch.float32 else np.float64
+    scratch: Any = np.empty(min(_CHUNK, like.numel()), dtype)
+    shared = torch.from_numpy(scratch)
+
+    def draw(count: int) -> torch.Tensor:
+        generator.standard_normal(out=scratch[:count], dtype=dtype)
+        return shared[:count]
+
+    return draw, len(scratch)
+
+
+def _device_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.Tensor], int]:
+    generator = torch.Generator(like.device)
+    generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    scratch = torch.empty(min(_DEVICE_CHUNK, like.numel()), dtype=like.dtype, device=like.device)
+    return lambda count: scratch[:count].normal_(generator=generator), scratch.numel()
+
+
+def _in_chunks(tensor: torch.Tensor, add: _Add, chunk: int) -> None:
+    """Give ``add`` the tensor's parts in row-major order, so that a layout (channels_last) changes nothing."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         for start in range(0, flat.numel(), chunk):
-            part = flat[start : start + chunk]
-            part.add_(draw(part.numel()), alpha=std)
+            add(flat[start : start + chunk])
     elif tensor.numel() <= chunk:
-        tensor.add_(draw(tensor.numel()).view(tensor.shape), alpha=std)
+        add(tensor)
     else:
         rows = max(1, chunk * len(tensor) // tensor.numel())
         for start in range(0, len(tensor), rows):
             part = tensor[start : start + rows]
-            _add_in_chunks(part[0] if len(part) == 1 else part, std, draw, chunk)
+            _in_chunks(part[0] if len(part) == 1 else part, add, chunk)

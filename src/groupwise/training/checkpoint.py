@@ -1,9 +1,17 @@
-"""Checkpoints: written whole or not at all, and read back only when they are sound."""
+"""Checkpoints: written whole or not at all, and read back only when they are sound.
+
+Behind torch's own content a file ends with the SHA-256 of it, so one flipped bit is noticed; torch reads it as it is.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import pickle
+import sys
 import zipfile
+from collections.abc import Callable, Mapping
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +19,29 @@ import torch
 
 from groupwise.atomic import write_atomically
 from groupwise.errors import UserError
+from groupwise.training.ranks import Alone, Ranks
+
+MARK = b"\nsha256 "
+TRAILER = len(MARK) + 64
+ZIP_END = 22
+"""Bytes of the record that ends a zip file."""
+PIECE = 1 << 20
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+def previous(path: Path) -> Path:
+    """Where the checkpoint before ``path`` is kept: checkpoint.pt -> checkpoint-previous.pt."""
+    return path.with_stem(f"{path.stem}-previous")
+
+
+def save_checkpoint(path: Path, state: Mapping[str, Any], keep: Path | None = None) -> None:
     """Write ``state`` (tensors, numbers, text, bytes, None, lists, dicts) to ``path`` atomically.
 
     Only the owner may read the file: it holds the key of the noise, and whoever has the key can take the
-    noise off what a run releases. Raises `UserError` when the disk refuses, and leaves the previous
-    checkpoint as it was.
+    noise off what a run releases. What was there goes to ``keep``. Raises `UserError` when the disk refuses, and
+    leaves the previous checkpoint as it was.
     """
     try:
-        write_atomically(path, lambda file: torch.save(state, file))
+        write_atomically(path, lambda file: _write_hashed(state, file), keep)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(
             f"the checkpoint {path} cannot be written ({error}): make room, or change paths.results."
@@ -31,21 +51,84 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Read what `save_checkpoint` wrote, tensors on ``device``, running no code from the file.
 
+    A file that torch alone wrote has no SHA-256, and is held to the checksums of its parts instead.
+
     Raises `UserError` when the file is missing, truncated, altered or something else.
     """
     path = Path(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()  # torch itself checks no sums
-        if broken is not None:
-            raise zipfile.BadZipFile(f"{broken} is altered")
+        _check(path)
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {path}: start the run without resume.") from error
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"the checkpoint {path} is truncated or altered: remove it, and the run starts anew."
-        ) from error
+        raise UserError(f"the checkpoint {path} is truncated or altered: start afresh with overwrite=true.") from error
     if not isinstance(state, dict):
         raise UserError(f"{path} is no checkpoint of a run: it holds a {type(state).__name__}, not a dict.")
     return state
+
+
+def load_newest(
+    path: Path,
+    device: str | torch.device = "cpu",
+    ranks: Alone | Ranks | None = None,
+    check: Callable[[Path, dict[str, Any]], None] | None = None,
+) -> tuple[Path, dict[str, Any]]:
+    """The last checkpoint, or the one before it where that is no good; with a line on stderr that says so.
+
+    Args:
+        path: of the last one; all processes of the run call this together, and get the same one.
+        check: raises `UserError` where the other files of a checkpoint, (its path, its content), are no good.
+
+    Returns:
+        The path and the content.
+
+    Raises:
+        UserError: neither is sound on all processes.
+    """
+    ranks = ranks or Alone()
+    problems: list[str] = []
+    for candidate in (path, previous(path)):
+        state: dict[str, Any] = {}
+        problem = None
+        try:
+            state = load_checkpoint(candidate, device)
+            if check is not None:
+                check(candidate, state)
+        except UserError as error:
+            problem = str(error)
+        found = next(filter(None, ranks.gather(problem)), None)
+        if found is None:
+            if problems and ranks.main:
+                print(f"warning: {problems[0].rsplit(': ', 1)[0]}; going on from the one before it.", file=sys.stderr)
+            return candidate, state
+        problems.append(found)
+    raise UserError(problems[0])
+
+
+def _write_hashed(state: Mapping[str, Any], file: BufferedRandom) -> None:
+    torch.save(state, file)
+    file.seek(0)
+    file.write(MARK + hashlib.file_digest(file, "sha256").hexdigest().encode())
+
+
+def _check(path: Path) -> None:
+    """Raise ``zipfile.BadZipFile`` where the content is not what was written."""
+    with open(path, "rb") as file:
+        left = file.seek(0, os.SEEK_END) - TRAILER
+        file.seek(max(left, 0))
+        end = file.read()
+        if left >= 0 and end.startswith(MARK):
+            file.seek(0)
+            found = hashlib.sha256()
+            while left > 0 and (piece := file.read(min(PIECE, left))):
+                found.update(piece)
+                left -= len(piece)
+            if MARK + found.hexdigest().encode() != end:
+                raise zipfile.BadZipFile("the SHA-256 is another")
+            return
+    if not end[-ZIP_END:].startswith(b"PK\x05\x06"):
+        raise zipfile.BadZipFile("it goes on behind its end, or stops before")
+    with zipfile.ZipFile(path) as archive:
+        if (broken := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"{broken} is altered")

@@ -14,6 +14,7 @@ from groupwise.clipping import (
     per_block,
     per_layer,
 )
+from groupwise.clipping.factors import ClipRule
 from groupwise.config import ClipConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
@@ -34,16 +35,22 @@ def make_engine(model: nn.Module, clip: ClipConfig, direct: bool = False) -> Cli
         partition = _PARTITIONS[clip.grouping](model)
     else:
         raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block, device or custom.")
-    rule = automatic_factors(clip.gamma) if clip.rule == "automatic" else clip_factors
     return attach(
         model,
         partition,
         _even(clip, len(partition)),
         norms=clip.norms,  # type: ignore[arg-type]
-        clip_rule=rule,
+        clip_rule=clip_rule_of(clip),
         formula=clip.formula,  # type: ignore[arg-type]
         direct=direct,
     )
+
+
+def clip_rule_of(clip: ClipConfig) -> ClipRule:
+    """The function that `clip.rule` names."""
+    if clip.rule == "automatic":
+        return automatic_factors(clip.gamma)
+    return clip_factors
 
 
 def make_thresholds(

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from groupwise.config import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 
 VOLATILE = (
     "paths.",
@@ -29,6 +29,9 @@ VOLATILE = (
 """Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
 as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
 
+
+LATER = {"noise.secure": False}
+"""Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
 
 FREE_MAPPINGS = ("clip.mapping", "model.shape")
 
@@ -57,7 +60,7 @@ def config_hash(config: RunConfig) -> str:
 
 def differences(there: RunConfig, here: RunConfig) -> list[str]:
     """The stable keys that differ, each in words: ``clip.threshold is 1.0 there and 0.5 here``."""
-    old, new = stable_config(there), stable_config(here)
+    old, new = _settings(there), _settings(here)
     return [f"{key} is {old[key]} there and {new[key]} here" for key in new if old[key] != new[key]]
 
 
@@ -70,12 +73,16 @@ def load_config(path: Path) -> RunConfig:
     """Read what `save_config` wrote; raises `UserError` when it is not there, or not of this schema."""
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
-    except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} is no run's configuration ({str(error).splitlines()[0]}).") from error
+    except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no run's configuration ({reason(error)}): restore it, or start afresh.") from error
     assert isinstance(config, RunConfig)
     return config
 
 
 def stable_config(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> plain value, without the `VOLATILE` keys: what the hash is of."""
+    return {key: value for key, value in _settings(config).items() if key not in LATER or value != LATER[key]}
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in flat_config(config).items() if not key.startswith(VOLATILE)}

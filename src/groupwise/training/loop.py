@@ -5,6 +5,7 @@ logical batch, before the noise; all hold the run's key and so add the very same
 explicit sum is what DistributedDataParallel with `no_sync` would do, and a replica may have any number of microbatches.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from groupwise.privacy import (
     ShuffleSampler,
     release_gradients,
 )
-from groupwise.training.checkpoint import save_checkpoint
+from groupwise.training.checkpoint import previous, save_checkpoint
+from groupwise.training.memory import ran_out
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Split, Task
 
@@ -79,22 +81,29 @@ class Trainer:
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
     def _accumulate(self, examples: np.ndarray) -> None:
-        """Sum the clipped gradients of this replica's share of the batch, as many examples at a time as fit."""
-        share = self.ranks.share(examples)
+        """Sum the clipped gradients of this replica's share of the batch, as many examples at a time as fit.
+
+        Where memory runs out, the same examples are begun again with half as many at a time; nothing has been released
+        yet, and the step's noise is what it would have been.
+        """
+        share, random = self.ranks.share(examples), self._random()
         while True:
-            self._clear()
             try:
+                self._clear()
                 for start in range(0, len(share), self.microbatch):
                     self._backward(share[start : start + self.microbatch])
                 return
-            except torch.cuda.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out(error):
+                    raise
                 if self.microbatch == 1:
-                    raise UserError(
-                        "One example does not fit into the GPU's memory: use a smaller model or batch."
-                    ) from None
-            self._clear()
-            torch.cuda.empty_cache()
+                    raise UserError("One example does not fit into memory: use a smaller model.") from None
+            if self.device.type == "cuda":
+                self._clear()
+                torch.cuda.empty_cache()  # pieces that halves do not fit into
             self.microbatch //= 2
+            self._set_random(random)
+            print(f"warning: memory ran out; going on with {self.microbatch} examples at once.", file=sys.stderr)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -174,14 +183,16 @@ class Trainer:
         if self.thresholds is not None:
             self.thresholds.load_state_dict(state["thresholds"])
         self.microbatch = state["microbatch"]
-        random = state["random"][self.ranks.replica]
-        torch.set_rng_state(random[0].cpu())
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(random[1].cpu(), self.device)
+        self._set_random(state["random"][self.ranks.replica])
 
     def _random(self) -> list[torch.Tensor]:
         """This process's random state (dropout): the CPU's, and its GPU's where it has one."""
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else [])]
+
+    def _set_random(self, state: list[torch.Tensor]) -> None:
+        torch.set_rng_state(state[0].cpu())
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state[1].cpu(), self.device)
 
     # -- what a session asks for beside steps: every process calls these, and the main one writes -----------------
 
@@ -203,18 +214,14 @@ class Trainer:
         return dict(zip(names, self.thresholds.clip_thresholds.tolist(), strict=True))
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint, with the main process's `extra`."""
+        """Write a checkpoint, with the main process's `extra`, and keep the one before it."""
         state = self.state_dict()
         if self.ranks.main:
-            save_checkpoint(path, {**state, **extra})
+            save_checkpoint(path, {**state, **extra}, keep=previous(path))
 
     def load(self, path: Path, state: dict[str, Any], step: int) -> None:
         """Go on after `step` steps, from `state`, which was read from `path`."""
         self.load_state_dict(state, step)
-
-    def forget(self, path: Path) -> None:
-        """Remove the checkpoint: it holds the key of the noise."""
-        path.unlink(missing_ok=True)
 
     def save_model(self, path: Path) -> None:
         """Write the weights alone."""

@@ -7,7 +7,8 @@ diff.patch    what was not committed          metrics.jsonl one line a record, {
 environment.json                              system.json   wall time, throughput, peak memory
 outputs-test.jsonl  texts that the model made, where it makes any
 weights-<step>.pt   weights on the way, where train.keep asks for them
-checkpoint.pt                                 result.json   one flat row with all of the above
+checkpoint.pt, and the one before it,         result.json   one flat row with all of the above
+  checkpoint-previous.pt                      SHA256SUMS    of all files that stay
 DONE          written last: a folder without it does not exist for the analysis
 """
 
@@ -17,7 +18,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +27,7 @@ from typing import IO, Any
 from groupwise.atomic import write_json, write_text
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
+from groupwise.training.checkpoint import previous
 from groupwise.training.identity import (
     config_hash,
     differences,
@@ -34,6 +37,7 @@ from groupwise.training.identity import (
     save_config,
 )
 from groupwise.training.provenance import environment, git_state
+from groupwise.training.sums import SUMS, write_sums
 
 
 class RunRecord:
@@ -44,6 +48,7 @@ class RunRecord:
         self.config = config
         self.hash = config_hash(config)
         self._lock: IO[bytes] | None = None
+        self._found = self._state()
 
     @classmethod
     def open(cls, config: RunConfig, resume: str | None = None) -> RunRecord:
@@ -70,17 +75,18 @@ class RunRecord:
     @property
     def finished(self) -> bool:
         """Is this run done already, with no wish to overwrite it?"""
-        return (self.folder / "DONE").is_file() and not self.config.overwrite
+        ended = (self.folder / "DONE").is_file() or ((self.folder / SUMS).is_file() and not self._checkpoints())
+        return ended and not self.config.overwrite
 
     @property
     def checkpoint(self) -> Path:
-        """Where the checkpoint lies, or will."""
+        """Where the checkpoint lies, or will; the one before it is `previous` of it."""
         return self.folder / "checkpoint.pt"
 
     @property
     def resumable(self) -> bool:
         """Is there a checkpoint to go on from, other than one that overwrite=true will throw away?"""
-        return self.checkpoint.is_file() and not (self.config.overwrite and self._lock is None)
+        return bool(self._checkpoints()) and not (self.config.overwrite and self._lock is None)
 
     def git(self) -> dict[str, Any]:
         """Where the code came from: sha, dirty and more."""
@@ -90,32 +96,41 @@ class RunRecord:
         """The flat row of a finished run."""
         return self._read("result.json")
 
-    def begin(self) -> None:
+    def begin(self, taken_up: Path | None = None) -> None:
         """Make the folder, take its lock, and write the configuration and where the code came from.
 
-        Without a checkpoint, what an interrupted run left is cleared. Raises `UserError` when the folder
-        cannot be written, or when another process is running the very same configuration.
+        Without a checkpoint, what an interrupted run left is cleared. ``taken_up`` is the checkpoint that was
+        loaded; if that is the one before the last, the last one is no good and makes way for it. Raises `UserError`
+        when the folder cannot be written, or when another process is, or was just now, at the same configuration.
         """
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            if self._state() != self._found:
+                self.close()
+                raise UserError(f"another process was at {self.folder} just now: give the same command again.")
             if self.config.overwrite or not self.resumable:
                 self._clear()
+            if taken_up == previous(self.checkpoint):
+                os.replace(taken_up, self.checkpoint)
+            (self.folder / SUMS).unlink(missing_ok=True)
+            for left in self.folder.glob(".*.partial"):  # by a process that was killed as it wrote
+                left.unlink()
             write_text(self.folder / "config.yaml", save_config(self.config))
             write_text(self.folder / "config.hash", self.hash + "\n")
             self._write_provenance()
-        except OSError as error:
-            raise UserError(_unwritable(self.folder, error.strerror or str(error))) from error
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write ``<name>.json`` atomically (privacy, seeds, system, ...)."""
-        write_json(self.folder / f"{name}.json", content)
+        with self._writing():
+            write_json(self.folder / f"{name}.json", content)
 
     def write_outputs(self, outputs: Mapping[str, list[dict[str, Any]]]) -> None:
         """Write outputs-<split>.jsonl: the texts that the model made, one line each."""
         for split, rows in outputs.items():
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            write_text(self.folder / f"outputs-{split}.jsonl", lines)
+            with self._writing():
+                write_text(self.folder / f"outputs-{split}.jsonl", lines)
 
     def write_data(self, description: Mapping[str, Any]) -> None:
         """Write data.json; raises `UserError` when a resumed run had other data."""
@@ -129,24 +144,41 @@ class RunRecord:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; it survives the death of the process."""
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        with self._writing(), open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}, default=float) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without one that was cut off as it was written."""
+        """The lines of metrics.jsonl, without one that was cut off as it was written.
+
+        Raises `UserError` when somebody else has been at it.
+        """
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+            rows = [json.loads(line) for line in lines if line.endswith("\n")]
+            return [{"step": int(row["step"]), **row} for row in rows]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(_altered(path)) from error
 
     def cut_metrics(self, step: int) -> None:
-        """On resume: forget what was logged after the checkpoint's ``step``: those steps are run again."""
-        kept = [row for row in self.metrics() if row["step"] <= step]
-        write_text(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        """On resume: forget what was logged after the checkpoint's ``step``, as those steps are run again, and the
+        evaluation at the end, which is a second line of the last step."""
+        kept: dict[int, dict[str, Any]] = {}
+        for row in self.metrics():
+            if row["step"] <= step:
+                kept.setdefault(row["step"], row)
+        with self._writing():
+            write_text(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept.values()))
+
+    def replayed(self, start: int) -> int:
+        """Steps of this run that were or will be run again, now that it goes on after step ``start``."""
+        before = self._read("privacy.json").get("replayed_steps", 0) if (self.folder / "privacy.json").is_file() else 0
+        return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
 
     def finish(
         self, metrics: Mapping[str, Any], *, plan: Mapping[str, Any], system: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Write system.json, result.json and, last, DONE; returns the flat row.
+        """Write system.json, result.json and `SHA256SUMS`, remove the checkpoints, then DONE; returns the flat row.
 
         ``metrics`` are the final ones (what is no private release is named ``nonprivate/...``), ``plan`` is
         ``PrivacyPlan.to_dict()`` with whatever else the row should say of the privacy, ``system`` holds
@@ -171,9 +203,20 @@ class RunRecord:
             row.setdefault(key, value)
         row |= metrics
         self.write("result", row)
-        write_text(self.folder / "DONE", row["finished_at"] + "\n")
+        with self._writing():
+            write_sums(self.folder)
+        self.seal()
         self.close()
         return row
+
+    def seal(self) -> None:
+        """Of a run that is `finished`: remove checkpoints, which hold the noise's key, and write DONE if it is not
+        there, as when the process was killed between the two."""
+        with self._writing():
+            for entry in (*self.folder.glob("checkpoint*"), *self.folder.glob(".*.partial")):
+                _remove(entry)
+            if not (self.folder / "DONE").is_file():
+                write_text(self.folder / "DONE", self.result()["finished_at"] + "\n")
 
     def close(self) -> None:
         """Give the lock back; the end of the process does it too."""
@@ -182,7 +225,31 @@ class RunRecord:
             self._lock = None
 
     def _read(self, name: str) -> dict[str, Any]:
-        return json.loads((self.folder / name).read_text(encoding="utf-8"))
+        path = self.folder / name
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(_altered(path)) from error
+        if not isinstance(content, dict):
+            raise UserError(_altered(path))
+        return content
+
+    def _checkpoints(self) -> list[Path]:
+        """The last one and the one before it, as far as they are there."""
+        return [path for path in (self.checkpoint, previous(self.checkpoint)) if path.is_file()]
+
+    def _state(self) -> list[tuple[str, int]]:
+        """What tells whether another process has been here."""
+        ends = [path for path in (self.folder / "DONE", self.folder / SUMS) if path.is_file()]
+        return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that refuses is the user's to mend."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(_unwritable(self.folder, error.strerror or str(error))) from error
 
     def _take_lock(self) -> None:
         if self._lock is None:
@@ -201,12 +268,8 @@ class RunRecord:
     def _clear(self) -> None:
         (self.folder / "DONE").unlink(missing_ok=True)  # first: what is half cleared is not done
         for entry in self.folder.iterdir():
-            if entry.name == ".lock":
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            if entry.name != ".lock":
+                _remove(entry)
 
     def _write_provenance(self) -> None:
         git = git_state()
@@ -220,6 +283,13 @@ class RunRecord:
         write_json(self.folder / "environment.json", environment())
 
 
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
 def _refuse_unwritable(folder: Path) -> None:
     nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir():
@@ -229,4 +299,11 @@ def _refuse_unwritable(folder: Path) -> None:
 
 
 def _unwritable(folder: Path, reason: str) -> str:
-    return f"the results folder {folder} cannot be written ({reason}): give another with paths.results=<folder>."
+    return (
+        f"the results folder {folder} cannot be written ({reason}): mend that, and the same command goes on, or give "
+        "another folder with paths.results=<folder>."
+    )
+
+
+def _altered(path: Path) -> str:
+    return f"{path} is not as a run left it: bring it back, or start afresh with overwrite=true."

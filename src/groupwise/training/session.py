@@ -29,7 +29,7 @@ from groupwise.training.trackers import make_tracker
 class AnyTrainer(Protocol):
     """What a session needs of a trainer, be it the whole model on one process or on each replica, or one stage of it.
 
-    All processes of a run call all methods but `forget` at the same time.
+    All processes of a run call all methods at the same time.
     """
 
     task: Task
@@ -57,10 +57,8 @@ class AnyTrainer(Protocol):
         """Group -> C_k, of all stages; {} unclipped."""
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint that holds the main process's `extra` too; once `path` is there it is whole."""
-
-    def forget(self, path: Path) -> None:
-        """Remove that checkpoint, which holds the key of the noise; the main process alone is asked."""
+        """Write a checkpoint that holds the main process's `extra` too, and keep the one before it; once `path` is
+        there it is whole."""
 
     def save_model(self, path: Path) -> None:
         """Write the whole model's weights, and nothing else."""
@@ -99,7 +97,7 @@ def train(
 
     def save(step: int) -> None:
         seconds = elapsed + time.monotonic() - began
-        extra = {"step": step, "replayed_steps": replayed, "seconds": seconds, "evaluation_seconds": evaluating}
+        extra = {"step": step, "seconds": seconds, "evaluation_seconds": evaluating}
         trainer.save(record.checkpoint, {**extra, "examples": examples})
 
     def measure(final: bool) -> dict[str, float]:
@@ -161,12 +159,13 @@ class _Silent:
 
 def _begin(record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any], private: bool) -> int:
     """Write what is known before the first step; returns how many steps are or were run again in all."""
-    replayed = int(state.get("replayed_steps", 0)) + max([row["step"] - start for row in record.metrics()] + [0])
+    replayed = record.replayed(start) if state else 0
+    privacy = {"plan": trainer.plan.to_dict(), "executed_steps": start, "replayed_steps": replayed, "private": private}
+    record.write("privacy", privacy)  # before the lines are gone that `replayed` comes from
     record.cut_metrics(start)
     record.write_data(trainer.task.describe_data())
     seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
     record.write("seeds", {**seeds, "noise_is_secret": trainer.noise.is_secret})
-    record.write("privacy", {"plan": trainer.plan.to_dict(), "executed_steps": start, "private": private})
     return replayed
 
 
@@ -238,7 +237,6 @@ def _close(
         },
         system={**_system(trainer, seconds, throughput), **machine},
     )
-    trainer.forget(record.checkpoint)
     stamp = "" if private else " (as published, not a guarantee)" if trainer.noise.is_secret else " (NOT PRIVATE)"
     if plan.noise_multiplier > 0:
         print(f"Spent: epsilon {report.epsilon:.3f} at delta {plan.delta:g} in {plan.steps} steps{stamp}")

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from groupwise.clipping import ClippingEngine, per_block
 from groupwise.config import ClipConfig
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource
 from groupwise.training.clipping import make_engine
 from groupwise.training.loop import Trainer
 from groupwise.training.task import Split
@@ -78,8 +77,7 @@ class ShardedTrainer(Trainer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own_key = self.noise.derive(f"shard {self.ranks.replica}")
-        self._gradient_noise = NoiseSource.from_key(own_key, self.noise.is_secret)
+        self._gradient_noise = self.noise.child(f"shard {self.ranks.replica}")
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False

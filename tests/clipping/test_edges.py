@@ -1,0 +1,92 @@
+"""Cases at the edge that mutants of the engine have asked for."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.discovery import find_layers
+from groupwise.clipping.joint import Outer
+from groupwise.clipping.paths import check_paths
+from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.rules.embedding import EmbeddingRule
+from groupwise.errors import UserError
+
+
+class Sneaky(nn.Module):
+    """Uses a layer's weight behind its back, before or after the layers proper."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.net, self.first = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = self.net[2].weight.sum()
+        return extra + self.net(x) if self.first else self.net(x) + extra
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_bypass_is_found_on_either_side_of_a_gate(first, make_partition):
+    model = Sneaky(first)
+    with (
+        attach(model, make_partition(model), 1.0) as engine,
+        pytest.raises(UserError, match=r"'net.2.weight' is used outside"),
+    ):
+        engine.backward(model(torch.randn(4, 3)).sum(1))
+
+
+def test_parameters_that_do_not_train_may_be_used_by_anybody():
+    other = nn.Parameter(torch.ones(2))
+    check_paths(torch.ones(3, 2) @ other, {})
+    with pytest.raises(UserError, match="'other' is used outside"):
+        check_paths(torch.ones(3, 2) @ other, {id(other): "other"})
+    with pytest.raises(UserError, match=r"of shape \(2,\)"):
+        check_paths(torch.ones(3, 2) @ other, {}, shards=True)
+
+
+@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
+def test_a_layer_that_the_losses_do_not_reach_is_named_inside_a_group_too(norms):
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.add_module("spare", nn.Sequential(nn.Linear(3, 3)))
+    model.forward = lambda x: model[0](x)
+    with (
+        attach(model, flat(model), 1.0, norms=norms) as engine,
+        pytest.raises(UserError, match=r"'spare.0.weight' trains but got no gradient"),
+    ):
+        engine.backward(model(torch.randn(4, 3)).sum(1))
+
+
+def test_a_layer_is_alone_only_in_a_group_of_its_own():
+    """What is alone may forget its gradients once they are summed; in a larger group the factors come later."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for make_partition, alone in ((flat, False), (per_layer, True)):
+        with attach(model, make_partition(model), 1.0) as engine:
+            assert [m.rule.alone for group in engine.groups for m in group.members] == [alone, alone]
+
+
+def test_gradients_of_an_embedding_have_a_row_an_example():
+    layer = nn.Embedding(5, 3)
+    ids, g = torch.tensor([[1], [4]]), torch.randn(2, 1, 3)
+    (rows,) = EmbeddingRule(layer).per_example_gradients((ids,), g, (True,))
+    assert rows.shape == (2, 5, 3)
+    assert torch.equal(rows[0, 1], g[0, 0]) and torch.equal(rows[1, 4], g[1, 0]) and int(rows.count_nonzero()) == 6
+    ids, g = torch.tensor([[1, 1, 0]]), torch.randn(1, 3, 3)
+    (rows,) = EmbeddingRule(layer).per_example_gradients((ids,), g, (True,))
+    assert rows.shape == (1, 5, 3)
+    torch.testing.assert_close(rows[0, 1], g[0, 0] + g[0, 1])
+
+
+def test_what_an_engine_knows_of_a_layer_cannot_be_changed():
+    layer = nn.Linear(3, 3)
+    with attach(layer, per_layer(layer), 1.0) as engine, pytest.raises(dataclasses.FrozenInstanceError):
+        engine.groups[0].members[0].shared = True
+    for found in find_layers(layer):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            found.name = "other"
+    reference = clipped_sums(layer, lambda i: layer(torch.ones(3)).sum(), [0], per_layer(layer), [1.0])
+    for thing in (reference, Outer(torch.ones(1, 1, 1), torch.ones(1, 1, 1))):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, dataclasses.fields(thing)[0].name, None)

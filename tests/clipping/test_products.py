@@ -1,0 +1,233 @@
+"""Inner products, working memory and chunks: what saves time or memory must change no number."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from groupwise.clipping import attach, flat, joint, per_layer, products
+from groupwise.clipping.products import LastProducts, self_products
+from groupwise.clipping.rooms import Rooms
+from groupwise.clipping.rules import gram, group_norm
+from groupwise.clipping.rules.base import chunk_floats, in_format_of, numbers, rounding_slack, sum_of_squares, upcast
+from groupwise.clipping.rules.conv import positions_first, positions_last
+from tests.clipping.conftest import make_case
+
+
+@pytest.mark.parametrize("rows", [31, 32, 33, 40])
+def test_a_symmetric_product_is_whole_and_its_quarter_is_not_computed_twice(monkeypatch, rows):
+    monkeypatch.setattr(products, "LEAST_SPLIT", 0)
+    x = torch.randn(3, rows, 7, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        found = self_products(x)
+    torch.testing.assert_close(found, x @ x.mT, rtol=1e-12, atol=1e-12)
+    half = rows // 2
+    spared = half * (rows - half) if rows >= 32 else 0
+    assert counter.get_total_flops() == 2 * 3 * 7 * (rows * rows - spared)
+
+
+@pytest.mark.parametrize(("width", "split"), [(4096, True), (4095, False)])
+def test_small_products_are_made_at_once(width, split):
+    with FlopCounterMode(display=False) as counter:
+        self_products(torch.zeros(1, 32, width))
+    assert counter.get_total_flops() == 2 * width * 32 * 32 * (3 if split else 4) // 4
+
+
+class TestLastProducts:
+    def test_the_same_input_is_multiplied_once(self):
+        last, x = LastProducts(), torch.randn(2, 3, 4)
+        first = last.of(x)
+        assert last.reused == 0
+        assert last.of(x) is first and last.of(x.view(2, 3, 4)) is first
+        assert last.reused == 2
+
+    @pytest.mark.parametrize(
+        "change",
+        [lambda x: x.clone(), lambda x: x.add_(1), lambda x: x[:1], lambda x: x.mT, lambda x: x.view(torch.int32)],
+        ids=["memory", "content", "shape", "stride", "dtype"],
+    )
+    def test_another_input_is_not(self, change):
+        last, x = LastProducts(), torch.randn(2, 3, 3)
+        last.of(x)
+        other = change(x)
+        assert torch.equal(last.of(other), torch.bmm(other, other.mT))
+        assert last.reused == 0
+
+    def test_an_input_that_is_gone_is_not_taken_for_another_at_its_address(self):
+        last, x = LastProducts(), torch.randn(2, 3, 4)
+        last.of(x)
+        key = last._key
+        del x
+        gc.collect()
+        other = torch.randn(2, 3, 4)
+        last._key = (other.data_ptr(), *key[1:])
+        assert torch.equal(last.of(other), torch.bmm(other, other.mT)) and last.reused == 0
+
+    def test_it_lets_go(self):
+        last, x = LastProducts(), torch.randn(2, 3, 4)
+        first = last.of(x)
+        last.clear()
+        assert last.of(x) is not first and last.reused == 0
+        last.clear()
+        assert last._key is None and last._kept is None
+
+
+class TestRooms:
+    def test_a_room_is_used_again_grown_and_given_back(self):
+        rooms, like = Rooms(), torch.zeros(1)
+        first = rooms.take("a", like, 2, 3)
+        assert first.shape == (2, 3) and first.dtype == torch.float32
+        assert rooms.take("a", like, 3, 2).data_ptr() == first.data_ptr()
+        assert rooms.take("a", like, 4).data_ptr() == first.data_ptr()
+        assert rooms.take("a", like, 7).numel() == 7
+        larger = rooms.take("a", like, 5)
+        assert larger.data_ptr() != first.data_ptr() and larger.untyped_storage().nbytes() == 28
+        rooms.clear()
+        assert rooms.take("a", like, 5).untyped_storage().nbytes() == 20
+
+    def test_purposes_and_types_have_rooms_of_their_own(self):
+        rooms = Rooms()
+        kinds = (torch.float32, torch.float64)
+        taken = [rooms.take(purpose, torch.zeros(1, dtype=kind), 4) for purpose in "ab" for kind in kinds]
+        assert len({room.data_ptr() for room in taken}) == 4
+        assert [room.dtype for room in taken] == [torch.float32, torch.float64] * 2
+
+
+CHUNKED = {
+    "gram": (gram, "linear_3d", {"formula": "gram"}, 2 * 9),
+    "group norm": (group_norm, "group_norm_4d", {}, 2 * 54),
+    "tied, materialised": (joint, "tied_conv1d", {}, 2 * 48),
+    "tied, one at a time": (joint, "tied_conv1d", {}, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_chunks_change_nothing(double, monkeypatch, name, make_partition):
+    module, case_name, options, floats = CHUNKED[name]
+    case = make_case(case_name)
+    found = []
+    for limit in (None, floats):
+        if limit is not None:
+            monkeypatch.setattr(module, "CHUNK_FLOATS", limit)
+        case.model.zero_grad()
+        with attach(case.model, make_partition(case.model), 0.3, **options) as engine:
+            engine.backward(case.losses())
+            found.append([engine.per_example_norms, *(p.grad.clone() for p in case.model.parameters())])
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(("floats", "sizes"), [(18, [2, 2, 1]), (17, [1] * 5), (10**6, [5])])
+def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, floats, sizes):
+    monkeypatch.setattr(gram, "CHUNK_FLOATS", floats)
+    seen, real = [], gram.norms_from_products
+    monkeypatch.setattr(gram, "norms_from_products", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
+    x, g = torch.randn(5, 3, 4, dtype=torch.float64), torch.randn(5, 3, 6, dtype=torch.float64)
+    for bias in (True, False):
+        seen.clear()
+        squares = gram.gram_norms(x, g, bias)
+        truth = (g.mT @ x).square().sum((1, 2)) + (g.sum(1).square().sum(1) if bias else 0)
+        torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
+        assert seen == sizes
+
+
+@pytest.mark.parametrize(("floats", "rows"), [(2 * 12, 2), (11, 1), (10**6, 5)])
+def test_group_norm_writes_products_into_a_buffer_of_a_few_examples(monkeypatch, floats, rows):
+    monkeypatch.setattr(group_norm, "CHUNK_FLOATS", floats)
+    made, real = [], torch.empty_like
+    monkeypatch.setattr(group_norm.torch, "empty_like", lambda t: made.append(len(t)) or real(t))
+    g, x = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
+    torch.testing.assert_close(group_norm._channel_products(g, x), (g * x).sum(2))
+    assert made == [rows]
+
+
+def test_how_far_rounding_may_have_gone():
+    slack = rounding_slack(torch.tensor([2.0, 0.0]), 9)
+    assert slack.tolist() == pytest.approx([2.0 * 4 * 3 * torch.finfo(torch.float32).eps, 0.0])
+
+
+@pytest.mark.parametrize(("terms", "longest"), [((4, 5, 6), 6), ((7, 5, 6), 7), ((4, 8, 6), 8)])
+def test_slack_is_for_the_longest_sum(monkeypatch, terms, longest):
+    rows, d, p = terms
+    seen = []
+    real = gram.rounding_slack
+    monkeypatch.setattr(gram, "rounding_slack", lambda sizes, n: seen.append(n) or real(sizes, n))
+    x, g = torch.randn(2, rows, d), torch.randn(2, rows, p)
+    gram.gram_norms(x, g, True)
+    assert seen == [longest]
+
+
+def test_slack_is_of_the_sizes_before_anything_cancels():
+    """x and g of two positions that cancel exactly: ‖GᵀX‖ = 0, and its terms are not."""
+    x, g = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]]), torch.tensor([[[2.0], [-2.0]]])
+    for bias, size in ((False, 2 * 5 * 2), (True, 2 * 26**0.5 * 2)):
+        squares = gram.gram_norms(x, g, bias)
+        assert squares.item() == pytest.approx(rounding_slack(torch.tensor(float(size) ** 2), 2).item(), rel=1e-5)
+
+
+def test_small_helpers():
+    assert numbers(torch.zeros(2, 3), None, "x", torch.zeros(4)) == 10
+    assert upcast(torch.zeros(1, dtype=torch.bfloat16)).dtype == upcast(torch.zeros(1).half()).dtype == torch.float32
+    assert upcast(torch.zeros(1).double()).dtype == torch.float64
+    squares = sum_of_squares((torch.tensor([[[1.0, 2.0]], [[3.0, 0.0]]]), None, torch.tensor([[2.0], [1.0]])))
+    assert squares.tolist() == [9.0, 10.0]
+    assert chunk_floats(torch.zeros(1)) == 2**20 and chunk_floats(torch.zeros(1, device="meta")) == 2**26
+
+
+def test_memory_formats_follow_the_input():
+    last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    plain = torch.randn(2, 3, 4, 5)
+    assert in_format_of(last, plain).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(in_format_of(last, plain), plain)
+    assert in_format_of(plain, last).is_contiguous() and torch.equal(in_format_of(plain, last), last)
+    assert in_format_of(torch.randn(2, 3, 4).mT, torch.randn(2, 4, 3).mT).is_contiguous()
+    both = torch.randn(2, 1, 4, 5)  # one channel: in both formats at once
+    assert in_format_of(both, torch.randn(2, 1, 4, 5).mT.contiguous().mT).is_contiguous()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_positions_of_output_gradients(groups, memory):
+    g = torch.randn(2, 6, 3, 4).to(memory_format=memory)
+    rows = positions_last(g, groups)
+    assert torch.equal(rows, g.contiguous().view(2 * groups, 6 // groups, 12))
+    if groups == 1 and memory == torch.channels_last:
+        assert rows.data_ptr() == g.data_ptr(), "no copy"
+    assert torch.equal(positions_first(g), g.flatten(2).mT)
+
+
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_features_of_one_number_are_no_positions(double, formula, width):
+    """Inputs (B, T, 1) and outputs of one feature: axes of length 1 in every place."""
+    layer = nn.Linear(width, 3 - width)
+    x, g = torch.randn(4, 3, width), torch.randn(4, 3, 3 - width)
+    for rows in (x, x[:, :1], x[:1]):
+        weights = g[: len(rows), : rows.shape[1]]
+        layer.zero_grad()
+        with attach(layer, per_layer(layer), 1e-3, formula=formula) as engine:
+            engine.backward((layer(rows) * weights).sum((1, 2)))
+            norms = engine.per_example_norms[0]
+        each = weights.mT @ rows
+        squares = each.square().sum((1, 2)) + weights.sum(1).square().sum(1)
+        torch.testing.assert_close(norms, squares.sqrt(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(layer.weight.grad, (each * (1e-3 / norms)[:, None, None]).sum(0))
+
+
+def test_a_layer_alone_keeps_no_more_than_it_must():
+    """`thrifty` and `alone` follow from the partition and the kind of norms."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = model[0].bias
+    for partition, norms, alone, thrifty in (
+        (flat(model), "bookkeeping", [False, False], False),
+        (flat(model), "ghost", [False, False], True),
+    ):
+        with attach(model, partition, 1.0, norms=norms) as engine:
+            rules = [m.rule for group in engine.groups for m in group.members]
+            assert [rule.alone for rule in rules] == alone and [rule.thrifty for rule in rules] == [thrifty] * 2
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with attach(model, per_layer(model), 1.0) as engine:
+        assert all(m.rule.alone and not m.shared for group in engine.groups for m in group.members)

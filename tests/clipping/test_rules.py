@@ -1,0 +1,320 @@
+"""What every rule promises beyond exact sums: precision under autocast, and norms raised by their own rounding."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import WSConv2d, attach, flat, joint, per_layer
+from groupwise.clipping.costs import Shared
+from groupwise.clipping.joint import Outer
+from groupwise.clipping.rules import gram, ws_conv
+from groupwise.clipping.rules.conv import Conv2dRule
+from groupwise.clipping.rules.ws_conv import WSConv2dRule
+from groupwise.errors import UserError
+from tests.clipping.conftest import CASES, make_case
+
+FALLBACKS = [name for name in CASES if name.startswith(("fallback", "parametrized"))]
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {*FALLBACKS, "ws_conv_gain"}])
+def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partition):
+    torch.manual_seed(0)
+    case = make_case(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = case.model(case.inputs)
+    with attach(case.model, make_partition(case.model), 1e30) as engine:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = case.model(case.inputs)
+        if "norm" not in name and "hf" not in name:  # norms are float32 here as on a GPU, which torch's CPU keeps lower
+            assert output.dtype == plain.dtype
+        torch.testing.assert_close(output.float(), plain.float(), rtol=0.05, atol=0.05)
+        engine.backward(output.float().flatten(1).square().sum(1))
+        assert all(squares.dtype == torch.float32 for squares in engine.squared_norms.values())
+        sums = {name: p.grad.clone() for name, p in case.model.named_parameters() if p.requires_grad}
+    case.model.zero_grad()
+    case.model(case.inputs).flatten(1).square().sum().backward()
+    for name, total in sums.items():
+        exact = case.model.get_parameter(name).grad
+        assert total.dtype == torch.float32
+        assert float((total - exact).norm()) <= 0.08 * float(exact.norm()) + 0.05, name
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_the_fallback_runs_in_float32_whatever_autocast_says(name):
+    torch.manual_seed(0)
+    case = make_case(name)
+    expected = case.model(case.inputs)
+    with (
+        attach(case.model, flat(case.model), 1.0) as engine,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        if len(engine.groups[0].members) == 1:
+            torch.testing.assert_close(case.model(case.inputs), expected, rtol=1e-5, atol=1e-5)
+        engine.backward(case.model(case.inputs).float().flatten(1).square().sum(1))
+    assert all(p.grad.dtype == torch.float32 for p in case.model.parameters())
+
+
+def used_gradients(layer: WSConv2d, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Each example's gradient G (B, p, K) for the filters as used, and the standardised filters ŵ (p, K)."""
+    standard = layer.weight.detach() - layer.weight.detach().mean((1, 2, 3), keepdim=True)
+    scale = standard.square().sum((1, 2, 3), keepdim=True).clamp_min(1e-4).rsqrt()
+    standard = standard * scale
+    used = (standard * (1 if layer.gain is None else layer.gain.detach().view(-1, 1, 1, 1))).requires_grad_()
+    rows = []
+    for i in range(len(x)):
+        y = nn.functional.conv2d(x[i : i + 1], used, None, layer.stride, layer.padding)
+        rows.append(torch.autograd.grad((y * g[i : i + 1]).sum(), used)[0].flatten(1))
+    return torch.stack(rows), standard.flatten(1)
+
+
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize(
+    ("gain", "wanted"), [(False, (True, True, False)), (True, (True, False, True)), (True, (False, False, True))]
+)
+def test_each_part_of_a_standardised_norm_is_moved_towards_the_larger_by_its_rounding(
+    double, monkeypatch, formula, gain, wanted
+):
+    """Σ (gain·s)²(‖G‖² - (|ΣG|/√K - ε)² - a(|⟨G, ŵ⟩| - ε)²) + Σ (|⟨G, ŵ⟩| + ε)²; one filter has a = 0."""
+    epsilon, terms = 0.01, []
+    by_products = formula == "gram"
+
+    def slack(sizes: Tensor, longest: int) -> Tensor:
+        terms.append(longest)
+        return torch.full_like(sizes, epsilon)
+
+    layer = WSConv2d(3, 4, 3, padding=1, stride=2, gain=gain)
+    with torch.no_grad():
+        layer.weight[1] = 0.3 + 1e-4 * torch.randn(3, 3, 3)
+        if gain:
+            layer.gain.uniform_(0.5, 2.0)
+    x, g = torch.randn(5, 3, 6, 6), torch.randn(5, 4, 3, 3)
+    rule = WSConv2dRule(layer, Shared(formula))
+    _, saved = rule.forward(x, *(None if p is None else p.detach() for p in (layer.weight, layer.bias, layer.gain)))
+    rows, standard = used_gradients(layer, x, g)
+    centred = layer.weight.detach().flatten(1) - layer.weight.detach().flatten(1).mean(1, keepdim=True)
+    scale = centred.square().sum(1).clamp_min(1e-4).rsqrt() * (1 if layer.gain is None else layer.gain.detach())
+    active = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    along, total, whole = (rows * standard).sum(2), rows.sum(2), rows.square().sum(2)
+    less = epsilon if by_products else 0.0
+    expected = torch.zeros(5)
+    if wanted[0]:
+        removed = (total.abs() / 27**0.5 - less).clamp_min(0).square()
+        removed = removed + active * (along.abs() - less).clamp_min(0).square()
+        expected = ((whole - removed) * scale.square()).sum(1) + (0 if by_products else epsilon * scale.square().sum())
+    if wanted[2]:
+        expected = expected + (along.abs() + less).square().sum(1)
+    if wanted[1]:
+        expected = expected + g.sum((2, 3)).square().sum(1)
+    monkeypatch.setattr(ws_conv, "rounding_slack", slack)
+    monkeypatch.setattr(gram, "rounding_slack", lambda sizes, longest: terms.append(longest) or torch.zeros_like(sizes))
+    torch.testing.assert_close(rule.squared_norms(saved, g, wanted), expected, rtol=1e-9, atol=0)
+    assert set(terms) <= {27}
+
+
+def test_rounding_of_a_standardised_norm_grows_with_what_its_terms_are_made_of(double, monkeypatch):
+    """Σ_t ‖x_t‖|g_t| for a filter, and with a bias Σ_t |g_t| · |bias|/|gain| on top."""
+    layer = WSConv2d(3, 4, 3, padding=1, gain=True)
+    with torch.no_grad():
+        layer.gain.uniform_(-2.0, -0.5)
+    x, g, seen = torch.randn(5, 3, 4, 4), torch.randn(5, 4, 4, 4), []
+    monkeypatch.setattr(ws_conv, "rounding_slack", lambda size, n: seen.append(size) or torch.zeros_like(size))
+    rule = WSConv2dRule(layer, Shared("gram"))
+    _, saved = rule.forward(x, *(p.detach() for p in (layer.weight, layer.bias, layer.gain)))
+    rule.squared_norms(saved, g, (True, True, True))
+    windows = nn.functional.unfold(x, 3, padding=1).norm(dim=1)
+    expected = torch.einsum("bt,bpt->bp", windows, g.flatten(2).abs())
+    expected = expected + layer.bias.detach().abs() / layer.gain.detach().abs() * g.flatten(2).abs().sum(2)
+    torch.testing.assert_close(seen[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "space", "longest"),
+    [
+        (nn.Conv2d(3, 4, 3, padding=1), 6, 36),
+        (nn.Conv2d(3, 4, 3, padding=1), 4, 27),
+        (nn.Conv2d(3, 40, 3, padding=1), 4, 40),
+        (WSConv2d(3, 4, 3, padding=1), 6, 36),
+        (WSConv2d(3, 4, 3, padding=1), 4, 27),
+        (WSConv2d(3, 40, 3, padding=1), 4, 40),
+    ],
+)
+def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space, longest):
+    seen = []
+    for module in (gram, ws_conv):
+        monkeypatch.setattr(module, "rounding_slack", lambda sizes, n: seen.append(n) or torch.zeros_like(sizes))
+    standardised = isinstance(layer, WSConv2d)
+    rule = (WSConv2dRule if standardised else Conv2dRule)(layer, Shared("gram"))
+    parameters = (layer.weight.detach(), layer.bias.detach(), None)[: 3 if standardised else 2]
+    y, saved = rule.forward(torch.randn(2, 3, space, space), *parameters)
+    rule.squared_norms(saved, torch.randn_like(y), (True, False, False)[: len(parameters)])
+    assert set(seen) == {longest}
+
+
+@pytest.mark.parametrize("kinds", ["rows, rows", "indices, indices", "indices, rows", "rows, indices"])
+def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
+    """⟨Σ l rᵀ, Σ l' r'ᵀ⟩, and what it is made of: Σ‖l‖‖r‖ · Σ‖l'‖‖r'‖ in sums of n terms."""
+    sides, dense = [], []
+    for kind, t in zip(kinds.split(", "), (3, 5), strict=True):
+        indices = torch.randint(0, 7, (2, t))
+        rows = torch.randn(2, t, 7) if kind == "rows" else nn.functional.one_hot(indices, 7).double()
+        right = torch.randn(2, t, 4)
+        sides.append(Outer(rows if kind == "rows" else indices, right))
+        dense.append((rows, right))
+    (left, right), (other_left, other_right) = dense
+    exact = ((left.mT @ right) * (other_left.mT @ other_right)).sum((1, 2))
+    sizes = [(rows.norm(dim=2) * r.norm(dim=2)).sum(1) for rows, r in dense]
+    slack = 4 * 4**0.5 * torch.finfo(torch.float64).eps * sizes[0] * sizes[1]
+    found = sides[0].inner(sides[1])
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
+    joint_slack = joint.rounding_slack
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joint, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + joint_slack(size, n))
+        torch.testing.assert_close(sides[0].inner(sides[1]), exact + 100 + slack, rtol=1e-9, atol=0)
+    torch.testing.assert_close(seen[0][0], sizes[0] * sizes[1])
+    assert seen[0][1] == 4
+    long = Outer(torch.randn(2, 9, 7), torch.randn(2, 9, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joint, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
+        long.inner(long)
+    assert seen[-1][1] == 9
+
+
+def test_three_uses_have_three_pairs_and_materialised_ones_are_raised_too(double, monkeypatch):
+    class Thrice(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+    seen, real = [], joint.rounding_slack
+
+    def slack(sizes: Tensor, terms: int) -> Tensor:
+        seen.append(terms)
+        return real(sizes, terms) + 1.0
+
+    for layer, x in ((nn.Linear(4, 4), torch.randn(3, 2, 4)), (nn.Conv1d(4, 4, 3, padding=1), torch.randn(3, 4, 5))):
+        model = Thrice(layer)
+        exact = []
+        for i in range(3):
+            gradients = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(layer.parameters()))
+            exact.append(sum(g.square().sum() for g in gradients).sqrt())
+        for make_partition, norms in ((flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")):
+            with attach(model, make_partition(model), 1.0, norms=norms) as engine:
+                engine.backward(model(x).flatten(1).square().sum(1))
+                torch.testing.assert_close(engine.per_example_norms[0], torch.stack(exact), rtol=1e-9, atol=0)
+        seen.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(joint, "rounding_slack", slack)
+            with attach(model, per_layer(model), 1.0) as engine:
+                engine.backward(model(x).flatten(1).square().sum(1))
+                raised = engine.per_example_norms[0].square() - torch.stack(exact).square()
+        assert bool((raised > 0.99).all()), "never lowered"
+        assert (4 if isinstance(layer, nn.Linear) else layer.weight.numel()) in seen
+
+
+class Own(nn.Module):
+    """A module with a parameter that no rule knows, with what it is given added to it."""
+
+    def __init__(self, *inner: nn.Module, **attributes: object) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.inner = nn.Sequential(*inner)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        (lambda: Own(nn.Dropout(0.5)), "dropout inside \\(at 'inner.0'\\)"),
+        (lambda: Own(nn.Dropout(0.0)), None),
+        (lambda: Own(dropout=0.1), "dropout inside"),
+        (lambda: Own(dropout=1), "dropout inside"),
+        (lambda: Own(dropout=nn.Identity()), None),
+        (lambda: Own(dropout="no number"), None),
+        (lambda: Own(nn.Tanh()), None),
+    ],
+)
+def test_what_draws_masks_is_refused_in_a_fallback(model, refused):
+    model = model()
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            attach(model, flat(model), 1.0)
+    else:
+        with attach(model, flat(model), 1.0) as engine:
+            engine.backward(model(torch.ones(2, 3)).sum(1))
+
+
+def test_pre_hooks_are_refused_where_they_are():
+    for hooked, place in ((lambda m: m, "the model"), (lambda m: m.inner[0], "inner.0")):
+        model = Own(nn.Tanh())
+        hooked(model).register_forward_pre_hook(lambda module, args: None)
+        with pytest.raises(UserError, match=rf"Layer 'the model' \(Own\) has forward pre-hooks \(at '{place}'\)"):
+            attach(model, flat(model), 1.0)
+
+
+def test_the_fallback_says_that_it_is_slow_and_calls_by_tensor_only():
+    model = nn.Sequential(nn.Linear(3, 3), Own())
+    with pytest.warns(UserWarning, match=r"no rule for Own: layer '1' is clipped exactly, but slowly"):
+        engine = attach(model, flat(model), 1.0)
+    (member,) = [m for m in engine.groups[0].members if m.name == "1"]
+    with pytest.raises(UserError, match="'1' was called as a single-input layer"):
+        member.rule.forward(torch.ones(2, 3))
+    with pytest.raises(UserError, match="'1' was called as a single-input layer"):
+        member.rule.input_gradient((), torch.ones(2, 3))
+    engine.detach()
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+def test_a_fallback_that_returns_integers_or_takes_no_tensor_is_refused():
+    class Counts(Own):
+        def forward(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            x = torch.ones(2, 3) if x is None else x
+            return x * self.scale, (x > 0).sum(1)
+
+    model = Counts()
+    with attach(model, flat(model), 1.0):
+        with pytest.raises(UserError, match="'the model' returns tensors of integers"):
+            model(torch.ones(2, 3))
+        with pytest.raises(UserError, match="was called without a tensor"):
+            model()
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wanted():
+    class Nested(Own):
+        def forward(self, pair: dict[str, Tensor], ids: Tensor, *, power: int = 1) -> dict[str, Tensor | list[Tensor]]:
+            mixed = pair["a"] * self.scale**power + pair["b"] + ids.unsqueeze(1)
+            return {"first": mixed, "rest": [mixed.square()]}
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.nested = nn.Linear(3, 3), Nested()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.nested({"a": self.body(x), "b": x}, ids=torch.arange(len(x)), power=3)
+            return out["first"] + out["rest"][0]
+
+    torch.manual_seed(0)
+    model, x = Outside().double(), torch.randn(4, 3, dtype=torch.float64)
+    torch.nn.init.uniform_(model.nested.scale, 0.5, 1.5)
+    exact = torch.zeros(2, 4, dtype=torch.float64)
+    for i in range(4):
+        y = model.nested({"a": model.body(x[i : i + 1]), "b": x[i : i + 1]}, ids=torch.tensor([i]), power=3)
+        loss = (y["first"] + y["rest"][0]).sum()
+        for row, layer in enumerate((model.body, model.nested)):
+            gradients = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+            exact[row, i] = sum(g.square().sum() for g in gradients).sqrt()
+    with attach(model, per_layer(model), 1.0) as engine:
+        engine.backward(model(x).sum(1))
+        torch.testing.assert_close(engine.per_example_norms, exact, rtol=1e-9, atol=0)

@@ -1,0 +1,130 @@
+"""The faults of `python -m trust.faults`, a few times each, and that the command can fail."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from groupwise.training.sums import write_sums
+from trust import faults
+from trust.faults_disk import full, too_large, unwritable
+from trust.faults_files import both_altered, checkpoint_altered, data_altered
+from trust.faults_folders import make, many
+from trust.faults_kill import stopped
+from trust.faults_memory import halved, too_large_for_one
+from trust.faults_process import SEEDED, Outcome, complete, left, run_folder, same
+from trust.faults_together import clock, two
+
+TRIED = {
+    "sigterm": lambda work: stopped(signal.SIGTERM, 3, work),
+    "full disk": lambda work: full(2, work),
+    "files may not grow": lambda work: too_large(2, work),
+    "read-only": lambda work: unwritable(2, work),
+    "checkpoint": lambda work: checkpoint_altered(6, work),
+    "both checkpoints": lambda work: both_altered(3, work),
+    "data": lambda work: data_altered(3, work),
+    "memory": lambda work: halved(1, work),
+    "one example": lambda work: too_large_for_one(1, work),
+    "two processes": lambda work: two(3, work),
+    "clock": lambda work: clock(2, work),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TRIED)
+def test_nothing_is_lost(fault, tmp_path):
+    outcome = TRIED[fault](tmp_path / "work")
+    if "not tried" in outcome.result:
+        pytest.skip(outcome.result)
+    assert outcome.lost == 0 and outcome.tried >= 1
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_when_a_run_is_killed_again_and_again(tmp_path):
+    outcome = stopped(signal.SIGKILL, 8, tmp_path)
+    assert outcome.lost == 0 and outcome.tried >= 8
+
+
+@pytest.mark.slow
+def test_ten_thousand_folders_are_read_in_seconds(tmp_path):
+    assert [row.lost for row in many(10_000, tmp_path)] == [0, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    results = tmp_path_factory.mktemp("whole") / "results"
+    process = complete(results, *SEEDED)
+    assert process.code == 0, process.errors
+    return results, left(results)
+
+
+def _change_weights(folder: Path) -> None:
+    model = torch.load(folder / "model.pt")
+    model["stem.weight"][0, 0, 0, 0] += 1e-6
+    torch.save(model, folder / "model.pt")
+    write_sums(folder)
+
+
+def _lose_a_line(folder: Path) -> None:
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[1:]))
+    write_sums(folder)
+
+
+def _change_a_threshold(folder: Path) -> None:
+    privacy = json.loads((folder / "privacy.json").read_text())
+    privacy["thresholds"]["stem"] *= 1 + 1e-12
+    (folder / "privacy.json").write_text(json.dumps(privacy))
+    write_sums(folder)
+
+
+HARM = {
+    "nothing": lambda folder: None,
+    "weights": _change_weights,
+    "metrics": _lose_a_line,
+    "thresholds": _change_a_threshold,
+    "sums": lambda folder: (folder / "config.hash").write_text("another"),
+    "key": lambda folder: (folder / "checkpoint-previous.pt").write_text("key"),
+    "litter": lambda folder: (folder / ".checkpoint.pt.x.partial").write_text("key"),
+    "DONE": lambda folder: (folder / "DONE").unlink(),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_run_that_did_not_come_to_the_same_is_seen(finished, harm, tmp_path):
+    results = shutil.copytree(finished[0], tmp_path / "results")
+    HARM[harm](run_folder(results))
+    assert same(results, finished[1]) is (harm == "nothing")
+
+
+def test_only_one_sentence_counts_as_refused(tmp_path):
+    told = complete(tmp_path / "told", "privacy.epsilon=-1")
+    assert told.refused()
+    told.said.with_suffix(".err").write_text("Traceback\nerror: one\n")
+    assert not told.refused()
+
+
+def test_the_command_writes_its_table_and_fails_when_anything_was_lost(tmp_path, monkeypatch, capsys):
+    rows = [Outcome("a fault", 3, 0, "nothing, or so"), Outcome("another", 2, 1, "something")]
+    monkeypatch.setattr(faults, "FAULTS", {"all": (lambda trials, work: rows[:trials], 2)})
+    out = tmp_path / "trust" / "faults.csv"
+    assert faults.main(["--out", str(out)]) == 1
+    assert "| another | 2 | 1 | something |" in capsys.readouterr().out
+    assert [row["lost"] for row in csv.DictReader(out.open())] == ["0", "1"]
+    assert faults.main(["--out", str(out), "--trials", "1"]) == 0
+
+
+def test_status_of_some_folders_made_up_is_read(tmp_path):
+    import random
+
+    from groupwise.launch.status import status
+
+    make(30, tmp_path / "runs", tmp_path / "sweep", random.Random(0))
+    assert "30 cells: 30 done" in status(tmp_path / "sweep")[0]

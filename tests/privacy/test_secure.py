@@ -1,0 +1,184 @@
+"""The opt-in secure noise: its law, its lattice, the attack that the lattice stops, and its replay."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from groupwise.errors import UserError
+from groupwise.privacy import secure
+from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
+from groupwise.privacy.secure import Keystream, LatticeNoise, SecurePoissonSampler, lattice_spacing
+
+SOURCE = NoiseSource.from_seed(7, secure=True)
+DTYPES = [torch.float32, torch.float64]
+
+
+def draw(size=20_000, std=1.0, step=0, stream=0, source=SOURCE, dtype=torch.float64) -> torch.Tensor:
+    return source.add_gaussian_(torch.zeros(size, dtype=dtype), std, step, stream)
+
+
+def test_the_keystream_is_chacha20_of_rfc_8439():
+    # RFC 8439, appendix A.1, test vector 1: key, counter and nonce of zeros.
+    words = Keystream(bytes(32)).words(8)
+    assert words.tobytes().hex() == (
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("std", [1e-4, 1.0, 37.0])
+@pytest.mark.parametrize("step", [0, 5])
+def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal, dtype, std, step):
+    noise = draw(std=std, step=step, dtype=dtype).numpy()
+    assert follows_normal(noise, std)
+    assert not follows_normal(noise, std * 2 / 3)
+    assert not follows_normal(noise, std * 3 / 2)
+    assert not follows_normal(np.abs(noise), std)
+    assert not follows_normal(noise + 0.1 * std, std)
+
+
+def test_one_draw_of_the_two_is_normal_itself(follows_normal):
+    assert follows_normal(Keystream(bytes(32)).normals(20_000), 1.0)
+
+
+def test_the_tails_are_there():
+    noise = draw(2_000_000).numpy()
+    assert (np.abs(noise) > 4.0).sum() == pytest.approx(2e6 * 6.334e-5, abs=45)  # four standard errors
+
+
+def test_extreme_words_give_finite_draws(monkeypatch):
+    words = np.array([0, 1, 2**64 - 1, 2**64 - 2], dtype=np.uint64)
+    monkeypatch.setattr(Keystream, "words", lambda self, count: words)
+    draws = Keystream(bytes(32)).normals(4)
+    assert draws == pytest.approx([stats.norm.ppf(2.0**-65), -stats.norm.ppf(2.0**-65), 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize("std", [1e-6, 0.37, 1.0, 5.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_leaves_is_the_rounded_sum_plus_a_whole_number_of_spacings(std, dtype):
+    spacing = lattice_spacing(std)
+    assert 2.0**-41 < spacing / std <= 2.0**-40
+    sums = torch.randn(5000, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    noise = draw(5000, std)  # of zeros, exact in float64
+    exact = (sums.double() / spacing).round() * spacing + noise
+    assert torch.equal(SOURCE.add_gaussian_(sums.clone(), std, 0, 0), exact.to(dtype))
+    assert bool(((noise / spacing) % 1 == 0).all())
+
+
+def fine_bits(value: float, source: NoiseSource, dtype: torch.dtype) -> float:
+    """The share of outputs with bits finer than those of 1, when each sum is ``value`` and the noise has std 1."""
+    digits = 53 if dtype == torch.float64 else 24
+    outputs = source.add_gaussian_(torch.full((20_000,), value, dtype=dtype), 1.0, 0, 0).double()
+    return float(((outputs * 2.0**digits) % 1 != 0).double().mean())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_low_bits_tell_sums_apart_by_default_and_not_when_secure(dtype):
+    usual = NoiseSource.from_seed(7)
+    assert fine_bits(0.0, usual, dtype) > 0.2  # so the sum was not 1: certain, in more than a fifth of all outputs
+    assert fine_bits(1.0, usual, dtype) == 0.0
+    secure = [fine_bits(value, SOURCE, dtype) for value in (0.0, 1.0)]
+    # On the lattice of float64 no output has such bits; rounded to float32, small ones have, from either sum.
+    assert secure == [0.0, 0.0] if dtype == torch.float64 else min(secure) > 0.1
+
+
+def test_the_lattice_moves_a_sum_by_half_a_spacing_at_most():
+    sums = torch.randn(5000, dtype=torch.float64)
+    moved = SOURCE.add_gaussian_(sums.clone(), 1.0, 0, 0) - draw(5000) - sums
+    assert float(moved.abs().max()) <= lattice_spacing(1.0) / 2 + 1e-15
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"step": 1}, {"stream": 1}, {"stream": COUNT_STREAM}, {"source": NoiseSource.from_seed(8, secure=True)}],
+    ids=["step", "stream", "counts", "key"],
+)
+def test_another_step_stream_or_key_is_independent_noise(other):
+    noise, another = draw().numpy(), draw(**other).numpy()
+    assert abs(np.corrcoef(noise, another)[0, 1]) < 5 / np.sqrt(len(noise))
+
+
+def test_entries_do_not_repeat_from_chunk_to_chunk():
+    noise = draw(4 * secure.CHUNK).numpy()
+    assert len(np.unique(noise)) > 0.999 * len(noise)
+    assert abs(np.corrcoef(noise[: -secure.CHUNK], noise[secure.CHUNK :])[0, 1]) < 5 / np.sqrt(3 * secure.CHUNK)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_replay_adds_the_very_same_noise(dtype):
+    copy = NoiseSource.from_key(SOURCE.key, secure=True)
+    draw(step=1)
+    assert torch.equal(draw(step=4, dtype=dtype), draw(step=4, source=copy, dtype=dtype))
+    assert not torch.equal(draw(step=4), draw(step=4, source=NoiseSource.from_seed(7)))  # the usual noise is another
+
+
+def test_the_noise_is_the_same_in_another_process():
+    script = (
+        "import torch; from groupwise.privacy.noise import NoiseSource;"
+        "source = NoiseSource.from_seed(7, secure=True);"
+        "print(source.add_gaussian_(torch.zeros(3).double(), 1.0, 2, 5).tolist())"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == str(draw(3, step=2, stream=5).tolist())
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5, 3), (70, 8, 40, 40)], ids=["small", "several chunks"])
+def test_the_memory_layout_changes_nothing(shape):
+    expected = SOURCE.add_gaussian_(torch.zeros(shape), 1.0, 0, 0)
+    for other in (torch.zeros(shape[::-1]).permute(3, 2, 1, 0), torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]):
+        assert not other.is_contiguous()
+        assert torch.equal(SOURCE.add_gaussian_(other, 1.0, 0, 0), expected)
+
+
+def test_a_std_without_a_lattice_is_refused():
+    with pytest.raises(UserError, match="at least 1e-200"):
+        draw(std=1e-250)
+
+
+def test_without_the_package_the_way_out_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(UserError, match="pip install cryptography"):
+        LatticeNoise(bytes(32), 1.0)
+
+
+def test_a_child_is_of_the_same_kind_and_a_repr_shows_no_key():
+    child = SOURCE.child("stage 1")
+    assert child.secure and not child.is_secret
+    assert child.key == SOURCE.derive("stage 1") != SOURCE.key
+    assert repr(child) == "NoiseSource(is_secret=False, secure=True)"
+    assert not NoiseSource.fresh().child("stage 1").secure
+    assert NoiseSource.fresh(secure=True).child("stage 1").is_secret
+
+
+class TestSecureSampler:
+    SAMPLER = SecurePoissonSampler(2000, 0.1, b"k" * 32)
+
+    def test_sizes_and_places_follow_poisson_sampling(self):
+        drawn = [self.SAMPLER.indices(step) for step in range(400)]
+        sizes = np.array([len(indices) for indices in drawn])
+        assert stats.kstest(sizes, stats.binom(2000, 0.1).cdf).pvalue > 1e-3
+        assert not stats.kstest(sizes, stats.binom(2000, 0.11).cdf).pvalue > 1e-3
+        counts = np.bincount(np.concatenate(drawn), minlength=2000)
+        assert stats.chisquare(counts).pvalue > 1e-3
+        assert all((np.diff(indices) > 0).all() and indices.dtype == np.int64 for indices in drawn)
+
+    def test_pairs_are_drawn_independently(self):
+        member = np.zeros((2000, 400))
+        for step in range(400):
+            member[self.SAMPLER.indices(step), step] = 1
+        together = (member[:-1] * member[1:]).mean()
+        assert together == pytest.approx(0.01, abs=5 * np.sqrt(0.01 * 0.99 / member.size))
+
+    def test_replays_and_other_steps_and_keys(self):
+        other = SecurePoissonSampler(2000, 0.1, b"l" * 32)
+        assert np.array_equal(self.SAMPLER.indices(3), self.SAMPLER.indices(3))
+        assert not np.array_equal(self.SAMPLER.indices(3), self.SAMPLER.indices(4))
+        assert not np.array_equal(self.SAMPLER.indices(3), other.indices(3))
+
+    def test_a_rate_of_one_draws_everybody(self):
+        assert np.array_equal(SecurePoissonSampler(50, 1.0, b"k" * 32).indices(0), np.arange(50))

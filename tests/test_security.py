@@ -1,0 +1,399 @@
+"""No file runs code, no name leaves its folder, and the key of the noise is nowhere but in a checkpoint."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import io
+import json
+import pickle
+import stat
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.config import ModelConfig
+from groupwise.errors import UserError
+from groupwise.launch.compose import compose_run
+from groupwise.launch.run import run
+from groupwise.privacy import NoiseSource
+from groupwise.training.loop import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [
+    ROOT / "run.py",
+    *(file for room in ("src", "benchmarks", "analysis") for file in (ROOT / room).rglob("*.py")),
+]
+
+# -- no pickle from a file that somebody else may have written --------------------------------------------------------
+
+OWN_PIPES = {"src/groupwise/launch/worker.py", "src/groupwise/launch/processes.py", "src/groupwise/launch/slurm.py"}
+"""Their pickles come from this user's own processes, through a pipe or in the sweep's own folder."""
+RUNS_CODE = {
+    "pickle.load", "pickle.loads", "cPickle.load", "dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads",
+    "joblib.load", "marshal.load", "marshal.loads", "shelve.open", "pd.read_pickle", "pandas.read_pickle", "yaml.load",
+    "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen", "eval", "exec", "shutil.unpack_archive",
+}  # fmt: skip
+REQUIRED = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+METHODS = {"extractall"}
+"""Of archives: a name in one may lead out of the folder."""
+
+
+def unsafe_calls(source: str) -> Iterator[str]:
+    """The calls in a Python file that may run what they read, or let it choose a path."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        given = {item.arg: item.value for item in node.keywords if item.arg}
+        constants = {key: value.value for key, value in given.items() if isinstance(value, ast.Constant)}
+        if name in RUNS_CODE or (isinstance(node.func, ast.Attribute) and node.func.attr in METHODS):
+            yield name
+        if name in REQUIRED and constants.get(REQUIRED[name][0]) is not REQUIRED[name][1]:
+            yield f"{name} without {REQUIRED[name][0]}={REQUIRED[name][1]}"
+        for key, safe in (("trust_remote_code", False), ("shell", False), ("use_safetensors", True)):
+            if key in given and constants.get(key) is not safe:
+                yield f"{name} with {key}"
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "pickle.load(file)", "torch.load(path)", "torch.load(path, weights_only=False)", "np.load(path)", "eval(text)",
+        "np.load(path, allow_pickle=True)", "f(x, trust_remote_code=True)", "subprocess.run(c, shell=True)",
+        "archive.extractall(folder)", "yaml.load(text)", "f(place, use_safetensors=wanted)",
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_it_is_for(planted):
+    assert len(list(unsafe_calls(planted))) == 1
+
+
+def test_no_source_reads_what_may_run():
+    found = {}
+    for file in SOURCES:
+        name = file.relative_to(ROOT).as_posix()
+        calls = set(unsafe_calls(file.read_text(encoding="utf-8")))
+        if name in OWN_PIPES:
+            calls -= {"pickle.load", "pickle.loads"}
+        if calls:
+            found[name] = calls
+    assert not found
+
+
+class Bomb:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def bomb(tmp_path) -> Iterator[Bomb]:
+    """A bomb that is seen to work, and must not have gone off when the test is over."""
+    mark = tmp_path / "went-off"
+    pickle.loads(pickle.dumps(Bomb(mark)))
+    assert mark.exists()
+    mark.unlink()
+    yield Bomb(mark)
+    assert not mark.exists(), "code from a file was run"
+
+
+def torch_file(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+PLACES: list[Callable[[Bomb], bytes]] = [
+    lambda bomb: pickle.dumps(bomb),
+    lambda bomb: torch_file(bomb),
+    lambda bomb: torch_file({"model": {"weight": torch.zeros(2)}, "step": bomb}),
+]
+
+
+def with_sum(content: bytes) -> bytes:
+    """As a checkpoint ends that `save_checkpoint` wrote: anybody can make the sum."""
+    return content + b"\nsha256 " + hashlib.sha256(content).hexdigest().encode()
+
+
+@pytest.mark.parametrize("make", PLACES, ids=["pickle", "torch", "inside"])
+@pytest.mark.parametrize("end", [bytes, with_sum], ids=["bare", "with its sum"])
+def test_checkpoints_and_weights(tmp_path, bomb, make, end):
+    from groupwise.launch.start_weights import start_from
+    from groupwise.pipeline import checkpoint
+    from groupwise.training.checkpoint import load_checkpoint, load_newest
+    from groupwise.training.ranks import Alone
+
+    path = tmp_path / "model.pt"
+    path.write_bytes(end(make(bomb)))
+    attempts: list[Callable[[], object]] = [
+        lambda: load_checkpoint(path),
+        lambda: load_newest(path),
+        lambda: checkpoint.read_weights(path, {"weight": "weight"}),
+        lambda: start_from(torch.nn.Linear(2, 2), str(tmp_path)),
+    ]
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "stage-0.pt").write_bytes(end(make(bomb)))
+    state = {"stages": 1, "folder": "checkpoint-1"}
+    attempts.append(lambda: checkpoint.load(tmp_path / "checkpoint.pt", state, Alone(), torch.device("cpu")))
+    for attempt in attempts:
+        with pytest.raises(UserError, match="truncated or altered"):
+            attempt()
+
+
+def test_verify_opens_weights_without_running_them(tmp_path, bomb):
+    from groupwise.launch.verify.__main__ import verify
+
+    (folder,) = smoke_folders(tmp_path, "clip=flat", "train.steps=1")
+    (folder / "model.pt").write_bytes(torch_file(bomb))
+    results = {check.name: check.result for check in verify(folder, names=["files", "noise of every step"])}
+    assert set(results.values()) == {"FAILED"}
+
+
+def test_cifar_batches_even_with_the_right_md5(tmp_path, bomb, monkeypatch):
+    from groupwise.data.cifar10_layouts import read_batches
+    from groupwise.data.torchvision_compat import import_torchvision
+
+    published = import_torchvision().datasets.CIFAR10
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    content = pickle.dumps({"data": bomb, "labels": [0]})
+    names = ["data_batch_1", "test_batch", "batches.meta"]
+    for name in names:
+        (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match="truncated or altered"):  # the MD5 is another
+        read_batches(tmp_path) if (folder / published.train_list[4][0]).exists() else read_batches_of(folder, names)
+    md5 = hashlib.md5(content).hexdigest()
+    monkeypatch.setattr(published, "train_list", [["data_batch_1", md5]])
+    monkeypatch.setattr(published, "test_list", [["test_batch", md5]])
+    monkeypatch.setattr(published, "meta", {**published.meta, "md5": md5})
+    with pytest.raises(UserError, match="which no array needs"):
+        read_batches(tmp_path)
+
+
+def read_batches_of(folder: Path, names: list[str]) -> None:
+    """All published names, with that content."""
+    from groupwise.data.cifar10_layouts import read_batches
+    from groupwise.data.torchvision_compat import import_torchvision
+
+    published = import_torchvision().datasets.CIFAR10
+    for name, _ in [*published.train_list, *published.test_list]:
+        (folder / name).write_bytes((folder / names[0]).read_bytes())
+    read_batches(folder.parent)
+
+
+def test_the_restricted_unpickler_still_reads_arrays_of_python_2_and_3(bomb):
+    from groupwise.data.pickled_arrays import load_arrays
+
+    batch = {"data": np.arange(6, dtype=np.uint8).reshape(2, 3), "labels": [1, 2], "name": "a"}
+    for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
+        found = load_arrays(pickle.dumps(batch, protocol))
+        assert np.array_equal(found["data"], batch["data"]) and found["labels"] == [1, 2]
+    python_2 = (  # as cPickle of Python 2 wrote np.array([[1, 255]], np.uint8)
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01K\x01K\x02\x86"
+        b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x02\x01\xfftb."
+    )
+    assert load_arrays(python_2).tolist() == [[1, 255]]
+    for content in (pickle.dumps(bomb), pickle.dumps(np.array([bomb])), b"cos\nsystem\n(S'true'\ntR."):
+        with pytest.raises(pickle.UnpicklingError, match="which no array needs"):
+            load_arrays(content)
+
+
+def test_npz(tmp_path, bomb):
+    from groupwise.data.cifar10_layouts import read_npz
+
+    images = np.zeros((2, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=images, y_train=np.array([bomb, bomb]), x_test=images, y_test=np.zeros(2, int))
+    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
+        for name in ("x_train", "y_train", "x_test", "y_test"):
+            archive.writestr(f"{name}.npy", pickle.dumps(bomb))
+    for name in ("a.npz", "b.npz"):
+        with pytest.raises(UserError):
+            read_npz(tmp_path / name)
+
+
+def test_models_of_the_hub_bring_no_pickle_and_no_code(tmp_path, bomb):
+    from groupwise.models.language import load_causal
+    from groupwise.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(ROOT / "pretrained" / "gpt2_mini"))
+    config = json.loads((ROOT / "pretrained" / "gpt2_mini" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, content in (("pytorch_model.bin", torch_file(bomb)), ("pytorch_model.bin", pickle.dumps(bomb))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match="cannot be loaded"):
+            load_causal(ModelConfig(source=str(tmp_path)), tokenizer)
+    code = f"import pathlib\npathlib.Path({str(bomb.mark)!r}).touch()\n"
+    (tmp_path / "modeling_bad.py").write_text(code)
+    automatic = {"AutoConfig": "modeling_bad.Config", "AutoModelForCausalLM": "modeling_bad.Model"}
+    automatic["AutoTokenizer"] = ["modeling_bad.Tokenizer", "modeling_bad.Tokenizer"]  # type: ignore[assignment]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "bad", "auto_map": automatic}))
+    with pytest.raises(UserError):
+        load_causal(ModelConfig(source=str(tmp_path)), tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": automatic, "tokenizer_class": "Tokenizer"}))
+    with pytest.raises(UserError):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_data_set_of_the_hub_brings_no_code(tmp_path, bomb):
+    from groupwise.data.glue import load_glue
+
+    folder = tmp_path / "glue_copy"
+    folder.mkdir()
+    (folder / "glue_copy.py").write_text(f"import pathlib\npathlib.Path({str(bomb.mark)!r}).touch()\n")
+    (folder / "train.pkl").write_bytes(pickle.dumps(bomb))
+    with pytest.raises(UserError, match="cannot be read from"):
+        load_glue("sst2", tmp_path / "none", hub=str(folder))
+
+
+# -- no name leaves its folder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../other.tsv", "/etc/passwd", "a/../../b"])
+def test_a_training_file_is_one_of_its_folder(name):
+    with pytest.raises(UserError, match="leaves the folder"):
+        compose_run(["task=sst2", f"data.train_file={name}"], ROOT / "conf")
+
+
+def test_shards_of_a_model_are_files_of_its_folder(tmp_path):
+    from safetensors.torch import save_file
+
+    from groupwise.pipeline.weights import INDEX, Weights
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "outside.safetensors")
+    inside = tmp_path / "model"
+    inside.mkdir()
+    save_file({"a": torch.ones(2)}, inside / "inside.safetensors")
+    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
+        (inside / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(UserError, match="not of this folder"):
+            Weights(inside, "model").read("a")
+    (inside / INDEX).write_text(json.dumps({"weight_map": {"a": "inside.safetensors"}}))
+    assert Weights(inside, "model").read("a").tolist() == [1, 1]
+
+
+# -- the key of the noise ---------------------------------------------------------------------------------------------
+
+
+def smoke_folders(place: Path, *overrides: str) -> list[Path]:
+    """Run at scale=smoke in `place`; the folders of the runs that are there then."""
+    run(compose_run(["task=cifar", "scale=smoke", f"paths.results={place}", *overrides], ROOT / "conf"))
+    return sorted((place / "runs").iterdir())
+
+
+def spellings(key: bytes) -> dict[str, bytes]:
+    """What a key looks like in a file or a log."""
+    urlsafe = base64.urlsafe_b64encode(key).rstrip(b"=")
+    return {
+        "raw": key,
+        "text": key.decode("latin-1").encode(),  # as torch's pickles hold bytes
+        "hex": key.hex().encode(),
+        "base64": base64.b64encode(key).rstrip(b"="),
+        "urlsafe": urlsafe,
+        "number": str(int.from_bytes(key, "big")).encode(),
+        "little": str(int.from_bytes(key, "little")).encode(),
+        "repr": repr(key)[2:-1].encode(),
+        "list": ", ".join(map(str, key)).encode(),
+    }
+
+
+def leaks(keys: dict[str, bytes], *texts: bytes) -> set[str]:
+    """Which keys show, in which spelling; hexadecimal letters may be large."""
+    return {
+        f"{name} as {how}"
+        for name, key in keys.items()
+        for how, spelled in spellings(key).items()
+        for text in texts
+        if spelled in text or (how == "hex" and spelled in text.lower())
+    }
+
+
+def secrets_of(key: bytes) -> dict[str, bytes]:
+    source = NoiseSource.from_key(key)
+    purposes = ("sampling", "stage 0", "shard 0")
+    digests = {f"of step {s}, stream {i}": source._digest(s, i) for s in (0, 1) for i in (-1, 0, 1)}
+    return {"the key": key, **{purpose: source.derive(purpose) for purpose in purposes}, **digests}
+
+
+KEY = hashlib.sha256(b"a key that the test knows").digest()
+
+
+@pytest.mark.parametrize("how", spellings(KEY))
+def test_the_search_finds_a_key_however_it_is_written(how):
+    assert leaks({"the key": KEY}, b"..." + spellings(KEY)[how] + b"...")
+    assert not leaks({"the key": KEY}, b"..." + spellings(hashlib.sha256(KEY).digest())[how] + b"...")
+
+
+@pytest.mark.parametrize("secure", ["false", "true"])
+def test_a_run_shows_its_key_nowhere_but_in_checkpoints(tmp_path, monkeypatch, capfd, secure):
+    monkeypatch.setattr("groupwise.privacy.noise.os.urandom", lambda count: KEY[:count])
+    settings = ("clip=adaptive_layer", "train.checkpoint_every=0", "tracker=tensorboard", f"noise.secure={secure}")
+    step = Trainer.step
+
+    def interrupted(self: Trainer, number: int) -> list[float]:
+        if number == 3:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smoke_folders(tmp_path / "cut", *settings)
+    (folder,) = (tmp_path / "cut" / "runs").iterdir()
+    checkpoints = [path for path in folder.iterdir() if path.name.startswith("checkpoint")]
+    assert checkpoints
+    for path in checkpoints:
+        assert leaks(secrets_of(KEY), path.read_bytes()) == {"the key as text"}  # so the search finds it where it is
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    others = [path for path in folder.rglob("*") if path.is_file() and path not in checkpoints]
+    assert not leaks(secrets_of(KEY), *(path.read_bytes() for path in others))
+
+    monkeypatch.setattr(Trainer, "step", step)
+    smoke_folders(tmp_path / "cut", *settings)
+    smoke_folders(tmp_path / "whole", *settings)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"DONE", "model.pt", "result.json"} <= {path.name for path in files}
+    assert not [path for path in files if path.name.startswith("checkpoint")]
+    printed = capfd.readouterr()
+    texts = (path.read_bytes() for path in files)
+    assert not leaks(secrets_of(KEY), *texts, printed.out.encode(), printed.err.encode())
+    # Taken up again, the run ended as the one that was not interrupted; with the secure noise too.
+    models = [
+        torch.load(next(tmp_path.glob(f"{name}/runs/*/model.pt")), weights_only=True) for name in ("cut", "whole")
+    ]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
+
+
+def test_secure_noise_is_other_noise_and_a_run_of_its_own(tmp_path):
+    settings = ("clip=flat", "train.steps=1", "debug.noise_seed=1")
+    smoke_folders(tmp_path, *settings)
+    first, second = smoke_folders(tmp_path, *settings, "noise.secure=true")
+    models = [torch.load(folder / "model.pt", weights_only=True) for folder in (first, second)]
+    assert not all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_stages_and_shards_take_over_what_the_source_is():
+    from groupwise.pipeline.trainer import stage_noise
+
+    source = NoiseSource.from_seed(1, secure=True)
+    assert stage_noise(source, 1).secure and not stage_noise(source, 1).is_secret
+    assert not stage_noise(NoiseSource.from_seed(1), 1).secure
+
+
+def test_a_known_key_is_stamped(tmp_path, capfd):
+    (folder,) = smoke_folders(tmp_path, "clip=flat", "train.steps=1", "debug.noise_seed=1")
+    assert "NOT PRIVATE" in capfd.readouterr().out
+    assert json.loads((folder / "privacy.json").read_text())["private"] is False
+    assert json.loads((folder / "seeds.json").read_text()) == {"seed": 0, "noise_seed": 1, "noise_is_secret": False}

@@ -1,0 +1,133 @@
+"""Memory that runs out in a step: the same batch with fewer examples at a time, the same noise, the same update."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from groupwise.errors import UserError
+from groupwise.training.memory import memory_told, ran_out
+from tests.training.test_loop import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
+
+ERRORS = {
+    "GPU": lambda: torch.OutOfMemoryError("CUDA out of memory."),
+    "CPU": lambda: RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: 64 bytes."),
+    "oneDNN": lambda: RuntimeError("could not create a primitive"),
+    "cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "NumPy": MemoryError,
+}
+MODES = (NONE, FLAT, GHOST, ADAPTIVE_LAYER, ADAPTIVE_BLOCK)
+
+
+class FailingOnce(TorchDispatchMode):
+    """Raise at the n-th operation, once; counts them all."""
+
+    def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
+        super().__init__()
+        self.at, self.error, self.seen = at, error, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        if self.seen == self.at:
+            raise self.error()
+        return func(*args, **(kwargs or {}))
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()])
+
+
+def trained(clip: Any, microbatch: int, at: int = 0, kind: str = "CPU") -> tuple[Any, int]:
+    """After all steps, the first of which failed at operation `at` of its backward and forward passes."""
+    trainer = make_trainer(clip, microbatch=microbatch)
+    failing = FailingOnce(at, ERRORS[kind])
+    accumulate = trainer._accumulate
+
+    def within(examples: Any) -> None:
+        with failing:
+            accumulate(examples)
+
+    trainer._accumulate = within
+    trainer.step(0)
+    trainer._accumulate = accumulate
+    for step in range(1, STEPS):
+        trainer.step(step)
+    return trainer, failing.seen
+
+
+@pytest.mark.parametrize("clip", MODES, ids=lambda clip: clip.name)
+def test_wherever_it_runs_out_the_update_is_that_of_half_the_physical_batch(clip, capsys):
+    half, _ = trained(clip, 8)
+    _, operations = trained(clip, 16)
+    for at in range(1, operations, max(1, operations // 6)):
+        whole, _ = trained(clip, 16, at)
+        assert whole.microbatch == 8
+        assert torch.equal(weights(whole), weights(half))
+        if half.thresholds is not None:
+            assert torch.equal(whole.thresholds.clip_thresholds, half.thresholds.clip_thresholds)
+        assert capsys.readouterr().err == "warning: memory ran out; going on with 8 examples at once.\n"
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_allocators_words_are_understood(kind):
+    whole, _ = trained(FLAT, 16, 20, kind)
+    assert whole.microbatch == 8
+
+
+def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
+    ends = []
+    for microbatch, at in ((8, 0), (16, 30)):
+        trainer = make_trainer(FLAT, microbatch=microbatch)
+        losses = trainer.task.losses
+        trainer.task.losses = lambda rows, losses=losses: losses(rows) * torch.rand(len(rows))
+        torch.manual_seed(5)
+        with FailingOnce(at, ERRORS["CPU"]):
+            trainer._accumulate(trainer.sampler.indices(0))
+        ends.append([*(p.grad.clone() for p in trainer.task.model.parameters()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_what_is_no_lack_of_memory_is_not_tried_again():
+    trainer = make_trainer(FLAT)
+    with FailingOnce(10, lambda: RuntimeError("a bug")), pytest.raises(RuntimeError, match="a bug"):
+        trainer._accumulate(trainer.sampler.indices(0))
+    assert trainer.microbatch == 64
+
+
+def test_one_example_that_does_not_fit_is_one_sentence():
+    trainer = make_trainer(FLAT, microbatch=4)
+
+    def full(rows: Any) -> torch.Tensor:
+        raise ERRORS["CPU"]()
+
+    trainer.task.losses = full
+    with pytest.raises(UserError, match="One example does not fit into memory"):
+        trainer.step(0)
+
+
+def test_nothing_of_the_part_that_did_not_fit_is_held():
+    trainer = make_trainer(ADAPTIVE_BLOCK, microbatch=16)
+    gc.collect()
+    with FailingOnce(60, ERRORS["CPU"]):
+        trainer._accumulate(trainer.sampler.indices(0)[:0])
+        before = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        trainer._accumulate(trainer.sampler.indices(0))
+    assert trainer.microbatch == 8
+    trainer._clear()
+    gc.collect()
+    assert sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()) <= before + 2 * len(
+        trainer._trainable
+    )
+
+
+def test_outside_of_a_step_it_is_one_sentence():
+    with pytest.raises(UserError, match=r"lower eval\.batch_size"), memory_told():
+        raise ERRORS["GPU"]()
+    with pytest.raises(RuntimeError, match="a bug"), memory_told():
+        raise RuntimeError("a bug")
+    assert not ran_out(ValueError("DefaultCPUAllocator"))

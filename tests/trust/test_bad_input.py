@@ -1,0 +1,147 @@
+"""The bad-input command: its verdicts, each on a planted defect, and a small sample of all that it tries."""
+
+import csv
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import UserError
+from groupwise.launch import command
+from trust.bad_input import COLUMNS, markdown, table, total
+from trust.bad_input_attempt import ROOT, Attempt, attempt_all
+from trust.bad_input_configs import KINDS, config_attempts
+from trust.bad_input_texts import text_attempts
+
+RUN = ("scale=smoke", "clip=flat")
+
+
+def verdict(attempt, monkeypatch, tmp_path, plant=None, patience=60.0):
+    """What comes of one attempt with `plant` in the place of the check of its configuration."""
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
+    if plant is not None:
+        monkeypatch.setattr(command, "to_run_config", plant)
+    [outcome] = attempt_all([attempt], patience, 1)
+    return outcome.verdict
+
+
+def refusing(before):
+    """A mistake that does something before it is told."""
+
+    def plant(_):
+        before()
+        raise UserError("no.")
+
+    return plant
+
+
+def fail():
+    raise KeyError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        (None, "accepted"),
+        (refusing(lambda: None), "refused"),
+        (refusing(fail), "traceback"),
+        (refusing(lambda: os._exit(3)), "traceback"),
+        (refusing(lambda: print("a warning", file=sys.stderr)), "talkative"),
+        (refusing(lambda: print("no.\n" * 300, file=sys.stderr)), "talkative"),
+        (refusing(lambda: Path("left").touch()), "partial"),
+        (refusing(lambda: Path("left").mkdir()), "partial"),
+        (lambda _: Path("results/runs/abc").mkdir(parents=True), "partial"),
+        (refusing(lambda: open(f"/tmp/groupwise-outside-{os.getpid()}", "x").close()), "outside"),
+        (refusing(lambda: os.system("true")), "outside"),
+    ],
+)
+def test_each_defect_has_its_verdict(plant, expected, monkeypatch, tmp_path):
+    try:
+        assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant) == expected
+    finally:
+        for file in Path("/tmp").glob("groupwise-outside-*"):
+            file.unlink()
+
+
+def test_what_never_ends_is_stopped(monkeypatch, tmp_path):
+    import time
+
+    plant = refusing(lambda: time.sleep(600))
+    assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant, patience=1.0) == "stopped"
+
+
+def test_success_without_a_run_is_told(monkeypatch, tmp_path):
+    """Another function stands in for `run.py`'s, and trains nothing."""
+    from groupwise.launch import processes
+
+    monkeypatch.setattr(processes, "start", lambda config: {})
+    assert verdict(Attempt("config", RUN, trains=True), monkeypatch, tmp_path) == "silent"
+    assert verdict(Attempt("config", (*RUN, "--cfg=job"), trains=True), monkeypatch, tmp_path) == "ran"
+
+
+def test_a_file_that_was_there_may_not_change(monkeypatch, tmp_path):
+    def prepare(folder):
+        (folder / "mine").write_text("mine")
+
+    plant = refusing(lambda: Path("mine").unlink())
+    assert verdict(Attempt("config", RUN, prepare), monkeypatch, tmp_path, plant) == "partial"
+    assert verdict(Attempt("config", RUN, prepare), monkeypatch, tmp_path, refusing(lambda: None)) == "refused"
+
+
+def test_the_network_is_cut(monkeypatch, tmp_path):
+    import socket
+
+    plant = refusing(lambda: socket.create_connection(("localhost", 1)))
+    assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant) == "traceback"
+
+
+def test_a_seed_makes_the_same_attempts_and_another_seed_others():
+    def given(seed):
+        return [attempt.arguments for attempt in config_attempts(seed, 280)]
+
+    assert given(3) == given(3) != given(4)
+    assert len(given(3)) == 280
+    assert {attempt.kind for attempt in config_attempts(0, 280)} == {f"config: {kind}" for kind in KINDS}
+
+
+def test_a_prepared_file_is_the_same_each_time(tmp_path):
+    for number, both in enumerate(zip(text_attempts(0, 8), text_attempts(0, 8), strict=True)):
+        made = []
+        for attempt in both:
+            folder = tmp_path / f"{number}-{len(made)}"
+            folder.mkdir()
+            attempt.prepare(folder)
+            made.append({path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()})
+        if both[0].kind != "file: corpus":  # gzip writes the time
+            assert made[0] == made[1]
+
+
+def test_the_table_adds_up():
+    rows = table(Counter({("b", "ran"): 2, ("b", "refused"): 3, ("a", "traceback"): 1}))
+    assert rows == [
+        ["a", "1", "0", "0", "0", "0", "1", "0", "0", "0", "0"],
+        ["b", "5", "2", "0", "3", "0", "0", "0", "0", "0", "0"],
+    ]
+    assert total(rows)[:3] == ["all", "6", "2"]
+    assert list(markdown(rows))[2] == "| a | 1 | 0 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 |"
+
+
+@pytest.mark.slow
+def test_a_sample_of_all_of_it_has_no_defect(tmp_path):
+    out = tmp_path / "bad_input.csv"
+    few = ("--configs", "56", "--files", "27", "--processes", "1", "--seed", "7", "--out", str(out))
+    done = subprocess.run(
+        [sys.executable, "-m", "trust.bad_input", *few],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    with open(out, newline="") as file:
+        header, *rows = list(csv.reader(file))
+    assert tuple(header) == COLUMNS
+    assert sum(int(row[1]) for row in rows) > 120
