@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -155,8 +154,6 @@ def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
     (folder / "before").write_text("\n".join(_files(work)))
     (folder / "outside").touch()
     sys.stdout.flush(), sys.stderr.flush()
-    if attempt.process:
-        return _begin_process(attempt, folder)
     pid = os.fork()
     if pid:
         return pid
@@ -174,7 +171,7 @@ def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
 
 
 def _live(attempt: Attempt, folder: Path) -> int:
-    """The forked process: its own folder, streams, memory limit and witness; then `run.main`."""
+    """The forked process: its own folder and streams; then a new Python, or limit, witness and `run.main`."""
     os.setsid()
     os.chdir(folder / "work")
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -182,6 +179,9 @@ def _live(attempt: Attempt, folder: Path) -> int:
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", errors="backslashreplace")
     os.environ.update(attempt.environment)
+    if attempt.process:
+        os.environ.update(TMPDIR=str(folder / "tmp"), http_proxy=NOWHERE, https_proxy=NOWHERE)
+        os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *attempt.arguments])
     sys.argv = ["run.py", *attempt.arguments]
     tempfile.tempdir = str(folder / "tmp")
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
@@ -230,19 +230,6 @@ def load_program():  # type: ignore[no-untyped-def]
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _begin_process(attempt: Attempt, folder: Path) -> int:
-    with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as errors:
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "run.py"), *attempt.arguments],
-            cwd=folder / "work",
-            env={**os.environ, **dict.fromkeys(("http_proxy", "https_proxy"), NOWHERE), **attempt.environment},
-            stdout=out,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        ).pid
 
 
 def _files(work: Path) -> list[str]:
