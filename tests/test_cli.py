@@ -63,6 +63,8 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         ("privacy.epsilon=0", "greater than zero"),
         ("scale=[null]", "argument of type 'NoneType' is not iterable"),
         (f"optim.beta2=1{'0' * 400}", "optim.beta2 takes no number that large"),
+        (f"{'x' * 5000}=1", "an argument begins with more characters than any key has"),
+        ("model.width=${oc.deprecated:seed}", "model.width=0 must be greater than zero"),
         (f"seed={'9' * 5000}", "Exceeds the limit (4300 digits)"),
         ("seed=½", "put a value with such characters into quotes"),
         ("+clip.mapping={a:null} clip.grouping=custom", "text was expected"),

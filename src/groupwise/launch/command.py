@@ -18,7 +18,7 @@ from groupwise.errors import UserError
 from groupwise.launch.cell import run_cell
 from groupwise.launch.compose import register, to_run_config
 from groupwise.launch.keys import groups
-from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence
+from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence, too_long
 from groupwise.launch.outcome import INTERRUPTED, MISTAKE, exit_code, report, report_sweep
 from groupwise.launch.snapshot import handed_on, run_from
 from groupwise.launch.sweep import plan_sweep
@@ -117,7 +117,7 @@ def _is_sweep(arguments: Namespace) -> bool:
 def _is_mistake(error: Exception, began: bool) -> bool:
     """Before a run began only the command line can be wrong, also where Hydra itself falls over it: privacy=3 is a bare
     ValueError there, scale=[null] a TypeError, a number of 400 digits an OverflowError."""
-    if isinstance(error, COMPOSITION_ERRORS):
+    if isinstance(error, COMPOSITION_ERRORS) or (too_long(error) and not began):
         return True
     *_, last = walk_tb(error.__traceback__)
     return not began and last[0].f_globals["__name__"].partition(".")[0] in ("hydra", "omegaconf", "antlr4")

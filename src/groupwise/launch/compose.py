@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         if key not in known and not key.startswith(FREE_KEYS):
             raise UserError(unknown_key(key))
     try:
-        config = OmegaConf.to_object(composed)
+        with warnings.catch_warnings(action="ignore"):  # ${oc.deprecated:key} would have a word to say
+            config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise UserError(in_one_sentence(error)) from error
     if not isinstance(config, RunConfig):

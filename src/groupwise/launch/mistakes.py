@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -21,6 +23,11 @@ DERIVED = {"recipe": "clip", "size": "scale"}
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
 """What composing raises for a mistake; the last for values in a circle."""
+
+
+def too_long(error: BaseException) -> bool:
+    """Whether it is a key or an option that is longer than a file's name can be: Hydra looks for such a file."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
 
 
 def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
@@ -43,7 +50,7 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
 
 
 def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
-    """``error``, one of `COMPOSITION_ERRORS`, as one sentence; ``groups`` may be what was misspelt."""
+    """``error``, one of `COMPOSITION_ERRORS` or `too_long`, as one sentence; ``groups`` may be what was misspelt."""
     return told(UserError(_sentence(error, groups)))
 
 
@@ -55,6 +62,8 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     if isinstance(error, OverflowError):
         key = next(iter(str(error).partition("full_key: ")[2].split()), "a key")  # OmegaConf tells it in the text alone
         return f"{key} takes no number that large."
+    if too_long(error):
+        return "an argument begins with more characters than any key has, or chooses an option of such a name."
     if isinstance(error, RecursionError):
         return "the configuration refers to itself: write the value out."
     if isinstance(error, MissingConfigException):
