@@ -70,6 +70,7 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         ("+clip.mapping={a:null} clip.grouping=custom", "text was expected"),
         ("--verbose", "unrecognized arguments"),
         ("--cfg job -m", "Only one of"),
+        ("--experimental-rerun=config.pickle", "would unpickle a file"),
         ("hydra/launcher=slrm", "not one of basic"),
         ("-m clip=flat,gohst", "did you mean ghost?"),
         ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),

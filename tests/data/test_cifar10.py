@@ -111,9 +111,10 @@ def test_a_download_becomes_the_standard_folder(tmp_path, served):
 
 def test_a_broken_download_leaves_nothing(tmp_path, served):
     served.write_bytes(served.read_bytes()[:2000])
-    root = tmp_path / "root"
-    assert "could not be downloaded" in refused(root)
-    assert not list(root.iterdir())
+    (tmp_path / "kept").mkdir()
+    for root in (tmp_path / "kept", tmp_path / "kept" / "deep" / "root"):
+        assert "could not be downloaded" in refused(root)
+    assert not list((tmp_path / "kept").iterdir())
 
 
 def test_an_interrupted_unpacking_leaves_nothing(tmp_path, served, monkeypatch):

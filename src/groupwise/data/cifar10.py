@@ -5,7 +5,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from groupwise.data.cifar10_layouts import (
@@ -58,6 +58,7 @@ def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
 def _download(root: Path) -> None:
     """Put the standard folder into `root`, whole or not at all: it is unpacked elsewhere and then moved."""
     datasets = import_torchvision().datasets
+    new = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".cifar10-download-", dir=root) as scratch:
@@ -65,6 +66,9 @@ def _download(root: Path) -> None:
                 datasets.CIFAR10(scratch, train=True, download=True)
             shutil.move(Path(scratch) / BATCHES_FOLDER, root / BATCHES_FOLDER)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
+        for folder in new:
+            with suppress(OSError):  # only an empty one goes
+                folder.rmdir()
         reason = str(error).rstrip(".") or type(error).__name__
         raise UserError(_not_found(root, f"and could not be downloaded ({reason})")) from error
 

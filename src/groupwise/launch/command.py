@@ -109,7 +109,6 @@ def _is_sweep(arguments: Namespace) -> bool:
         "version",
         "shell_completion",
         "resolve",
-        "experimental_rerun",
     )
     return bool(arguments.multirun) and not any(getattr(arguments, name, None) for name in others)
 
@@ -132,4 +131,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    return parser.parse_args(list(arguments))
+    given = parser.parse_args(list(arguments))
+    if given.experimental_rerun:
+        raise UserError("--experimental-rerun would unpickle a file; resume=results/runs/<hash> goes on with a run.")
+    return given
