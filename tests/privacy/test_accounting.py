@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 
 from groupwise.errors import UserError
 from groupwise.privacy import pld, prv
-from groupwise.privacy.accounting import epsilon_bounds
+from groupwise.privacy.accounting import EpsilonBounds, epsilon_bounds
 from groupwise.privacy.gaussian import gaussian_epsilon
 from groupwise.privacy.pld import epsilon_pld, epsilon_pld_bounds
 from groupwise.privacy.prv import epsilon_prv
@@ -123,6 +123,12 @@ def test_bounds_widen_rather_than_fill_the_memory(monkeypatch):
     wide = epsilon_prv(1.0, 0.02, 301, 1e-5)
     assert wide.lower < tight.lower
     assert tight.upper < wide.upper
+
+
+@pytest.mark.parametrize(("points", "error"), [(prv.MAX_GRID // 100, 2e-3), (4 * prv.MAX_GRID, 0.12)])
+def test_the_bracket_is_a_share_of_epsilon_or_what_the_largest_grid_allows(monkeypatch, points, error):
+    monkeypatch.setattr(prv, "_coarse", lambda *mechanism: (EpsilonBounds(0.9, 1.0, 1.1), points, 0.03))
+    assert prv._default_error(1.0, 0.02, 300, 1e-5) == pytest.approx(error)
 
 
 @pytest.mark.parametrize("accountant", ["prv", "pld", "rdp"])

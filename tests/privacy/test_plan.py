@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import linecache
 import math
 import warnings
 
@@ -208,6 +209,7 @@ def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
     with pytest.warns(UserWarning, match="not below 1/N") as caught:
         make(delta=1 / 5000)
     assert caught[0].filename == __file__
+    assert "make_plan(" in linecache.getline(__file__, caught[0].lineno)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(delta=0.9 / 5000)
