@@ -181,6 +181,7 @@ def _live(attempt: Attempt, folder: Path) -> int:
     os.environ.update(attempt.environment)
     if attempt.process:
         os.environ.update(TMPDIR=str(folder / "tmp"), http_proxy=NOWHERE, https_proxy=NOWHERE)
+        os.environ.update(PYTHONPATH=str(ROOT / "src"))  # of this checkout, wherever an installed one lies
         os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *attempt.arguments])
     sys.argv = ["run.py", *attempt.arguments]
     tempfile.tempdir = str(folder / "tmp")

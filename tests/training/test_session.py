@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from groupwise.config import PathsConfig, RunConfig
+from groupwise.errors import UserError
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
@@ -97,3 +98,15 @@ def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):
     assert steps == [1, 2, 3, 4, 4]
     whole, resumed = (torch.load(folders[name] / "model.pt") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("altered", ["data.json", "metrics.jsonl", "privacy.json"])
+def test_a_record_that_was_altered_is_refused_before_anything_of_it_is_replaced(tmp_path, altered):
+    assert session(tmp_path, Alone(), stops=True) == "stopped"
+    (folder,) = (tmp_path / "runs").iterdir()
+    (folder / altered).write_text("[]\n")
+    told = ("config.yaml", "git.json", "environment.json", "diff.patch")
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told}
+    with pytest.raises(UserError, match="not as a run left it"):
+        session(tmp_path, Alone(), resumes=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told} == before

@@ -158,12 +158,13 @@ class _Silent:
 
 
 def _begin(record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any], private: bool) -> int:
-    """Write what is known before the first step; returns how many steps are or were run again in all."""
+    """Write what is known before the first step, where what is there already is sound; returns how many steps are or
+    were run again in all."""
     replayed = record.replayed(start) if state else 0
+    record.write_data(trainer.task.describe_data())
     privacy = {"plan": trainer.plan.to_dict(), "executed_steps": start, "replayed_steps": replayed, "private": private}
     record.write("privacy", privacy)  # before the lines are gone that `replayed` comes from
     record.cut_metrics(start)
-    record.write_data(trainer.task.describe_data())
     seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
     record.write("seeds", {**seeds, "noise_is_secret": trainer.noise.is_secret})
     return replayed
