@@ -207,6 +207,7 @@ def test_a_seed_and_a_purpose_stand_for_the_same_keys_for_ever():
 def test_a_key_has_256_bits_and_is_a_secret_unless_it_came_from_a_seed():
     assert len(NoiseSource.fresh().key) == 32
     assert NoiseSource.from_key(b"k" * 16).is_secret  # 16 bytes are enough
+    assert not NoiseSource(b"k" * 16, True).secure
     assert not NoiseSource.fresh().secure and not NoiseSource.from_key(b"k" * 16).secure and not SOURCE.secure
 
 

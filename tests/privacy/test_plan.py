@@ -85,7 +85,8 @@ def test_the_report_quotes_the_plans_accountant(accountant):
     plan = make_plan(**{**SETTING, "expected_batch_size": 5000}, noise_multiplier=100.0, accountant=accountant)
     report = plan.spent(200)
     assert report.epsilon == getattr(report, accountant) == plan.epsilon
-    assert (report.pld is None) == (accountant != "pld")
+    for steps in (0, 200):
+        assert (plan.spent(steps).pld is None) == (accountant != "pld")
 
 
 def test_progress_rises_to_epsilon(plan):
