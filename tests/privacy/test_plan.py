@@ -179,7 +179,7 @@ def test_shuffled_batches_are_never_called_private():
         ({"quantile_budget": -0.1}, "quantile_budget"),
         ({"quantile_budget": math.nan}, "quantile_budget"),
         ({"expected_batch_size": 5001}, "at most N"),
-        ({"expected_batch_size": 0}, "above 0"),
+        ({"expected_batch_size": 0}, "give B above 0"),
         ({"steps": 0}, "steps"),
         ({"steps": 1.5}, "steps"),
         ({"dataset_size": 0}, "dataset_size"),
