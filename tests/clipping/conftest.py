@@ -156,6 +156,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     ),
     "conv2d_no_bias": (lambda: nn.Conv2d(3, 4, (3, 2), bias=False, padding=(1, 0)), _floats(3, 5, 6)),
     "conv2d_depthwise": (lambda: nn.Conv2d(4, 8, 3, stride=(2, 1), padding=2, dilation=2, groups=4), _floats(4, 7, 6)),
+    "conv2d_many_channels": (lambda: nn.Conv2d(32, 2, (3, 2), (1, 2), (1, 0)), _floats(32, 5, 6)),  # XXᵀ over pixels
+    "conv2d_one_pixel": (lambda: nn.Conv2d(3, 4, 1, padding=(1, 0)), _floats(3, 4, 5)),
     "conv2d_same": (lambda: nn.Conv2d(3, 4, 4, padding="same"), _floats(3, 5, 6)),
     "conv2d_circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), _floats(3, 5, 6)),
     "conv2d_valid": (lambda: nn.Conv2d(3, 4, 3, padding="valid"), _floats(3, 5, 6)),
@@ -196,6 +198,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         _floats(3, 5),
     ),
     "frozen_bias": (lambda: _freeze(nn.Linear(5, 4), "bias"), _floats(3, 5)),
+    "reused_frozen_bias": (lambda: _freeze(Twice(nn.Linear(5, 5)), "layer.bias"), _floats(3, 5)),
     "frozen_layer": (
         lambda: _freeze(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), "0.weight", "0.bias"),
         _floats(5),

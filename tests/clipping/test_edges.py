@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.joint import Outer
 from groupwise.clipping.paths import check_paths
 from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.rules.base import find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.errors import UserError
 
@@ -90,3 +91,58 @@ def test_what_an_engine_knows_of_a_layer_cannot_be_changed():
     for thing in (reference, Outer(torch.ones(1, 1, 1), torch.ones(1, 1, 1))):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, dataclasses.fields(thing)[0].name, None)
+
+
+def test_a_norm_that_equals_the_threshold_is_within_it():
+    model = nn.Linear(1, 1, bias=False)
+    with attach(model, flat(model), 3.0) as engine:
+        engine.backward(model(torch.tensor([[2.0], [3.0], [3.5]])).sum(1))
+        assert engine.counts.tolist() == [2]
+
+
+def test_losses_of_a_forward_pass_of_another_size_are_refused_when_a_new_one_began():
+    model = nn.Linear(3, 2)
+    with attach(model, flat(model), 1.0) as engine:
+        first, _ = model(torch.randn(4, 3)).sum(1), model(torch.randn(2, 3))
+        with pytest.raises(UserError, match="forward pass that is over"):
+            engine.backward(first)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own around a layer: the fallback takes both."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.tensor([2.0])), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def test_a_layer_without_a_rule_inside_another_is_its_part():
+    model = nn.Sequential(Scaled(Scaled(nn.Linear(3, 3))), nn.Linear(3, 3), Scaled(nn.Linear(3, 2)))
+    assert [layer.name for layer in find_layers(model)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 4), (5, 2, 3)),
+        (nn.Conv2d(3, 4, 3, padding=1), (5, 3, 4, 4)),
+        (WSConv2d(3, 4, 3, gain=True), (5, 3, 4, 4)),
+        (nn.LayerNorm(3), (5, 2, 3)),
+        (nn.GroupNorm(2, 4), (5, 4, 3)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_some_examples_of_a_call_have_their_own_gradients(layer, shape):
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, 0.5, 2.0)
+    rule = find_rule(layer)(layer)
+    parameters = [None if p is None else p.detach() for p in (getattr(layer, name) for name in rule.parameter_names)]
+    y, saved = rule.forward(torch.randn(shape), *parameters)
+    g, wanted = torch.randn_like(y), tuple(p is not None for p in parameters)
+    whole = rule.per_example_gradients(saved, g, wanted)
+    some = rule.per_example_gradients(*rule.examples(saved, g, slice(1, 3)), wanted)
+    for part, every in zip(some, whole, strict=True):
+        torch.testing.assert_close(part, every[1:3])

@@ -41,7 +41,7 @@ def test_batch_norm_is_refused_by_name():
     [
         (nn.Embedding(5, 4, max_norm=1.0), "max_norm"),
         (nn.Embedding(5, 4, scale_grad_by_freq=True), "mixes examples"),
-        (nn.Embedding(5, 4, sparse=True), "sparse"),
+        (nn.Embedding(5, 4, sparse=True), "sparse gradients cannot carry noise"),
         (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "mixes"),
         (nn.Linear(4, 4).to(torch.bfloat16), "trains in torch.bfloat16"),
     ],
@@ -75,7 +75,7 @@ def test_freezing_or_thawing_after_attaching_is_refused(batch, change):
     model[0].bias.requires_grad_(change)
     with attach(model, per_layer(model), 1.0) as engine:
         model[0].bias.requires_grad_(not change)
-        with pytest.raises(UserError, match=r"'0.bias' was (frozen|thawed)"):
+        with pytest.raises(UserError, match=f"'0.bias' was {'frozen' if change else 'thawed'}"):
             engine.backward(losses_of(model, batch))
 
 

@@ -252,6 +252,16 @@ def test_an_example_that_is_not_finite_contributes_zero_in_both_passes(make, mak
         assert_equal(gradients(run.model), expected)
 
 
+def test_reweighted_losses_that_reach_not_all_parameters_are_refused(make):
+    run = make()
+    spare = nn.Linear(3, 3)
+    run.model.add_module("spare", spare)
+    with attach(run.model, flat(run.model), 1.0) as engine:
+        output = run_forward(engine, run, 0)
+        with pytest.raises(UserError, match=r"'spare\.(weight|bias)'"), engine.sums_of(0, 4):
+            run_backward(run, output, 0)
+
+
 def test_a_name_may_be_used_again_and_reset_forgets_who_waits(make):
     run = make()
     with attach(run.model, flat(run.model), 0.5) as engine:

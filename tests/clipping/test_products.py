@@ -1,9 +1,11 @@
 """Inner products, working memory and chunks: what saves time or memory must change no number."""
 
 import gc
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,6 +15,7 @@ from groupwise.clipping.rooms import Rooms
 from groupwise.clipping.rules import gram, group_norm
 from groupwise.clipping.rules.base import chunk_floats, in_format_of, numbers, rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules.conv import positions_first, positions_last
+from groupwise.clipping.rules.unfold import Geometry
 from tests.clipping.conftest import make_case
 
 
@@ -33,6 +36,29 @@ def test_small_products_are_made_at_once(width, split):
     with FlopCounterMode(display=False) as counter:
         self_products(torch.zeros(1, 32, width))
     assert counter.get_total_flops() == 2 * width * 32 * 32 * (3 if split else 4) // 4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "space"),
+    [
+        ((3,), (1,), (1,), (1,), (9,)),
+        ((3,), (2,), (1,), (1,), (9,)),
+        ((3, 2), (1, 2), (1, 0), (1, 1), (5, 6)),
+        ((3, 2), (2, 1), (2, 1), (2, 1), (5, 4)),
+        ((2, 2, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), (3, 2, 3)),
+    ],
+)
+def test_inner_products_by_pixels_are_those_of_the_unfolded_input(kernel, stride, padding, dilation, space):
+    geometry = Geometry(kernel, stride, padding, dilation, 1)
+    x = torch.randn(2, 48, *space, dtype=torch.float64)
+    conv = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
+    taps = 48 * math.prod(kernel)
+    every = torch.eye(taps, dtype=x.dtype).view(taps, 48, *kernel)  # a filter for each number that a position sees
+    unfolded = conv(x, every, None, stride, padding, dilation)
+    assert geometry.products_work(48, space, unfolded.shape[2:])[0]
+    found = geometry.products(x, unfolded.shape[2:], Rooms())
+    columns = unfolded.flatten(2)
+    torch.testing.assert_close(found, columns.mT @ columns, rtol=1e-12, atol=1e-12)
 
 
 class TestLastProducts:

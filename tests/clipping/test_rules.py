@@ -41,6 +41,25 @@ def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partit
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
+@pytest.mark.parametrize("mode", ["layer", "flat", "ghost"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_backward_pass_inside_autocast_keeps_to_float32_as_well(name, mode):
+    torch.manual_seed(0)
+    case = make_case(name)
+    norms = "ghost" if mode == "ghost" else "bookkeeping"
+    sums = []
+    for enabled in (False, True):
+        case.model.zero_grad()
+        with attach(case.model, (per_layer if mode == "layer" else flat)(case.model), 1.0, norms=norms) as engine:
+            losses = case.model(case.inputs).flatten(1).square().sum(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                engine.backward(losses)
+        sums.append([p.grad for p in case.model.parameters() if p.requires_grad])
+    for outside, inside in zip(*sums, strict=True):
+        torch.testing.assert_close(inside, outside, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_the_fallback_runs_in_float32_whatever_autocast_says(name):
     torch.manual_seed(0)

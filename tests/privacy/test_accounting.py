@@ -209,6 +209,20 @@ def test_the_grid_is_the_one_that_was_meant_and_a_fast_one(monkeypatch, steps, e
     assert half_width == safe
 
 
+def test_a_grid_is_never_coarser_than_asked_nor_much_finer_and_always_fast():
+    for eps_error in [0.003 * 1.01**k for k in range(300)]:
+        error, points = prv._smooth_grid(20.0, eps_error, 5.0)
+        assert points % 2 == 0 and next_fast_len(points, real=True) == points
+        assert 0.8 * eps_error <= error <= eps_error
+        assert points == 2 * math.ceil(20.0 * 5.0 / error) + 2
+
+
+def test_no_grid_passes_the_largest(monkeypatch):
+    monkeypatch.setattr(prv, "MAX_GRID", 2**12)
+    _, grid = prv._compose(1.0, 0.02, 300, 1e-5, 1e-6, 1e-8)
+    assert 2**11 < grid <= 1.1 * 2**12
+
+
 @pytest.mark.parametrize("mechanism", [(1.0, 0.02, 300, 1e-5), (0.45, 0.02, 400, 1e-5), (2.0, 1.0, 200, 1e-5)])
 def test_an_estimate_takes_a_small_grid(mechanism):
     """A tenth of a second, from a small ε to one of 54."""

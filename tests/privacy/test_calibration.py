@@ -149,9 +149,11 @@ class TestCache:
             calibrate(*setting)
         assert len(searches) == len(settings)
 
-    def test_other_library_versions_search_again(self, searches, monkeypatch):
+    @pytest.mark.parametrize("library", ["prv-accountant", "dp-accounting", "numpy", "scipy"])
+    def test_other_library_versions_search_again(self, searches, monkeypatch, library):
         calibrate(*self.SETTING)
-        monkeypatch.setattr(calibration, "_version", lambda name: "another")
+        real = calibration._version
+        monkeypatch.setattr(calibration, "_version", lambda name: "another" if name == library else real(name))
         calibrate(*self.SETTING)
         assert len(searches) == 2
 
@@ -164,7 +166,9 @@ class TestCache:
         assert calibrate(*self.SETTING) == first
         assert len(searches) == 2
 
-    @pytest.mark.parametrize("value", [["nan", 1.0, ""], [-1.0, 1.0, ""], [1.0, 2.5, ""], [1.0], 3.0, None])
+    @pytest.mark.parametrize(
+        "value", [["nan", 1.0, ""], [-1.0, 1.0, ""], [0.0, 1.0, ""], [1.0, 2.5, ""], [1.0], 3.0, None]
+    )
     def test_a_value_that_proves_nothing_is_not_believed(self, monkeypatch, searches, value):
         monkeypatch.setattr(calibration, "read_cache", lambda kind, key: value)
         assert calibrate(*self.SETTING).epsilon_upper <= 2.0

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -241,3 +242,13 @@ def test_the_way_of_a_gpu_obeys_the_law_and_can_be_replayed(follows_normal, dtyp
         other = bytearray(range(32))
         other[place] ^= 0x80
         assert not torch.equal(first, drawn(bytes(other)))
+
+
+def test_large_tensors_take_one_small_buffer_of_memory():
+    tensor = torch.zeros(1 << 20)
+    tracemalloc.start()
+    try:
+        NoiseSource.from_seed(0).add_gaussian_(tensor, 1.0, step=0, stream=0)
+        assert tracemalloc.get_traced_memory()[1] < tensor.numel() * 4 // 8
+    finally:
+        tracemalloc.stop()

@@ -182,3 +182,8 @@ class TestSecureSampler:
 
     def test_a_rate_of_one_draws_everybody(self):
         assert np.array_equal(SecurePoissonSampler(50, 1.0, b"k" * 32).indices(0), np.arange(50))
+
+
+def test_a_step_that_is_replayed_by_another_version_draws_the_same_batch():
+    """A known answer: a change here breaks the replay of runs that began before it."""
+    assert SecurePoissonSampler(40, 0.2, b"k" * 32).indices(7).tolist() == [8, 16, 24, 27, 29, 35, 38]

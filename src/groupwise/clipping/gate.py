@@ -190,7 +190,8 @@ class GroupPass:
 
     def cross_terms(self, squares: Tensor) -> Tensor:
         """2Σ⟨a_i, b_i⟩ over pairs of uses of one parameter: what the members' own norms miss of the joint norm."""
-        return cross_terms(self.entries, squares)
+        with no_autocast(squares.device.type):
+            return cross_terms(self.entries, squares)
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""
@@ -226,7 +227,8 @@ class Gate(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, squares: Tensor) -> Any:
         group_pass: GroupPass = ctx.group_pass
-        group_pass.close(squares)
+        with no_autocast(squares.device.type):
+            group_pass.close(squares)
         sums, group_pass.sums, group_pass.probe = group_pass.sums, [], None
         return None, None, *sums
 

@@ -145,13 +145,13 @@ class FallbackForward(torch.autograd.Function):
         values, parameters = saved[: ctx.count], saved[ctx.count :]
         needed = [i for i, need in enumerate(ctx.needs_input_grad[5 : 5 + ctx.count]) if need]
         gradients: list[Tensor | None] = [None] * ctx.count
-        if needed:
-            with torch.enable_grad():
-                fresh = tuple(v.detach().requires_grad_(i in needed) for i, v in enumerate(values))
-                outputs = Tree(ctx.rule.compute(fresh, ctx.call, parameters)).values
-                for i, gradient in zip(
-                    needed, torch.autograd.grad(outputs, [fresh[i] for i in needed], g), strict=True
-                ):
+        with torch.autocast(g[0].device.type, enabled=False):
+            if needed:
+                with torch.enable_grad():
+                    fresh = tuple(v.detach().requires_grad_(i in needed) for i, v in enumerate(values))
+                    outputs = Tree(ctx.rule.compute(fresh, ctx.call, parameters)).values
+                    inputs = torch.autograd.grad(outputs, [fresh[i] for i in needed], g)
+                for i, gradient in zip(needed, inputs, strict=True):
                     gradients[i] = gradient
-        squares = ctx.receive((ctx.call, parameters, *values), tuple(g))
+            squares = ctx.receive((ctx.call, parameters, *values), tuple(g))
         return None, None, None, squares, None, *gradients, *[None] * len(parameters)
