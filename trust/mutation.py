@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("package", choices=sorted(NOT_HERE))
     parser.add_argument("--sample", type=int, default=0, help="so many mutants, drawn at random; 0: all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--skip", type=int, default=0, help="the first so many of the draw (writes no results)")
     parser.add_argument("--file", default="", help="only files whose name contains this (writes no results)")
     parser.add_argument("--work", type=Path, help="a folder that keeps what was found; a new call goes on from it")
     parser.add_argument(
@@ -55,7 +56,7 @@ def _run(options: argparse.Namespace, work: Path) -> int:
     chosen = [m for m in everything if options.file in m.file]
     # In the order of a hash: a run that is cut short is a random sample too, and one file's edit leaves the others' be.
     chosen.sort(key=lambda m: hashlib.sha256(f"{options.seed} {m.name}".encode()).digest())
-    chosen = chosen[: options.sample or None]
+    chosen = chosen[options.skip : options.sample or None]
     book = Book(work / f"{options.package}.jsonl", options.package)
     if options.minutes:
         measure(options.package, chosen, book, work / options.package, time.monotonic() + 60 * options.minutes)
@@ -64,7 +65,7 @@ def _run(options: argparse.Namespace, work: Path) -> int:
     verdicts = [(mutant, book.known[mutant.name][0]) for mutant in tried]
     rows = records(options.package, everything, verdicts, equivalent)
     print(table(rows))
-    if not options.file:
+    if not (options.file or options.skip):
         write(RESULTS / "mutation.csv", options.package, rows)
     for mutant, verdict in verdicts:
         if verdict == "survived" and mutant.name not in equivalent:
