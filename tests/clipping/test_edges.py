@@ -11,6 +11,7 @@ from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.joint import Outer
 from groupwise.clipping.paths import check_paths
 from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.rules import conv
 from groupwise.clipping.rules.base import find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.errors import UserError
@@ -146,3 +147,28 @@ def test_some_examples_of_a_call_have_their_own_gradients(layer, shape):
     some = rule.per_example_gradients(*rule.examples(saved, g, slice(1, 3)), wanted)
     for part, every in zip(some, whole, strict=True):
         torch.testing.assert_close(part, every[1:3])
+
+
+def test_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_time(monkeypatch):
+    layer, x = nn.Conv2d(3, 4, 3), torch.randn(7, 3, 6, 6)
+    found = []
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(conv, "chunk_floats", lambda g: 2 * layer.weight.numel())
+        with attach(layer, per_layer(layer), 3.0, formula="materialize") as engine:
+            engine.backward(layer(x).flatten(1).square().sum(1))
+            found.append((engine.per_example_norms, engine.counts.clone(), layer.weight.grad.clone()))
+        layer.zero_grad()
+    for whole, part in zip(*found, strict=True):
+        assert whole.shape == part.shape
+        torch.testing.assert_close(part, whole)
+
+
+def test_a_weight_alone_has_its_gradients():
+    layer = nn.Linear(3, 4)
+    rule = find_rule(layer)(layer)
+    y, saved = rule.forward(torch.randn(5, 2, 3), layer.weight.detach(), layer.bias.detach())
+    g = torch.randn_like(y)
+    weight, bias = rule.per_example_gradients(saved, g, (True, False))
+    torch.testing.assert_close(weight, rule.per_example_gradients(saved, g, (True, True))[0])
+    assert bias is None

@@ -3,6 +3,7 @@
 import torch
 
 from groupwise.privacy.allocation import noise_stds
+from groupwise.privacy.calibration import calibrate_noise_multiplier
 from groupwise.privacy.plan import make_plan
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
 
@@ -26,3 +27,8 @@ def test_no_groups_elsewhere_is_the_default_and_takes_any_allocation():
     for allocation in ("global", "equal_budget", "weighted"):
         here = noise_stds([1.0, 2.0], [1, 4], 0.5, allocation)
         assert torch.equal(here, noise_stds([1.0, 2.0], [1, 4], 0.5, allocation, groups_elsewhere=0))
+
+
+def test_the_usual_accountant_is_prv():
+    setting = (1.0, 1e-5, 0.1, 10)
+    assert calibrate_noise_multiplier(*setting) == calibrate_noise_multiplier(*setting, "prv")
