@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from io import BufferedRandom
@@ -47,3 +48,19 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """`write_text` of indented JSON; NumPy's and torch's single numbers become floats, inf ``Infinity``."""
     write_text(path, json.dumps(content, indent=2, default=float) + "\n")
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder that may not be there yet; None where it can."""
+    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write in {nearest}"
+
+
+def remove(entry: Path) -> None:
+    """Remove a file, a link, or a folder with all in it."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()

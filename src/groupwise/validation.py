@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+from groupwise.atomic import why_unwritable
 from groupwise.config import RunConfig
 from groupwise.errors import UserError, reason
 from groupwise.suggestions import did_you_mean
@@ -177,19 +178,11 @@ def _places(config: RunConfig) -> Iterator[str]:
             pass
         except (OSError, ValueError) as error:
             yield f"{key}={value} can be no path ({reason(error)}): give another."
-        if key in WRITTEN and (why := _unwritable(place)):
+        if key in WRITTEN and (why := why_unwritable(place)):
             yield f"{key}={value} cannot be written ({why}): give another folder."
     name = config.data.train_file
     if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
         yield f"data.train_file={name} leaves the folder of the data set: give the name of a file in it."
-
-
-def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written to a folder that may not be there yet; None where it can."""
-    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
-    if not nearest.is_dir():
-        return f"{nearest} is no folder"
-    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write in {nearest}"
 
 
 def _resume(config: RunConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 from groupwise.errors import UserError
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.split import choose_ranges, cut
-from groupwise.training.checkpoint import load_checkpoint, load_newest
+from groupwise.training.checkpoint import forget_checkpoints, load_checkpoint, load_newest
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import Case, make_model
@@ -83,7 +83,7 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
     checkpoint.save_weights(Path(folder) / "large.pt", stage, ranks)
     ranks.told(None)
     if ranks.main:
-        checkpoint.forget(path)
+        forget_checkpoints(path.parent)
     return seen
 
 

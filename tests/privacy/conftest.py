@@ -21,3 +21,17 @@ def _cold(own_cache):
 def follows_normal() -> Callable[[np.ndarray, float], bool]:
     """(sample, std) -> whether a Kolmogorov-Smirnov test lets the sample pass as N(0, std²)."""
     return lambda sample, std: bool(stats.kstest(np.asarray(sample, dtype=np.float64) / std, "norm").pvalue > 1e-3)
+
+
+@pytest.fixture
+def follows_normal_only(follows_normal) -> Callable[[np.ndarray, float], None]:
+    """(sample, std) -> asserts that the sample passes as N(0, std²), and as nothing near it: the test can fail."""
+
+    def check(sample: np.ndarray, std: float) -> None:
+        assert follows_normal(sample, std)
+        assert not follows_normal(sample, std * 2 / 3)
+        assert not follows_normal(sample, std * 3 / 2)
+        assert not follows_normal(np.abs(sample), std)
+        assert not follows_normal(sample + 0.1 * std, std)
+
+    return check

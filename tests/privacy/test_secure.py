@@ -33,13 +33,8 @@ def test_the_keystream_is_chacha20_of_rfc_8439():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("std", [1e-4, 1.0, 37.0])
 @pytest.mark.parametrize("step", [0, 5])
-def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal, dtype, std, step):
-    noise = draw(std=std, step=step, dtype=dtype).numpy()
-    assert follows_normal(noise, std)
-    assert not follows_normal(noise, std * 2 / 3)
-    assert not follows_normal(noise, std * 3 / 2)
-    assert not follows_normal(np.abs(noise), std)
-    assert not follows_normal(noise + 0.1 * std, std)
+def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal_only, dtype, std, step):
+    follows_normal_only(draw(std=std, step=step, dtype=dtype).numpy(), std)
 
 
 def test_one_draw_of_the_two_is_normal_itself(follows_normal):

@@ -73,12 +73,6 @@ def load(path: Path, state: Mapping[str, Any], ranks: Alone | Ranks, device: tor
     return {**state, **load_checkpoint(path.with_name(state["folder"]) / _file(ranks.stage), device)}
 
 
-def forget(path: Path) -> None:
-    """Remove both checkpoints, which hold the noise key; one process calls it."""
-    for entry in path.parent.glob(f"{path.stem}*"):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
 def save_weights(path: Path, stage: Stage, ranks: Alone | Ranks) -> None:
     """Write model-<stage>.pt beside `path` and, unless the model is larger than `LARGEST`, the whole model to `path`.
 

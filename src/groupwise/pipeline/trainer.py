@@ -138,10 +138,6 @@ class PipelineTrainer(Trainer):
         """Go on after `step` steps, from the stage's own file of the checkpoint `state`, which was read from `path`."""
         self.load_state_dict(checkpoint.load(path, state, self.ranks, self.device), step)
 
-    def forget(self, path: Path) -> None:
-        """Remove the checkpoint: it holds the key of the noise."""
-        checkpoint.forget(path)
-
     def save_model(self, path: Path) -> None:
         """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
         checkpoint.save_weights(path, self.runner.stage, self.ranks)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from groupwise.atomic import write_atomically
+from groupwise.atomic import remove, write_atomically
 from groupwise.errors import UserError
 from groupwise.training.ranks import Alone, Ranks
 
@@ -104,6 +104,12 @@ def load_newest(
             return candidate, state
         problems.append(found)
     raise UserError(problems[0])
+
+
+def forget_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints of a run's folder, and what a killed write left: they hold the key of the noise."""
+    for entry in (*folder.glob("checkpoint*"), *folder.glob(".*.partial")):
+        remove(entry)
 
 
 def _write_hashed(state: Mapping[str, Any], file: BufferedRandom) -> None:

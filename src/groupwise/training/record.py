@@ -17,17 +17,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from groupwise.atomic import write_json, write_text
+from groupwise.atomic import remove, why_unwritable, write_json, write_text
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
-from groupwise.training.checkpoint import previous
+from groupwise.training.checkpoint import forget_checkpoints, previous
 from groupwise.training.identity import (
     config_hash,
     differences,
@@ -69,7 +68,8 @@ class RunRecord:
                     f"resume={resume} was made with another configuration: {'; '.join(differing)}. "
                     "Give the same values, or leave resume out."
                 )
-        _refuse_unwritable(folder)
+        if why := why_unwritable(folder):
+            raise UserError(_unwritable(folder, why))
         return cls(folder, config)
 
     @property
@@ -213,8 +213,7 @@ class RunRecord:
         """Of a run that is `finished`: remove checkpoints, which hold the noise's key, and write DONE if it is not
         there, as when the process was killed between the two."""
         with self._writing():
-            for entry in (*self.folder.glob("checkpoint*"), *self.folder.glob(".*.partial")):
-                _remove(entry)
+            forget_checkpoints(self.folder)
             if not (self.folder / "DONE").is_file():
                 write_text(self.folder / "DONE", self.result()["finished_at"] + "\n")
 
@@ -269,7 +268,7 @@ class RunRecord:
         (self.folder / "DONE").unlink(missing_ok=True)  # first: what is half cleared is not done
         for entry in self.folder.iterdir():
             if entry.name != ".lock":
-                _remove(entry)
+                remove(entry)
 
     def _write_provenance(self) -> None:
         git = git_state()
@@ -281,21 +280,6 @@ class RunRecord:
         if diff:
             write_text(self.folder / "diff.patch", diff)
         write_json(self.folder / "environment.json", environment())
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
-
-
-def _refuse_unwritable(folder: Path) -> None:
-    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if not nearest.is_dir():
-        raise UserError(_unwritable(folder, f"{nearest} is a file"))
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(_unwritable(folder, f"no permission to write in {nearest}"))
 
 
 def _unwritable(folder: Path, reason: str) -> str:
