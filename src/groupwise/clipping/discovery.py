@@ -1,17 +1,18 @@
 """Finding a model's layers and their rules, and refusing what cannot be clipped, by name."""
 
-from collections.abc import Iterator
+import warnings
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils.parametrize import ParametrizationList
 
 from groupwise.clipping.costs import Shared
+from groupwise.clipping.rules import REWRITTEN
 from groupwise.clipping.rules.base import LayerRule, find_rule
-from groupwise.clipping.rules.fallback import FallbackRule
+from groupwise.clipping.rules.weights import Forward, forward_of
 from groupwise.errors import UserError
 
 
@@ -22,28 +23,28 @@ class Layer:
     Args:
         name: dotted name in the model ("" for the model itself).
         module: the module.
-        rule: its rule class, or None: the generic fallback, which also owns the parameters of all its children.
-        trainable: parameters that train, by their name inside the module.
+        rule: its rule class, or None: each of its parameters gets a copy for every example.
+        trainable: its own parameters that train, by their name inside the module.
+        rewritten: its forward in terms of linear layers and embeddings, for modules that are made of several.
     """
 
     name: str
     module: nn.Module
     rule: type[LayerRule] | None
     trainable: dict[str, nn.Parameter]
+    rewritten: Forward | None = None
 
     def full_name(self, local: str) -> str:
         """A parameter's name in the whole model."""
         return f"{self.name}.{local}" if self.name else local
 
     def make_rule(self, shared: Shared) -> LayerRule:
-        """A rule object for this very layer.
+        """A rule object for this very layer, which has one.
 
         Raises:
             UserError: the layer has an option that cannot be clipped.
         """
-        if self.rule is None:
-            names = tuple(name for name, _ in self.module.named_parameters())
-            return FallbackRule(self.module, names, self.name or "the model")
+        assert self.rule is not None
         rule = self.rule(self.module, shared)
         reason = rule.refuse()
         if reason:
@@ -58,26 +59,12 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision.
     """
     refuse_mixing(model)
-    modules = dict(model.named_modules())
-    roots: list[str] = []  # modules the fallback takes whole
-    found: dict[str, type[LayerRule]] = {}
-    for name, module in modules.items():
-        if not any(p.requires_grad for p in module.parameters(recurse=False)):
-            continue
-        rule = find_rule(module)
-        if rule is not None:
-            found[name] = rule
-            continue
-        while name and _is_container(modules[name]):
-            name = name.rpartition(".")[0]
-        roots.append(name)
-    roots = [root for root in roots if not any(_below(root, other) for other in roots)]
-    found = {name: rule for name, rule in found.items() if not any(_below(name, root) for root in roots)}
-    layers = tuple(
-        Layer(name, module, found.get(name), dict(_trainable(module, recurse=name not in found)))
-        for name, module in modules.items()
-        if name in found or name in roots
-    )
+    layers = []
+    for name, module in model.named_modules():
+        trainable = {local: p for local, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if trainable:
+            rule = find_rule(module)
+            layers.append(Layer(name, module, rule, trainable, None if rule else forward_of(module, REWRITTEN)))
     if not layers:
         raise UserError("The model has no trainable parameter: set requires_grad=True where it should learn.")
     for layer in layers:
@@ -87,7 +74,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
                     f"Parameter {layer.full_name(local)!r} trains in {parameter.dtype}; clipped sums and noise need "
                     "float32: keep trainable parameters in float32 and use autocast for speed."
                 )
-    return layers
+    return tuple(layers)
 
 
 def refuse_mixing(model: nn.Module) -> None:
@@ -105,14 +92,21 @@ def refuse_mixing(model: nn.Module) -> None:
             )
 
 
-def _trainable(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in module.named_parameters(recurse=recurse) if p.requires_grad)
+COPIED = 4096
+"""Parameters of fewer numbers cost little where every example has a copy."""
 
 
-def _is_container(module: nn.Module) -> bool:
-    """Never called with a batch (ParameterList, parametrisations ...): the module above it owns its parameters."""
-    return type(module).forward is nn.Module.forward or isinstance(module, ParametrizationList)
-
-
-def _below(name: str, ancestor: str) -> bool:
-    return name != ancestor and (ancestor == "" or name.startswith(ancestor + "."))
+def warn_of_copies(layers: tuple[Layer, ...]) -> None:
+    """Say once for which types of modules every example gets a copy of parameters that are not small."""
+    kinds = Counter(
+        type(layer.module).__name__
+        for layer in layers
+        if layer.rule is None and layer.rewritten is None and any(p.numel() > COPIED for p in layer.trainable.values())
+    )
+    if kinds:
+        told = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
+        warnings.warn(
+            f"groupwise has no rule for modules of these types: {told}. They are clipped exactly, but where they use "
+            "their parameters in other ways than linear layers do, with a gradient for each example in memory.",
+            stacklevel=4,
+        )

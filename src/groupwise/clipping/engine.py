@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from groupwise.clipping.costs import Formula, Rates, Shared
 from groupwise.clipping.counts import Counts
-from groupwise.clipping.discovery import find_layers
+from groupwise.clipping.discovery import find_layers, warn_of_copies
 from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
 from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import Phase, Round
+from groupwise.clipping.gate import Phase, Round, no_autocast
 from groupwise.clipping.groups import build_groups
+from groupwise.clipping.layouts import Layout, Order, owners_agree
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.paths import check_paths
@@ -32,6 +33,7 @@ def attach(
     clip_rule: ClipRule = clip_factors,
     formula: Formula = "auto",
     rates: Rates | None = None,
+    batch_axis: int = 0,
     direct: bool = False,
 ) -> "ClippingEngine":
     """Make backward passes of `model` clip per-example gradients group by group.
@@ -41,7 +43,7 @@ def attach(
     example is added or removed. Noise and division by the batch size are the caller's (see `groupwise.privacy`).
 
     Args:
-        model: any module whose layers take the batch as their first axis.
+        model: any module whose inputs hold the batch on one axis.
         partition: groups of layers: `flat`, `per_layer`, `per_block`, `by_mapping`, or your own tuple of `Group`.
         thresholds: C_k > 0, one for all groups or one each, (K,).
         norms: "bookkeeping" keeps activations and output gradients of a group until it closes (one backward pass);
@@ -49,6 +51,7 @@ def attach(
         clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
         rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
+        batch_axis: which axis of the model's first input tensor counts examples: 0, or 1 for sequences first.
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
             one group a layer, or norms="ghost", and no shared parameter.
 
@@ -57,7 +60,15 @@ def attach(
             thresholds, a layer that cannot be clipped with `direct`.
     """
     return ClippingEngine(
-        model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula, rates=rates, direct=direct
+        model,
+        partition,
+        thresholds,
+        norms=norms,
+        clip_rule=clip_rule,
+        formula=formula,
+        rates=rates,
+        batch_axis=batch_axis,
+        direct=direct,
     )
 
 
@@ -74,6 +85,7 @@ class ClippingEngine:
         clip_rule: ClipRule,
         formula: Formula,
         rates: Rates | None,
+        batch_axis: int,
         direct: bool,
     ) -> None:
         if norms not in ("bookkeeping", "ghost"):
@@ -84,6 +96,8 @@ class ClippingEngine:
             )
         if formula not in get_args(Formula):
             raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
+        if batch_axis not in (0, 1):
+            raise UserError(f"batch_axis={batch_axis!r} is unknown: 0, or 1 where sequences come first.")
         layers = find_layers(model)
         check_partition(layers, partition)
         self._shared = Shared(formula, rates)
@@ -97,7 +111,8 @@ class ClippingEngine:
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._direct = direct
         self.set_thresholds(thresholds)
-        self._patches = Patches(layers, self.groups, self._flights, direct)
+        self._patches = Patches(model, layers, self.groups, self._flights, self._shared, batch_axis, direct)
+        warn_of_copies(layers)
 
     # -- thresholds and counts ------------------------------------------------------------------------------------
 
@@ -181,6 +196,7 @@ class ClippingEngine:
         """
         self._check_losses(losses)
         self.check_output(losses)
+        self._prove_layouts(losses)
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
@@ -194,11 +210,44 @@ class ClippingEngine:
         group_pass = self._flights.open.get(0)
         if group_pass is None or group_pass.probe is None:
             raise UserError("The losses do not come from the attached model: no layer of it ran with gradients on.")
-        (squares,) = torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True)
+        try:
+            with no_autocast(losses.device.type):
+                (squares,) = torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error) or "checkpoint" in str(error).lower():
+                raise UserError(
+                    "Ghost clipping asks for norms before gradients, which reentrant checkpointing cannot do: use "
+                    "checkpointing with use_reentrant=False."
+                ) from error
+            raise
         with torch.no_grad():
-            squares = squares + group_pass.cross_terms(squares)
-        group_pass.entries.clear()
-        return squares
+            return squares + group_pass.joint_squares(squares, Phase.NORMS)
+
+    def _prove_layouts(self, losses: Tensor) -> None:
+        """See from gradients whose rows a layer's output holds, where each example has several and it is not known."""
+        unproven = [(m, lay, y) for group_pass in self._flights.open.values() for m, lay, y in group_pass.unproven]
+        if not unproven:
+            return
+        layouts, outputs = self._flights.layouts, [y for _, _, y in unproven]
+        weights = torch.linspace(0.5, 1.5, len(losses), device=losses.device, dtype=losses.dtype)
+        with self._flights.looking(len(losses)):
+            plain, weighed = (
+                torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+                for total in (losses.sum(), (weights * losses).sum())
+            )
+        for (member, layout, y), a, b in zip(unproven, plain, weighed, strict=True):
+            if a is None or b is None:
+                continue
+            for order in (Order.FOLDED, Order.STACKED):
+                if owners_agree(a, b, weights, Layout(order, layout.each)):
+                    layouts.prove(member.name, y.dim(), order)
+                    break
+            else:
+                raise UserError(
+                    f"Layer {member.name!r} has {len(y)} rows for {len(losses)} examples, neither each example's rows "
+                    "together nor one row of every example after the other, so it cannot be told whose they are: "
+                    "freeze it, or reshape its input to (batch, rows, ...)."
+                )
 
     def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[Round, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
@@ -377,7 +426,8 @@ class ClippingEngine:
 
 def _run_backward(losses: Tensor) -> None:
     try:
-        losses.sum().backward()
+        with no_autocast(losses.device.type):  # gradients in the precision in which they were attached
+            losses.sum().backward()
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             raise UserError(

@@ -73,7 +73,7 @@ def weigh_rows(factors: Tensor, rows: Tensor) -> Tensor:
 
 def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Tensor:
     """total + Σ_i factor_i · rows_i, in place where there is a total."""
-    flat, weights = drop_zero_rows(factors, rows).flatten(1), factors.to(rows.dtype)
+    flat, weights = drop_zero_rows(factors, rows).reshape(len(rows), -1), factors.to(rows.dtype)
     if total is None:
         return (weights @ flat).view(rows.shape[1:])
     total.view(1, -1).addmm_(weights.unsqueeze(0), flat)

@@ -7,9 +7,10 @@ passes of its own, and a backward pass reaches the passes of one microbatch only
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+import torch
 
 from groupwise.clipping.gate import GroupPass, GroupState, Member, Phase, Round
+from groupwise.clipping.layouts import Layouts
 from groupwise.errors import UserError
 
 NOT_NAMED: Hashable = object()
@@ -22,10 +23,11 @@ class Flights:
     def __init__(self) -> None:
         self.round: Round | None = None
         self.open: dict[int, GroupPass] = {}
+        self.layouts = Layouts()
         self._microbatch = NOT_NAMED
         self._waiting: dict[Hashable, dict[int, GroupPass]] = {}
 
-    def pass_of(self, group: GroupState, member: Member, x: Tensor) -> GroupPass:
+    def pass_of(self, group: GroupState, member: Member, batch: int, device: torch.device) -> GroupPass:
         """The group's open pass; a recomputation inside backward (checkpointing) joins the one that is running."""
         group_pass = self.open.get(group.index)
         if self.round is not None:
@@ -35,21 +37,21 @@ class Flights:
                     "use_reentrant=False."
                 )
             return group_pass
-        if group_pass is None or group_pass.batch != x.shape[0]:
+        if group_pass is None or group_pass.batch != batch:
             if group_pass is not None:
-                self._give_up(group_pass, member, x)
-            group_pass = GroupPass(group, x.shape[0], x.device, self)
+                self._give_up(group_pass, member, batch)
+            group_pass = GroupPass(group, batch, device, self)
             self.open[group.index] = group_pass
-        group_pass.calls[member.name] += 1
+        group_pass.note(member)
         return group_pass
 
-    def _give_up(self, group_pass: GroupPass, member: Member, x: Tensor) -> None:
+    def _give_up(self, group_pass: GroupPass, member: Member, batch: int) -> None:
         """The pass of a forward whose losses never came, or of one with another batch size."""
         if self._microbatch is not NOT_NAMED:
             raise UserError(
-                f"Layer {member.name!r} got a batch of {x.shape[0]} in microbatch {self._microbatch!r}, which began "
-                f"with {group_pass.batch}: give another forward pass another name, and every layer the batch as first "
-                "axis of its input (pass position ids explicitly, one row an example)."
+                f"Layer {member.name!r} got a batch of {batch} in microbatch {self._microbatch!r}, which began "
+                f"with {group_pass.batch}: give another forward pass another name, and the model's inputs the batch as "
+                "first axis."
             )
         group_pass.probe = None
 
@@ -89,6 +91,15 @@ class Flights:
             self.round = None
             self.open.clear()
             self.open = outer
+
+    @contextmanager
+    def looking(self, examples: int) -> Iterator[None]:
+        """A backward pass inside leaves everything as it is: it is there for the gradients of layers' outputs."""
+        self.round = Round(Phase.LOOK, examples, self.open)
+        try:
+            yield
+        finally:
+            self.round = None
 
     def forget(self) -> None:
         """Drop the microbatches that wait."""

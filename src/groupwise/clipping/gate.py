@@ -9,25 +9,29 @@ Where parameters are shards that become whole tensors only while their layer run
 `DirectFunction` returns the gradients itself. That takes a norm which one layer knows, or two backward passes.
 """
 
-from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.clipping.factors import ClipRule, keep_finite
-from groupwise.clipping.joint import Entry, cross_terms
+from groupwise.clipping.joint import Entry, cross_terms, stack_calls
+from groupwise.clipping.layouts import FIRST, Layout, Layouts, Order
 from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved, Wanted
+from groupwise.clipping.rules.folded import FoldedRule
 from groupwise.errors import UserError
 
 
 class Phase(Enum):
-    """What a backward pass does: everything at once, only norms (ghost, first), only sums (ghost, second)."""
+    """What a backward pass does: everything at once, only norms (ghost, first), only sums (ghost, second), nothing."""
 
     CLIP = "clip"
+    LOOK = "look"
     NORMS = "norms"
     SUMS = "sums"
 
@@ -56,8 +60,12 @@ class Member:
     rule: LayerRule
     wanted: Wanted
     places: tuple[int | None, ...]
-    shared: bool
-    """Some other layer uses one of its parameters too."""
+    rows: tuple[slice | None, ...] = ()
+    """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
+
+    def rows_of(self, parameter: int) -> slice | None:
+        """The rows of its parameter of that number."""
+        return self.rows[parameter] if self.rows else None
 
 
 @dataclass
@@ -69,6 +77,8 @@ class GroupState:
     members: tuple[Member, ...]
     homes: tuple[tuple[torch.nn.Module, str], ...]
     """Where its trainable parameters are found: a module, and the name inside it."""
+    names: tuple[str, ...]
+    """Their names in the whole model."""
     gated: tuple[Tensor, ...]
     """What the gate returns gradients for: the parameters, or a stand-in that gets none where layers return them."""
     clip_rule: ClipRule
@@ -91,7 +101,12 @@ class GroupPass:
 
     def __init__(self, group: GroupState, batch: int, device: torch.device, flights: Any) -> None:
         self.group, self.batch, self.flights = group, batch, flights
-        self.calls: Counter[str] = Counter()
+        self.calls: list[Member] = []
+        self.uses: dict[int, list[slice | None]] = {}
+        self.copies: dict[int, Tensor] = {}
+        """Parameters with a copy for each example, by their place."""
+        self.unproven: list[tuple[Member, Layout, Tensor]] = []
+        """Outputs whose rows may belong to the examples in another order than the one that was taken."""
         self.entries: list[Entry] = []
         self.due: list[tuple[Member, Finish]] = []
         self.sums: list[Tensor | None] = [None] * len(group.gated)
@@ -99,28 +114,56 @@ class GroupPass:
         self.done = False
         self.probe: Tensor | None = Gate.apply(self, device, *group.gated)
 
-    def receive(self, member: Member, saved: Saved, g: Any) -> Tensor:
+    def note(self, member: Member) -> None:
+        """A forward pass calls a layer, which uses its parameters once more."""
+        self.calls.append(member)
+        for i, place in enumerate(member.places):
+            if place is not None:
+                self.uses.setdefault(place, []).append(member.rows_of(i))
+
+    def receive(self, member: Member, layout: Layout, saved: Saved, g: Any) -> Tensor:
         """Take a layer's activations and output gradients; returns its squared norms, the probe's gradient."""
-        current = self._current(member, g)
+        current = self._current(member, layout, g)
+        if current.phase is Phase.LOOK:
+            return self.group.threshold.new_zeros(self.batch)
+        rule, saved, g = self._examples_first(member, layout, saved, g)
         if current.phase is Phase.SUMS:
-            self.add(member, member.rule.weighted_sum(saved, g, current.factors, member.wanted))
+            self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted))
             return self.group.threshold.new_zeros(current.examples)
-        joint = member.shared or self.calls[member.name] > 1
-        if current.phase is Phase.CLIP and len(self.group.members) == 1 and not joint:
-            self.add(member, member.rule.clipped_sum(saved, g, self.clip, member.wanted))
+        joint = any(place is not None and overlap(self.uses[place]) for place in member.places)
+        if current.phase is Phase.CLIP and len(self.calls) == 1:
+            self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted))
             self.done = True
             return self.all_squares()
         if joint:
-            self.entries.append(Entry(member, saved, g))
+            self.entries.append(Entry(rule, member, saved, g))
+            if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
+                return self.group.threshold.new_zeros(current.examples)
         if current.phase is Phase.NORMS:
-            return member.rule.squared_norms(saved, g, member.wanted)
-        squares, finish = member.rule.book_keep(saved, g, member.wanted)
+            return rule.squared_norms(saved, g, member.wanted)
+        squares, finish = rule.book_keep(saved, g, member.wanted)
         self.due.append((member, finish))
         return squares
 
+    def _examples_first(self, member: Member, layout: Layout, saved: Saved, g: Any) -> tuple[LayerRule, Saved, Any]:
+        """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
+        rule, layouts = member.rule, self.flights.layouts
+        if layout.order is Order.FIRST:
+            layouts.use(member.name, g.dim(), layout)
+            return rule, saved, g
+        if layout.order is Order.FOLDED and layouts.order_of(member.name, g.dim()) is Order.STACKED:
+            layout = Layout(Order.STACKED, layout.each)
+        layouts.use(member.name, g.dim(), layout)
+        if not rule.features_last:
+            return FoldedRule(rule, layout), saved, g
+        arranged = (
+            layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
+        )
+        return rule, tuple(arranged), layout.examples_first(g)
+
     def return_gradients(self, member: Member, saved: Saved, g: Any) -> tuple[Tensor, Gradients]:
         """The same for a layer that returns its gradients itself: its squared norms, and one gradient a parameter."""
-        current = self._current(member, g)
+        current = self._current(member, FIRST, g)
         if member.name in current.reported:
             raise UserError(
                 f"Layer {member.name!r} runs twice in one forward pass, and with direct=True no norm joins the two: "
@@ -136,18 +179,19 @@ class GroupPass:
         self.done = True
         return self.all_squares(), gradients
 
-    def _current(self, member: Member, g: Any) -> Round:
+    def _current(self, member: Member, layout: Layout, g: Tensor) -> Round:
         """The backward pass that runs, if this layer's call can take part in it."""
         current: Round | None = self.flights.round
         if current is None:
             raise UserError(
                 "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
             )
-        rows = (g[0] if isinstance(g, tuple) else g).shape[0]
-        if rows != current.examples:
+        if self.batch != current.examples:
+            axis = 1 if layout.order is Order.SECOND else 0
             raise UserError(
-                f"Layer {member.name!r} saw a batch of {rows}, but there are {current.examples} losses: the first axis "
-                "of every layer's input must be the batch (pass position ids explicitly, one row an example)."
+                f"Layer {member.name!r} saw a batch of {g.shape[axis] // layout.each}, but there are "
+                f"{current.examples} losses: the first axis of the model's inputs must be the batch, or attach with "
+                "batch_axis=1 if it is the second."
             )
         if self.probe is None:
             raise UserError(
@@ -175,9 +219,8 @@ class GroupPass:
         current.closed.add(self.group.index)
         if current.phase is Phase.SUMS:
             return
-        if not self.done:
-            squares = squares + self.cross_terms(squares)
-            self.entries.clear()
+        if not self.done and self.entries:
+            squares = squares + self.joint_squares(squares, current.phase)
         if current.phase is Phase.NORMS:
             current.squared_norms[self.group.index] = squares
             return
@@ -188,17 +231,40 @@ class GroupPass:
                 self.add(member, finish(factors))
         current.squared_norms[self.group.index] = self.all_squares()
 
-    def cross_terms(self, squares: Tensor) -> Tensor:
-        """2Σ⟨a_i, b_i⟩ over pairs of uses of one parameter: what the members' own norms miss of the joint norm."""
-        with no_autocast(squares.device.type):
-            return cross_terms(self.entries, squares)
+    def joint_squares(self, like: Tensor, phase: Phase) -> Tensor:
+        """What the layers' own reports miss of the joint norms of parameters that are used more than once, (B,)."""
+        entries, self.entries = self.entries, []
+        total = torch.zeros_like(like)
+        with no_autocast(like.device.type):
+            entries, stacked = stack_calls(entries)
+            for entry in stacked:
+                if phase is Phase.NORMS:
+                    total = total + entry.rule.squared_norms(entry.saved, entry.g, entry.member.wanted)
+                else:
+                    squares, finish = entry.rule.book_keep(entry.saved, entry.g, entry.member.wanted)
+                    self.due.append((entry.member, finish))
+                    total = total + squares
+            return total + cross_terms(entries, like)
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""
-        for place, gradient in zip(member.places, gradients, strict=True):
+        for i, (place, gradient) in enumerate(zip(member.places, gradients, strict=True)):
             if place is not None and gradient is not None:
                 known = self.sums[place]
-                self.sums[place] = gradient if known is None else known.add_(gradient)
+                if (rows := member.rows_of(i)) is not None:
+                    if known is None:
+                        known = self.sums[place] = torch.zeros_like(self.group.gated[place], dtype=gradient.dtype)
+                    known[rows] += gradient
+                else:
+                    self.sums[place] = gradient if known is None else known.add_(gradient)
+
+
+def overlap(uses: list[slice | None]) -> bool:
+    """Whether two uses of a parameter, in all its rows (None) or in some, share an entry."""
+    if len(uses) < 2:
+        return False
+    known = sorted((use.start, use.stop) for use in uses if use is not None)
+    return len(known) < len(uses) or any(end > start for (_, end), (start, _) in pairwise(known))
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:
@@ -238,9 +304,15 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, x: Tensor, *parameters: Tensor | None
+        ctx: Any,
+        group_pass: GroupPass,
+        member: Member,
+        layout: Layout,
+        probe: Tensor,
+        x: Tensor,
+        *parameters: Tensor | None,
     ) -> Tensor:
-        ctx.group_pass, ctx.member = group_pass, member
+        ctx.group_pass, ctx.member, ctx.layout = group_pass, member, layout
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *parameters)
         ctx.save_for_backward(*saved)
@@ -252,9 +324,53 @@ class LayerFunction(torch.autograd.Function):
         saved, rule = ctx.saved_tensors, ctx.member.rule
         with no_autocast(g.device.type):
             g = rule.arrange(saved, g)
-            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
-            squares = ctx.group_pass.receive(ctx.member, saved, g)
-        return None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 4)
+            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[4] else None
+            squares = ctx.group_pass.receive(ctx.member, ctx.layout, saved, g)
+        return None, None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+class CopiesFunction(torch.autograd.Function):
+    """One copy of a parameter for each example, (B, *shape): the copies' gradients are the per-example gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, parameter: Tensor) -> Tensor:
+        ctx.group_pass, ctx.member = group_pass, member
+        return parameter.unsqueeze(0).expand(group_pass.batch, *parameter.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with no_autocast(g.device.type):
+            squares = ctx.group_pass.receive(ctx.member, FIRST, (), g)
+        return None, None, squares, None
+
+
+class LateFunction(torch.autograd.Function):
+    """Zeros (B, T, p) to add to T products with one weight whose inputs come one after the other (recurrence).
+
+    Their gradients, with the inputs that were noted by then, are those of one linear layer on a sequence.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group_pass: GroupPass,
+        member: Member,
+        layout: Layout,
+        probe: Tensor,
+        inputs: dict[int, Tensor],
+        zeros: Callable[[], Tensor],
+    ) -> Tensor:
+        ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
+        return zeros()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with no_autocast(g.device.type):
+            x = torch.stack([ctx.inputs[t] for t in range(g.shape[1])], dim=1)
+            squares = ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
+        return None, None, None, squares, None, None
 
 
 class DirectFunction(torch.autograd.Function):

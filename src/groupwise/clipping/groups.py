@@ -8,7 +8,7 @@ from groupwise.clipping.discovery import Layer
 from groupwise.clipping.factors import ClipRule
 from groupwise.clipping.gate import GroupState, Member
 from groupwise.clipping.partition import Group, Partition
-from groupwise.clipping.rules.fallback import FallbackRule
+from groupwise.clipping.rules.parameter import ParameterRule
 from groupwise.errors import UserError
 
 
@@ -37,7 +37,7 @@ def build_groups(
     for member in (member for group in groups for member in group.members):
         member.rule.thrifty = thrifty
     if direct:
-        _check_direct(groups, ghost=thrifty)
+        _check_direct(groups, uses, ghost=thrifty)
     else:
         _check_whole(layers)
     return groups
@@ -54,6 +54,7 @@ def _build_group(
 ) -> GroupState:
     parameters: list[nn.Parameter] = []
     homes: list[tuple[nn.Module, str]] = []
+    names: list[str] = []
     place: dict[int, int] = {}
     for name in group.layers:
         for local, parameter in by_name[name].trainable.items():
@@ -61,39 +62,46 @@ def _build_group(
                 place[id(parameter)] = len(parameters)
                 parameters.append(parameter)
                 homes.append((by_name[name].module, local))
+                names.append(by_name[name].full_name(local))
     members = []
     for name in group.layers:
         layer = by_name[name]
+        if layer.rule is None:
+            members += [
+                Member(layer.full_name(local), ParameterRule(layer.module, local, shared), (True,), (place[id(p)],))
+                for local, p in layer.trainable.items()
+            ]
+            continue
         rule = layer.make_rule(shared)
         places = tuple(
             place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
         )
-        tied = any(uses[id(p)] > 1 for p in layer.trainable.values())
-        rule.alone = len(group.layers) == 1 and not tied
-        members.append(Member(name, rule, tuple(p is not None for p in places), places, tied))
+        rule.alone = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
+        members.append(Member(name, rule, tuple(p is not None for p in places), places))
     dtype, device = parameters[0].dtype, parameters[0].device
     return GroupState(
         index,
         group.name,
         tuple(members),
         tuple(homes),
+        tuple(names),
         (torch.zeros((), dtype=dtype, device=device, requires_grad=True),) if direct else tuple(parameters),
         clip_rule,
         torch.ones((), dtype=dtype, device=device),
     )
 
 
-def _check_direct(groups: tuple[GroupState, ...], ghost: bool) -> None:
+def _check_direct(groups: tuple[GroupState, ...], uses: dict[int, int], ghost: bool) -> None:
     """Refuse what one layer alone cannot clip."""
     for group in groups:
         for member in group.members:
-            if isinstance(member.rule, FallbackRule):
+            if isinstance(member.rule, ParameterRule):
                 kind = type(member.rule.module).__name__
                 raise UserError(
-                    f"Layer {member.name!r} ({kind}) has no rule of its own, and the generic fallback cannot return "
-                    "gradients itself (direct=True): register a rule for it, or freeze it."
+                    f"Parameter {member.name!r} is in a module ({kind}) without a rule, which cannot return gradients "
+                    "itself (direct=True): register a rule for it, or freeze it."
                 )
-            if member.shared:
+            if any(uses[id(group.parameters[place])] > 1 for place in member.places if place is not None):
                 raise UserError(
                     f"Layer {member.name!r} shares a parameter with another layer, and with direct=True no norm joins "
                     "the two: untie them."

@@ -1,7 +1,9 @@
 """Joint norms: a parameter that several layers, or several calls of one layer, use has one gradient an example.
 
-With uses a and b the norm is ‖a + b‖² = ‖a‖² + ‖b‖² + 2⟨a, b⟩; members report the squares, this file the rest. Adding
-the uses as if they were separate parameters would under-state the norm by up to √2 for two uses: a privacy bug.
+With uses a and b the norm is ‖a + b‖² = ‖a‖² + ‖b‖² + 2⟨a, b⟩. Adding the uses as if they were separate parameters would
+under-state the norm by up to √2 for two uses: a privacy bug. Calls of one layer whose rows may follow each other (T
+steps of a recurrence are one sequence) become one call, which costs what a sequence costs. For all others members
+report the squares, and this file the rest.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.clipping.rules.base import rounding_slack, upcast
+from groupwise.clipping.rules.base import LayerRule, rounding_slack, upcast
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.hf_conv1d import HFConv1DRule
 from groupwise.clipping.rules.linear import LinearRule
@@ -22,8 +24,9 @@ CHUNK_FLOATS = 1 << 24
 
 @dataclass
 class Entry:
-    """A book-kept call: its layer, what its forward saved and its output gradients."""
+    """A book-kept call: the rule that takes it, its layer, what its forward saved and its output gradients."""
 
+    rule: LayerRule
     member: Any
     saved: Any
     g: Any
@@ -47,6 +50,27 @@ class Outer:
         return (lengths * self.left.norm(dim=2) if self.left.is_floating_point() else lengths).sum(1)
 
 
+def stack_calls(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """Calls of one layer become one call with all their rows, where its rule can do that.
+
+    Returns:
+        All entries, with those made of several calls in their places; and those whose norms nobody has formed yet.
+    """
+    calls: dict[int, list[Entry]] = {}
+    for entry in entries:
+        calls.setdefault(id(entry.member) if entry.rule.stacks else id(entry), []).append(entry)
+    every, stacked = [], []
+    for same in calls.values():
+        entry = same[0]
+        if entry.rule.stacks:
+            if len(same) > 1:
+                saved, g = entry.rule.stack([(e.saved, e.g) for e in same])
+                entry = Entry(entry.rule, entry.member, saved, g)
+            stacked.append(entry)
+        every.append(entry)
+    return every, stacked
+
+
 def cross_terms(entries: list[Entry], like: Tensor) -> Tensor:
     """2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,); zeros where nothing is shared."""
     by_parameter: dict[int, list[tuple[Entry, int]]] = {}
@@ -68,8 +92,8 @@ def cross_terms(entries: list[Entry], like: Tensor) -> Tensor:
 
 
 def _outer(entry: Entry, local: int) -> Outer | None:
-    rule = entry.member.rule
-    if local != 0 or not isinstance(rule, LinearRule | EmbeddingRule):
+    rule = entry.rule
+    if local != 0 or entry.member.rows or not isinstance(rule, LinearRule | EmbeddingRule):
         return None
     if isinstance(rule, EmbeddingRule):
         return Outer(*rule.rows(entry.saved, entry.g))
@@ -91,17 +115,30 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 def _materialized_cross_terms(uses: list[tuple[Entry, int]], like: Tensor) -> Tensor:
     """The same from materialised per-example gradients, a few examples at a time."""
     only = [tuple(i == local for i in range(len(entry.member.wanted))) for entry, local in uses]
-    size = uses[0][0].member.rule.module.get_parameter(uses[0][0].member.rule.parameter_names[uses[0][1]]).numel()
+    parts_of = [entry.member.rows_of(local) for entry, local in uses]
+    rows = max((part.stop for part in parts_of if part is not None), default=0)
+    size = max(_size(entry, local) for entry, local in uses)
     step = max(1, CHUNK_FLOATS // size)
     parts = []
     for start in range(0, like.shape[0], step):
-        rows = slice(start, start + step)
+        some = slice(start, start + step)
         gradients = []
-        for (entry, local), wanted in zip(uses, only, strict=True):
-            rule = entry.member.rule
-            gradient = rule.per_example_gradients(*rule.examples(entry.saved, entry.g, rows), wanted)[local]
-            gradients.append(upcast(gradient).flatten(1))
+        for (entry, local), wanted, part in zip(uses, only, parts_of, strict=True):
+            gradient = entry.rule.per_example_gradients(*entry.rule.examples(entry.saved, entry.g, some), wanted)[local]
+            assert gradient is not None
+            gradient = upcast(gradient)
+            if part is not None:
+                whole = gradient.new_zeros(len(gradient), rows, *gradient.shape[2:])
+                whole[:, part] = gradient
+                gradient = whole
+            gradients.append(gradient.reshape(len(gradient), -1))
+        longest = max(gradient.shape[1] for gradient in gradients)
+        gradients = [torch.nn.functional.pad(gradient, (0, longest - gradient.shape[1])) for gradient in gradients]
         squares = torch.stack([gradient.square().sum(1) for gradient in gradients]).sum(0)
         joint = torch.stack(gradients).sum(0).square().sum(1)
         parts.append(joint - squares + rounding_slack(squares, size))
     return torch.cat(parts)
+
+
+def _size(entry: Entry, local: int) -> int:
+    return entry.rule.module.get_parameter(entry.rule.parameter_names[local]).numel()

@@ -1,27 +1,103 @@
-"""How layers find their group: their `forward` is replaced, on the instance, and put back at the end."""
+"""How layers and parameters find their group: forwards are replaced, on the instance, and put back at the end.
 
-from collections.abc import Callable, Iterator
+The outermost module that is called tells how many examples there are, from its first tensor. While it runs, parameters
+of the model that a module reads as its attributes are `PerExample` ones, and layers take theirs from `_parameters`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
+from groupwise.clipping.costs import Shared
 from groupwise.clipping.discovery import Layer
 from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import DirectFunction, GroupState, LayerFunction, Member, autocast
-from groupwise.clipping.rules.fallback import Call, FallbackForward, FallbackRule
+from groupwise.clipping.gate import DirectFunction, GroupPass, GroupState, LayerFunction, Member, autocast
+from groupwise.clipping.layouts import FIRST, BatchAxis, Layout, Order
+from groupwise.clipping.module_weights import ModuleWeights
+from groupwise.clipping.parts import Parts, Use
+from groupwise.clipping.per_example import PerExample
+from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError
 
 
+class Call:
+    """A call of the outermost module: how many examples it has, and which tensors it was given."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> None:
+        self.given = set()
+        self.batch: int | None = None
+        packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)), None)
+        if packed is not None:
+            self.batch = int(packed.batch_sizes[0])
+        for leaf in _tensors((args, kwargs)):
+            if self.batch is None and leaf.dim() > axis:
+                self.batch = leaf.shape[axis]
+            if leaf.numel():
+                self.given.add(leaf.untyped_storage().data_ptr())
+
+    def is_given(self, x: Tensor) -> bool:
+        """Whether x is one of the tensors, or a view of one."""
+        return x.untyped_storage().data_ptr() in self.given
+
+
+class ParameterUse:
+    """A parameter that modules may read by themselves, while the outermost module runs; a `per_example.Origin`."""
+
+    def __init__(self, patches: "Patches", group: GroupState, place: int, parameter: nn.Parameter, label: str) -> None:
+        self.patches, self.group, self.place, self.parameter = patches, group, place, parameter
+        self.label = f"Parameter {label!r}"
+
+    def copies(self) -> Tensor:
+        """(B, *shape), made once a forward pass."""
+        return self.patches.parts.copies(self.group, self.place, self.patches.batch(self.label))
+
+    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """See `per_example.Origin`."""
+        return self.patches.batch_axis_of(x, self.label)
+
+    def use(self, kind: str, x: Tensor, weight: PerExample, bias: PerExample | None) -> Tensor | None:
+        """See `per_example.Origin`."""
+        other = None if bias is None else bias.origin
+        if other is not None and (not isinstance(other, ParameterUse) or other.group is not self.group):
+            return None
+        uses = [Use(self.place, self.parameter.shape)]
+        values: list[Tensor | None] = [self.parameter.detach()]
+        if kind == "linear":
+            uses.append(None if other is None else Use(other.place, other.parameter.shape))
+            values.append(None if other is None else other.parameter.detach())
+        return self.patches.run(self.group, self.patches.parts.member(kind, self.group, tuple(uses)), x, values)
+
+
+class LayerOutput:
+    """What a layer made of an input without a batch axis; a `per_example.Origin`."""
+
+    def __init__(self, patches: "Patches", label: str) -> None:
+        self.patches, self.label = patches, f"The output of layer {label!r}"
+
+    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """See `per_example.Origin`."""
+        return self.patches.batch_axis_of(x, self.label)
+
+    def use(self, kind: str, x: Tensor, weight: PerExample, bias: PerExample | None) -> None:
+        """It is no parameter."""
+
+
 class Patches:
-    """The replaced forwards of an engine's layers.
+    """The replaced forwards of an engine's model and layers.
 
     Args:
-        layers: the layers, whose `forward` nobody else may have replaced.
+        model: the model.
+        layers: its layers, whose `forward` nobody else may have replaced.
         groups: their groups.
         flights: where their passes are kept.
+        shared: what the layers have in common.
+        batch_axis: which axis of the model's first input counts examples.
         direct: layers return their parameters' gradients themselves.
 
     Raises:
@@ -29,21 +105,57 @@ class Patches:
     """
 
     def __init__(
-        self, layers: tuple[Layer, ...], groups: tuple[GroupState, ...], flights: Flights, direct: bool
+        self,
+        model: nn.Module,
+        layers: tuple[Layer, ...],
+        groups: tuple[GroupState, ...],
+        flights: Flights,
+        shared: Shared,
+        batch_axis: int,
+        direct: bool,
     ) -> None:
-        self._flights, self._off, self._modules = flights, False, [layer.module for layer in layers]
+        self.flights, self._off, self._axis, self._model = flights, False, batch_axis, model
+        self._call: Call | None = None
+        self._constants: set[int] | None = None
+        self.parts = Parts(flights, shared)
         for layer in layers:
-            if "forward" in layer.module.__dict__:
+            if "forward" in layer.module.__dict__ and layer.rule is not None:
                 raise UserError(
                     f"Layer {layer.name!r} has its forward replaced already: detach the other engine or wrapper first."
                 )
-        places = {member.name: (group, member) for group in groups for member in group.members}
+        members = {member.name: (group, member) for group in groups for member in group.members}
+        self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._read: list[tuple[nn.Module, str, PerExample]] = []
+        wrapped = {id(model): model}
+        self._at = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         for layer in layers:
-            group, member = places[layer.name]
-            run: Callable[..., Any] = self._run_direct if direct else self._run_layer
-            if isinstance(member.rule, FallbackRule):
-                member.rule.bypass, run = self.bypassed, self._run_fallback
-            layer.module.forward = torch.compiler.disable(partial(run, layer.module, group, member))  # type: ignore[method-assign]
+            if layer.rewritten is not None and not direct:
+                run = partial(self._run_rewritten, layer.module, layer.rewritten)
+                self._replace(layer.module, torch.compiler.disable(run))
+            elif layer.rule is not None:
+                group, member = members[layer.name]
+                run = self._run_direct if direct else self._run_layer
+                self._replace(layer.module, torch.compiler.disable(partial(run, layer.module, group, member)))
+            else:
+                wrapped[id(layer.module)] = layer.module
+        for module in wrapped.values():
+            if not direct and not any(module is layer.module and (layer.rule or layer.rewritten) for layer in layers):
+                self._replace(module, partial(self._run_outermost, module, module.forward))
+        if not direct:
+            self._read_as_copies(layers)
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._before.append((module, module.__dict__.get("forward")))
+        module.forward = forward  # type: ignore[method-assign]
+
+    def _read_as_copies(self, layers: tuple[Layer, ...]) -> None:
+        known: dict[int, PerExample] = {}
+        for layer in layers:
+            for local, parameter in layer.trainable.items():
+                if id(parameter) not in known:
+                    use = ParameterUse(self, *self._at[id(parameter)], parameter, layer.full_name(local))
+                    known[id(parameter)] = PerExample(use.copies, parameter.detach(), use, source=True)
+                self._read.append((layer.module, local, known[id(parameter)]))
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -55,20 +167,150 @@ class Patches:
             self._off = before
 
     def remove(self) -> None:
-        """Give the layers their own forward back."""
-        for module in self._modules:
+        """Give the modules their own forward back."""
+        for module, before in self._before:
             module.__dict__.pop("forward", None)
-        self._modules = []
+            if before is not None:
+                module.forward = before  # type: ignore[method-assign]
+        self._before = []
 
-    def _run_layer(self, module: nn.Module, group: GroupState, member: Member, *args: Any, **kwargs: Any) -> Tensor:
+    # -- the outermost module -------------------------------------------------------------------------------------
+
+    def _run_outermost(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._idle() or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with self._called(Call(args, kwargs, self._axis)):
+            return forward(*args, **kwargs)
+
+    def _idle(self) -> bool:
+        """Whether a module is not the outermost one, or nothing is clipped."""
+        recomputing = self.flights.round is not None
+        return self._off or self._call is not None or recomputing or not torch.is_grad_enabled()
+
+    @contextmanager
+    def _called(self, call: Call) -> Iterator[None]:
+        self._call = call
+        try:
+            for owner, name, copies in self._read:
+                owner.__dict__[name] = copies
+            yield
+        finally:
+            self._call = self._constants = None
+            for owner, name, _ in self._read:
+                owner.__dict__.pop(name, None)
+
+    def _run_rewritten(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if self._off or not torch.is_grad_enabled():
+            return type(module).forward(module, *args, **kwargs)
+        weights = ModuleWeights(module, self)
+        if not self._idle():
+            with self._called(Call(args, kwargs, 0 if getattr(module, "batch_first", True) else 1)):
+                return forward(weights, module, *args, **kwargs)
+        return forward(weights, module, *args, **kwargs)
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[GroupState, int] | None:
+        """The group of a parameter that trains, and its place there."""
+        return self._at.get(id(parameter))
+
+    def batch(self, label: str) -> int:
+        """B of the outermost call."""
+        if self._call is None or self._call.batch is None:
+            raise UserError(
+                f"{label} is used in a call without a tensor that has an axis for the batch, so it cannot be told how "
+                "many examples there are: give the model its inputs as tensors, the batch first."
+            )
+        return self._call.batch
+
+    def batch_axis_of(self, x: Tensor, label: str) -> BatchAxis | None:
+        """Where a tensor that meets a parameter has its examples; None for a constant.
+
+        Raises:
+            UserError: it depends on the batch, and no axis of it has its size.
+        """
+        batch = self.batch(label)
+        if x.dim() == 0:
+            return None
+        if batch == 1:
+            return BatchAxis(0, x.shape[0]) if x.shape[0] else None
+        depends = x.requires_grad or (self._call is not None and self._call.is_given(x))
+        if not depends and self._is_constant(x):
+            return None
+        if x.shape[0] == batch:
+            return BatchAxis(0)
+        second = x.dim() > 1 and x.shape[1] == batch
+        if second and (self._axis == 1 or x.shape[0] % batch):
+            return BatchAxis(1)
+        if x.shape[0] % batch == 0 and depends:
+            return BatchAxis(0, x.shape[0] // batch)
+        if second:
+            return BatchAxis(1)
+        if depends:
+            raise UserError(
+                f"{label} meets a tensor of shape {tuple(x.shape)}, none of whose first axes holds the {batch} "
+                "examples, so it cannot be told whose rows they are: freeze it, or keep the batch as first axis."
+            )
+        return None
+
+    def _is_constant(self, x: Tensor) -> bool:
+        if self._constants is None:
+            self._constants = {b.untyped_storage().data_ptr() for b in self._model.buffers() if b.numel()}
+        return x.untyped_storage().data_ptr() in self._constants
+
+    # -- layers ---------------------------------------------------------------------------------------------------
+
+    def _run_layer(self, module: nn.Module, group: GroupState, member: Member, *args: Any, **kwargs: Any) -> Any:
         if self._off or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         rule = member.rule
         x = rule.prepare(args[0] if args else next(iter(kwargs.values())))
-        parameters = [getattr(module, name) for name in rule.parameter_names]
-        x, parameters = autocast(rule.autocast, x, [None if p is None else p.detach() for p in parameters])
-        group_pass = self._flights.pass_of(group, member, x)
-        return LayerFunction.apply(group_pass, member, group_pass.probe, x, *parameters)
+        values = [module._parameters.get(name) for name in rule.parameter_names]
+        return self.run(group, member, x, [None if value is None else value.detach() for value in values])
+
+    def run(self, group: GroupState, member: Member, x: Tensor, values: list[Tensor | None]) -> Tensor:
+        """A layer's output for an input x of any layout, with its parameters' values."""
+        if isinstance(x, PerExample):
+            return PerExample.of_rows(self._run_rows(group, member, x.rows, values), LayerOutput(self, member.name))
+        layout, batch = self.layout_of(member, x)
+        if layout.order is Order.NONE:
+            return self._without_batch(group, member, x, values, batch)
+        inputs, values = autocast(member.rule.autocast, x, values)
+        group_pass = self.flights.pass_of(group, member, batch, x.device)
+        y = LayerFunction.apply(group_pass, member, layout, group_pass.probe, inputs, *values)
+        self.prove_later(group_pass, member, layout, y)
+        return y
+
+    def layout_of(self, member: Member, x: Tensor) -> tuple[Layout, int]:
+        """How a layer's input holds the batch, and B."""
+        known = self._call
+        batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
+        given = known.is_given if known is not None else lambda _: True
+        return self.flights.layouts.of(member.name, x, batch, member.rule.features_last, given), batch
+
+    def prove_later(self, group_pass: GroupPass, member: Member, layout: Layout, y: Tensor) -> None:
+        """Note an output whose rows may belong to the examples in another order."""
+        if layout.each > 1 and group_pass.batch > 1 and not self.flights.layouts.proven(member.name, y.dim()):
+            group_pass.unproven.append((member, layout, y))
+
+    def _run_rows(self, group: GroupState, member: Member, rows: Tensor, values: list[Tensor | None]) -> Tensor:
+        inputs, values = autocast(member.rule.autocast, rows, values)
+        group_pass = self.flights.pass_of(group, member, len(rows), rows.device)
+        return LayerFunction.apply(group_pass, member, FIRST, group_pass.probe, inputs, *values)
+
+    def _without_batch(
+        self, group: GroupState, member: Member, x: Tensor, values: list[Tensor | None], batch: int
+    ) -> PerExample:
+        """The output for an input that all examples share; it has a copy for each of them once it is used."""
+        with torch.no_grad():
+            inputs, lowered = autocast(member.rule.autocast, x, values)
+            like, _ = member.rule.forward(inputs, *lowered)
+        made: list[Tensor] = []
+
+        def make() -> Tensor:
+            if not made:
+                made.append(self._run_rows(group, member, x.unsqueeze(0).expand(batch, *x.shape), values))
+            return made[0]
+
+        return PerExample(make, like, LayerOutput(self, member.name))
 
     def _run_direct(self, module: nn.Module, group: GroupState, member: Member, *args: Any, **kwargs: Any) -> Tensor:
         if self._off or not torch.is_grad_enabled():
@@ -83,21 +325,14 @@ class Patches:
                     f"Layer {member.name!r} got its {name} in {parameter.dtype}, in which a clipped sum may outgrow "
                     "its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
                 )
-        group_pass = self._flights.pass_of(group, member, x)
+        group_pass = self.flights.pass_of(group, member, x.shape[0], x.device)
         return DirectFunction.apply(group_pass, member, group_pass.probe, x, *parameters)
 
-    def _run_fallback(self, module: nn.Module, group: GroupState, member: Member, *args: Any, **kwargs: Any) -> Any:
-        if self._off or not torch.is_grad_enabled():
-            return type(module).forward(module, *args, **kwargs)
-        call = Call((args, kwargs))
-        if not call.values:
-            raise UserError(f"Layer {member.name!r} was called without a tensor, so its examples cannot be told apart.")
-        kind, parameters = member.rule.autocast, [p.detach() for _, p in module.named_parameters()]
-        values = [autocast(kind, v, [])[0] if v.is_floating_point() else v for v in call.values]
-        group_pass = self._flights.pass_of(group, member, values[0])
-        receive = partial(group_pass.receive, member)
-        with torch.autocast(values[0].device.type, enabled=False):
-            outputs = FallbackForward.apply(
-                member.rule, call, receive, group_pass.probe, len(values), *values, *parameters
-            )
-        return call.outputs.rebuild(outputs)
+
+def _tensors(nested: Any) -> Iterable[Tensor]:
+    """All tensors of nested arguments, in order; of mappings that torch does not know too."""
+    for leaf in tree_leaves(nested):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors(dict(leaf))

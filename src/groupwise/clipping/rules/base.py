@@ -6,7 +6,7 @@ count in norms and sums.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.costs import Choices, Shared
+from groupwise.errors import UserError
 
 Saved = tuple[Tensor | None, ...]
 Wanted = tuple[bool, ...]
@@ -34,6 +35,10 @@ class LayerRule(ABC):
 
     batched: ClassVar[tuple[int, ...]] = (0,)
     """Which of the saved tensors have the batch as their first axis."""
+    features_last: ClassVar[bool] = False
+    """Whether the layer works on the last axis alone, so that all others may come in any order and number."""
+    stacks: ClassVar[bool] = False
+    """Whether several calls can become one (`stack`)."""
     alone = False
     """Whether the engine gave the layer a group of its own: clipped sums can then be fused with the norms."""
     thrifty = False
@@ -73,6 +78,10 @@ class LayerRule(ABC):
         """The same call for some of its examples only."""
         return tuple(t[rows] if i in self.batched and t is not None else t for i, t in enumerate(saved)), g[rows]
 
+    def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
+        """Several calls of the layer as one whose gradients are the sums of theirs."""
+        raise UserError(f"{type(self).__name__} says that its calls stack, but not how: give it `stack`.")
+
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """‖g_k^(i)‖² over the wanted parameters, (B,), float32 or better."""
         return sum_of_squares(self.per_example_gradients(saved, g, wanted))
@@ -104,7 +113,7 @@ def register_rule(rule: type[LayerRule]) -> type[LayerRule]:
 
 
 def find_rule(module: nn.Module) -> type[LayerRule] | None:
-    """The rule for a module, or None when only the generic fallback can take it."""
+    """The rule for a module, or None where its parameters get a copy for each example."""
     own = set(module._parameters)
     for rule in _RULES:
         if rule.handles(module) and own <= set(rule.parameter_names):
@@ -117,7 +126,7 @@ def find_rule(module: nn.Module) -> type[LayerRule] | None:
 
 def sum_of_squares(gradients: Gradients) -> Tensor:
     """‖g^(i)‖² over all parameters, (B,), from their per-example gradients (B, *shape); None where not wanted."""
-    return torch.stack([rows.flatten(1).square().sum(1) for rows in gradients if rows is not None]).sum(0)
+    return torch.stack([r.reshape(len(r), -1).square().sum(1) for r in gradients if r is not None]).sum(0)
 
 
 def rounding_slack(absolute: Tensor, terms: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Embedding: one example's gradient adds the output gradients of equal indices; nothing is ever one-hot."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,8 @@ class EmbeddingRule(LayerRule):
     layer_type: ClassVar[type[nn.Module]] = nn.Embedding
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
     autocast: ClassVar = "keep"
+    features_last: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
     module: nn.Embedding
 
     def refuse(self) -> str | None:
@@ -46,6 +49,11 @@ class EmbeddingRule(LayerRule):
             g = g.masked_fill((indices == self.module.padding_idx).unsqueeze(-1), 0)
         return indices, g
 
+    def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
+        """All indices of an example in a row, (B, ΣT), and their output gradients (B, ΣT, d)."""
+        indices, gradients = zip(*(self.rows(saved, g) for saved, g in calls), strict=True)
+        return (torch.cat(indices, 1),), torch.cat(gradients, 1)
+
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         indices, g = self.rows(saved, g)
         order = indices.argsort(dim=1)
@@ -53,7 +61,7 @@ class EmbeddingRule(LayerRule):
         first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)  # which of its distinct indices, from 0
         slots = torch.empty_like(order).scatter_(1, order, first)
         slots += torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
-        sums = torch.zeros_like(g).flatten(0, 1).index_add_(0, slots.flatten(), g.flatten(0, 1))
+        sums = torch.zeros_like(g, memory_format=torch.contiguous_format).flatten(0, 1).index_add_(0, slots.flatten(), g.flatten(0, 1))
         return torch.linalg.vector_norm(sums.view(len(g), -1), dim=1).square_()
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:

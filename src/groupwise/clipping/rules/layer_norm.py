@@ -16,6 +16,7 @@ class LayerNormRule(PerExampleRule):
     layer_type: ClassVar[type[nn.Module]] = nn.LayerNorm
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     autocast: ClassVar = "float32"
+    features_last: ClassVar[bool] = True
     batched: ClassVar[tuple[int, ...]] = (0, 3, 4)
     module: nn.LayerNorm
 

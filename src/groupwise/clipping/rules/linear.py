@@ -6,7 +6,7 @@ GᵀX itself (materialised: T·p·d operations, p·d memory); the bias adds 1 to
 layer that materialises needs no second product for its clipped sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -41,6 +41,8 @@ class LinearRule(LayerRule):
 
     layer_type: ClassVar[type[nn.Module]] = nn.Linear
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    features_last: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
     transposed: ClassVar[bool] = False
     """The weight is stored as (d, p)."""
 
@@ -62,6 +64,11 @@ class LinearRule(LayerRule):
         x = saved[0]
         assert x is not None
         return _as_rows(upcast(x)), _as_rows(upcast(g))
+
+    def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
+        """Calls one after the other along the sequence: (B, ΣT, d) and (B, ΣT, p)."""
+        inputs, gradients = zip(*(self.rows(saved, g) for saved, g in calls), strict=True)
+        return (torch.cat(inputs, 1), calls[0][0][1]), torch.cat(gradients, 1)
 
     def _materializes(self, x: Tensor, g: Tensor) -> bool:
         """Whether the gradients themselves are the cheaper way to norms and clipped sum."""

@@ -1,0 +1,134 @@
+"""Gives a module's re-expressed forward its weights: each product becomes a linear layer or an embedding of a group."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping.gate import GroupState, LateFunction, Member
+from groupwise.clipping.layouts import Order
+from groupwise.clipping.parts import Use
+from groupwise.errors import UserError
+
+Rows = slice | None
+
+
+class ModuleWeights:
+    """A `groupwise.clipping.rules.weights.Weights` for one call of a module.
+
+    Args:
+        module: the module.
+        patches: of the engine, a `groupwise.clipping.patching.Patches`.
+    """
+
+    def __init__(self, module: nn.Module, patches: Any) -> None:
+        self._module, self._patches = module, patches
+
+    def linear(
+        self, x: Tensor, weight: str, bias: str | None, rows: Rows = None, bias_rows: Rows = None
+    ) -> Tensor:
+        """x W[rows]ᵀ + b[rows], (B, ..., d) -> (B, ..., p); `bias_rows` where the bias alone is used in part."""
+        group, member, values = self._product("linear", [(weight, rows), (bias, bias_rows or rows)])
+        if group is None or member is None:
+            return F.linear(x, *values)  # type: ignore[arg-type]
+        y: Tensor = self._patches.run(group, member, x, values)
+        return y
+
+    def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
+        """Rows of a table, integers (B, ...) -> (B, ..., d); the row `padding_idx` gets no gradient."""
+        group, member, values = self._product("embedding", [(weight, None)], padding_idx)
+        if group is None or member is None:
+            return F.embedding(x, values[0], padding_idx)  # type: ignore[arg-type]
+        y: Tensor = self._patches.run(group, member, x, values)
+        return y
+
+    def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> "LateLinear":
+        """The uses of a weight in `steps` steps, for a batch, dtype and device like those of `like` (B, ...)."""
+        group, member, values = self._product("linear", [(weight, None), (bias, None)])
+        if torch.is_autocast_enabled(like.device.type):
+            dtype = torch.get_autocast_dtype(like.device.type)
+            values = [None if value is None else value.to(dtype) for value in values]
+        return LateLinear(self._patches, group, member, values, steps, like)
+
+    def plain(self, name: str) -> Tensor | None:
+        """The value of a parameter without a gradient, or None where the module has none."""
+        parameter = self._find(name)
+        return None if parameter is None else parameter.detach()
+
+    def _find(self, name: str | None) -> nn.Parameter | None:
+        if name is None:
+            return None
+        owner, _, local = name.rpartition(".")
+        return self._module.get_submodule(owner)._parameters.get(local)
+
+    def _product(
+        self, kind: str, names: list[tuple[str | None, Rows]], padding_idx: int | None = None
+    ) -> tuple[GroupState | None, Member | None, list[Tensor | None]]:
+        """The group and member that a product belongs to, if any of its parameters trains, and their values."""
+        uses: list[Use | None] = []
+        values: list[Tensor | None] = []
+        groups: list[GroupState] = []
+        for name, rows in names:
+            parameter = self._find(name)
+            if parameter is None:
+                uses.append(None)
+                values.append(None)
+                continue
+            value = parameter.detach() if rows is None else parameter.detach()[rows]
+            found = self._patches.place_of(parameter)
+            if found is not None:
+                groups.append(found[0])
+            uses.append(Use(found and found[1], value.shape, rows, padding_idx))
+            values.append(value)
+        if not groups:
+            return None, None, values
+        if any(group is not groups[0] for group in groups):
+            raise UserError(
+                f"{type(self._module).__name__} has {names[0][0]!r} and {names[1][0]!r} in two clipping groups: put the "
+                "weight and the bias of one product into the same group."
+            )
+        return groups[0], self._patches.parts.member(kind, groups[0], tuple(uses)), values
+
+
+class LateLinear:
+    """A `groupwise.clipping.rules.weights.Late`: products whose inputs are known one after the other."""
+
+    def __init__(
+        self,
+        patches: Any,
+        group: GroupState | None,
+        member: Member | None,
+        values: list[Tensor | None],
+        steps: int,
+        like: Tensor,
+    ) -> None:
+        self._weight, self._bias = values
+        self._inputs: dict[int, Tensor] | None = None
+        self._added: tuple[Tensor, ...] = ()
+        if group is None or member is None:
+            return
+        layout, batch = patches.layout_of(member, like)
+        if layout.order is Order.NONE:
+            raise UserError(f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch.")
+        group_pass = patches.flights.pass_of(group, member, batch, like.device)
+        self._inputs = {}
+        zeros = self._zeros(like, steps)
+        added = LateFunction.apply(group_pass, member, layout, group_pass.probe, self._inputs, zeros)
+        patches.prove_later(group_pass, member, layout, added)
+        self._added = added.unbind(1)
+
+    def _zeros(self, like: Tensor, steps: int) -> Callable[[], Tensor]:
+        assert self._weight is not None
+        shape, dtype = (like.shape[0], steps, self._weight.shape[0]), self._weight.dtype
+        return lambda: like.new_zeros(shape, dtype=dtype)
+
+    def step(self, t: int, x_t: Tensor) -> Tensor:
+        """x_t Wᵀ + b, (B, d) -> (B, p), as step t of 0 ... steps - 1; each step is used once."""
+        assert self._weight is not None
+        y = F.linear(x_t, self._weight, self._bias)
+        if self._inputs is None:
+            return y
+        self._inputs[t] = x_t.detach()
+        return y + self._added[t]

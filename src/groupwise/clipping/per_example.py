@@ -1,0 +1,264 @@
+"""Gives every example a copy of its own of a parameter, behind the parameter's own shape.
+
+Where a module computes with a parameter by itself (`x * self.scale`, `torch.cat([self.token.expand(b, -1, -1), x], 1)`),
+no layer stands in between that could keep the examples' gradients apart. There the engine puts a `PerExample` in the
+parameter's place: to the module it has the parameter's shape, but it holds B equal copies, one an example (expanded, so
+that they take no memory). Operations on it alone stay B-fold; as soon as it meets a tensor that holds the batch, example
+i gets the i-th copy. The gradient of the copies, (B, *shape), then is the per-example gradient, for any operation.
+
+The same holds for what a layer makes of an input without a batch axis, such as `wpe(torch.arange(T))`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from groupwise.clipping.layouts import BatchAxis
+from groupwise.errors import UserError
+
+
+class Origin(Protocol):
+    """Where a `PerExample` comes from, and what it asks about the forward pass that it is in."""
+
+    label: str
+    """The parameter's or layer's name, for messages."""
+
+    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """Which axis of a plain tensor counts examples; None for a constant."""
+
+    def use(self, kind: str, x: Tensor, weight: "PerExample", bias: "PerExample | None") -> Tensor | None:
+        """A "linear" or "embedding" operation of x with parameters, by the rule of such layers; None: not possible."""
+
+
+class PerExample(torch.Tensor):
+    """B tensors that look like one; see the module.
+
+    Args:
+        make: the copies, (B, *shape); asked for when they are first needed.
+        like: a tensor with the shape, dtype and device that it shows.
+        origin: where it comes from.
+        source: it is a parameter itself rather than something computed from one.
+    """
+
+    make: Callable[[], Tensor]
+    origin: Origin
+    like: Tensor
+    source: bool
+
+    @staticmethod
+    def __new__(
+        cls: type["PerExample"], make: Callable[[], Tensor], like: Tensor, origin: Origin, source: bool = False
+    ) -> "PerExample":
+        self: PerExample = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        self.make, self.origin, self.like, self.source = make, origin, like, source
+        if source:
+            self._is_param = True  # isinstance(..., nn.Parameter) holds, as it does for what it stands for
+        return self
+
+    @property
+    def rows(self) -> Tensor:
+        """The copies, (B, *shape)."""
+        return self.make()
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, origin: Origin) -> "PerExample":
+        """From computed copies (B, *shape)."""
+        return cls(lambda: rows, rows[0].detach(), origin)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Its name and shape."""
+        return f"PerExample({self.origin.label}, {tuple(self.like.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing reaches it: `__torch_function__` takes every operation apart before."""
+        raise UserError(f"A parameter that a module uses by itself went into {func}, which cannot be clipped.")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation with every example's own copy."""
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name in _DESCRIBES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        if not torch.is_grad_enabled() or name in _VALUES:
+            args, kwargs = tree_map(_value, (args, kwargs))
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        mine = [leaf for leaf in leaves if isinstance(leaf, PerExample)]
+        origin = mine[0].origin
+        places = [
+            origin.batch_axis_of(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, PerExample) else None
+            for leaf in leaves
+        ]
+        if not any(places):
+            return _alone(func, leaves, spec, origin)
+        if (made := _by_rule(func, args, kwargs, origin)) is not None:
+            return made
+        if name in _BROADCASTS:
+            args, kwargs = tree_unflatten(_aligned(leaves, places, origin, name), spec)
+            return func(*args, **kwargs)
+        return _example_by_example(func, leaves, places, spec, origin)
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f"get {func.__self__.__name__}" if name in ("__get__", "__set__") else name
+
+
+def _value(leaf: Any) -> Any:
+    """A PerExample's value, (shape), without gradient; anything else as it is."""
+    return leaf.like.detach() if isinstance(leaf, PerExample) else leaf
+
+
+_DESCRIBES = {
+    *(f"get {name}" for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta")),
+    *(f"get {name}" for name in ("requires_grad", "is_leaf", "grad_fn", "is_sparse", "is_quantized", "names")),
+    *(f"get {name}" for name in ("is_nested", "is_mps", "is_xpu", "is_xla", "itemsize", "nbytes", "is_mkldnn")),
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
+    *("element_size", "get_device", "__len__", "__hash__", "storage_offset", "is_signed", "is_inference"),
+}
+"""Operations that ask for its shape or kind only."""
+
+_VALUES = {
+    *("get data", "get grad", "detach", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy"),
+    *("isnan", "isinf", "isfinite", "equal", "allclose", "__format__", "data_ptr", "untyped_storage", "argmax"),
+}
+"""Operations through which no gradient flows."""
+
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "matmul")
+_BROADCASTS = {
+    *_ARITHMETIC,
+    *(f"{name}_" for name in _ARITHMETIC),
+    *(f"__{sign}{name}__" for name in _ARITHMETIC if name != "matmul" for sign in ("", "r", "i")),
+    *("rsub", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "where", "lerp", "addcmul"),
+    *("masked_fill", "cat", "concat", "concatenate", "scaled_dot_product_attention", "logaddexp", "atan2", "copysign"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "xlogy"),
+} - {"matmul"}
+"""Operations that match axes from the last on (or, `cat`, have them all), so that copies can stand beside the batch."""
+
+
+def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
+    """An operation on parameters and constants: done with each example's copy."""
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerExample)]
+
+    def one(*copies: Tensor) -> Any:
+        filled = list(leaves)
+        for i, copy in zip(at, copies, strict=True):
+            filled[i] = copy
+        args, kwargs = tree_unflatten(filled, spec)
+        return func(*args, **kwargs)
+
+    made = _mapped(one, [leaves[i].rows for i in at], (0,) * len(at), func, origin)
+    return tree_map(lambda t: PerExample.of_rows(t, origin) if isinstance(t, Tensor) else t, made)
+
+
+def _by_rule(func: Any, args: Any, kwargs: Any, origin: Origin) -> Tensor | None:
+    """What layers with a rule do as well is done by that rule: it needs no copy's gradient."""
+    if func is F.linear:
+        x, weight, bias = (*args, *(kwargs.get(key) for key in ("input", "weight", "bias")[len(args) :]))
+    elif func is F.embedding and not kwargs and len(args) == 2:
+        (x, weight), bias = args, None
+    else:
+        return None
+    if isinstance(x, PerExample) or not (isinstance(weight, PerExample) and weight.source):
+        return None
+    if bias is not None and not (isinstance(bias, PerExample) and bias.source):
+        return None
+    return weight.origin.use("linear" if func is F.linear else "embedding", x, weight, bias)
+
+
+def _aligned(leaves: list[Any], places: list[BatchAxis | None], origin: Origin, name: str) -> list[Any]:
+    """Copies with their examples on the batch axis of the tensors that they meet."""
+    rank = max(leaf.dim() for leaf in leaves if isinstance(leaf, Tensor))
+    place = next(
+        p.moved(rank - leaf.dim()) for leaf, p in zip(leaves, places, strict=True) if p is not None
+    )
+    return [align(leaf, rank, place, name) if isinstance(leaf, PerExample) else leaf for leaf in leaves]
+
+
+def align(copies: PerExample, rank: int, place: BatchAxis, name: str) -> Tensor:
+    """Copies (B, *shape) as a plain tensor of `rank` axes that has the examples where `place` says.
+
+    Raises:
+        UserError: the copies have another number of rows there.
+    """
+    rows, axis = copies.rows, place.axis
+    batch = rows.shape[0]
+    rows = rows.reshape(batch, *(1,) * (rank - rows.dim() + 1), *rows.shape[1:])
+    size = rows.shape[axis + 1]
+    if size == 1:
+        rows = rows.movedim(0, axis + 1).squeeze(axis) if axis else rows.squeeze(1)
+        return rows if place.each == 1 else rows.repeat_interleave(place.each, axis)
+    if size != batch * place.each:
+        raise UserError(
+            f"{copies.origin.label} has {size} rows where it meets (in {name}) a batch of {batch} examples with "
+            f"{place.each} rows each, so it cannot be told whose they are: freeze it, or give it one row or one for each."
+        )
+    own = rows.unflatten(axis + 1, (batch, place.each)).diagonal(dim1=0, dim2=axis + 1)  # (..., each, ..., B)
+    return own.movedim(-1, axis).flatten(axis, axis + 1)
+
+
+def _example_by_example(func: Any, leaves: list[Any], places: list[BatchAxis | None], spec: Any, origin: Origin) -> Any:
+    """Any other operation: each example's rows with its copy. The result has the examples where the inputs have them."""
+    known = [p for p in places if p is not None]
+    place = max(known, key=lambda p: p.each)
+    at, values, axes = [], [], []
+    for i, (leaf, p) in enumerate(zip(leaves, places, strict=True)):
+        if isinstance(leaf, PerExample):
+            values.append(leaf.rows)
+        elif p is not None:
+            values.append(leaf.unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0))
+        else:
+            continue
+        at.append(i)
+        axes.append(0)
+
+    def one(*parts: Tensor) -> Any:
+        filled = list(leaves)
+        for i, part in zip(at, parts, strict=True):
+            filled[i] = part
+        args, kwargs = tree_unflatten(filled, spec)
+        return func(*args, **kwargs)
+
+    def joined(made: Any) -> Any:
+        if not isinstance(made, Tensor):
+            return made
+        if made.dim() <= place.axis + 1 or made.shape[place.axis + 1] != place.each:
+            raise UserError(
+                f"{origin.label} went into {_name_of(func)}, whose result of shape {tuple(made.shape[1:])} an example "
+                "keeps no rows apart: wrap the computation in a layer type with a rule, or freeze the parameter."
+            )
+        return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
+
+    return tree_map(joined, _mapped(one, values, tuple(axes), func, origin))
+
+
+def _mapped(one: Callable[..., Any], values: list[Tensor], axes: tuple[int, ...], func: Any, origin: Origin) -> Any:
+    """vmap, for functions that may return more than tensors."""
+    nest: list[Any] = []
+
+    def tensors(*parts: Tensor) -> tuple[Tensor, ...]:
+        leaves, spec = tree_flatten(one(*parts))
+        nest[:] = [leaves, spec]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    try:
+        made = iter(torch.vmap(tensors, in_dims=axes, randomness="different")(*values))
+    except (RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UserError(
+            f"{origin.label} is used by {_name_of(func)}, which cannot be done with a copy of it for each example "
+            f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."
+        ) from error
+    leaves, spec = nest
+    return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
