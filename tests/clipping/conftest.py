@@ -76,6 +76,28 @@ class Recurrent(nn.Module):
         return h
 
 
+class LlamaNorm(nn.Module):
+    """RMSNorm as transformers writes it, for one that keeps float64."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(size) + 0.5), 0.01
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+class GemmaNorm(LlamaNorm):
+    """The same with 1 + w, and the output in the dtype of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (wide * (1.0 + self.weight.to(wide.dtype))).type_as(x)
+
+
 class Twice(nn.Module):
     """One layer used twice in one forward."""
 
@@ -172,6 +194,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "layer_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6)), _floats(5)),
     "layer_norm_3d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, bias=False)), _floats(3, 5)),
     "layer_norm_two_axes": (lambda: nn.LayerNorm((3, 5)), _floats(2, 3, 5)),
+    "rms_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.RMSNorm(6)), _floats(5)),
+    "rms_norm_two_axes": (lambda: nn.Sequential(nn.Linear(5, 5), nn.RMSNorm((3, 5), eps=0.1)), _floats(2, 3, 5)),
+    "rms_norm_llama": (lambda: nn.Sequential(LlamaNorm(5), nn.Linear(5, 6), LlamaNorm(6)), _floats(3, 5)),
+    "rms_norm_gemma": (lambda: nn.Sequential(GemmaNorm(5), nn.Linear(5, 6), GemmaNorm(6)), _floats(2, 3, 5)),
     "group_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)), _floats(5)),
     "group_norm_4d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 2), nn.GroupNorm(3, 6)), _floats(3, 4, 4)),
     "group_norm_channels_last": (  # the mean's gradient is one number for all places, in neither layout
@@ -189,6 +215,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "reused_conv": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), _floats(3, 5, 5)),
     "reused_ws_conv": (lambda: Twice(WSConv2d(3, 3, 3, padding=1, gain=True)), _floats(3, 5, 5)),
     "reused_norm": (lambda: Twice(nn.LayerNorm(5)), _floats(3, 5)),
+    "reused_rms_norm": (lambda: Twice(LlamaNorm(5)), _floats(3, 5)),
     "reused_group_norm": (lambda: Twice(nn.GroupNorm(1, 3)), _floats(3, 5)),
     "tied": (TiedLanguageModel, _ids(11, 7)),
     "tied_head_bias": (lambda: TiedLanguageModel(head_bias=True), _ids(11, 7)),

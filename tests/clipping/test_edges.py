@@ -133,6 +133,7 @@ def test_a_layer_without_a_rule_inside_another_is_its_part():
         (WSConv2d(3, 4, 3, gain=True), (5, 3, 4, 4)),
         (nn.LayerNorm(3), (5, 2, 3)),
         (nn.GroupNorm(2, 4), (5, 4, 3)),
+        (nn.RMSNorm(3), (5, 2, 3)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

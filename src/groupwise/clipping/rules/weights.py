@@ -1,0 +1,67 @@
+"""Weights as a module's re-expressed forward uses them: every product with a weight goes through a given object.
+
+`recurrent.py`, `attention.py` and `embedding_bag.py` say what a module computes in plain operations, and leave the
+uses of its weights to a `Weights`: whoever gives it decides how their gradients are found. Names are the parameters'
+names inside the module, dotted for those of its children ("out_proj.weight"). Batch is the first axis of everything.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from groupwise.errors import UserError
+
+
+class Late(Protocol):
+    """The uses of one weight, one in each time step, whose gradient is found for the whole sequence at once."""
+
+    def step(self, t: int, x_t: Tensor) -> Tensor:
+        """x_t Wᵀ + b, (B, d) -> (B, p), as step t of 0 ... steps - 1; each step is used once."""
+        ...
+
+
+class Weights(Protocol):
+    """The uses of a module's parameters in one forward pass."""
+
+    def linear(self, x: Tensor, weight: str, bias: str | None, rows: slice | None = None) -> Tensor:
+        """x W[rows]ᵀ + b[rows], (B, ..., d) -> (B, ..., p)."""
+        ...
+
+    def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> Late:
+        """The uses of a weight in `steps` steps, for a batch, dtype and device like those of `like` (B, ...)."""
+        ...
+
+    def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
+        """Rows of a table, integers (B, ...) -> (B, ..., d); the row `padding_idx` gets no gradient."""
+        ...
+
+    def plain(self, name: str) -> Tensor | None:
+        """The value of a parameter without a gradient, or None where the module has none."""
+        ...
+
+
+Forward = Callable[..., Any]
+"""(weights, module, *args, **kwargs) -> what the module's own forward returns."""
+
+
+def forward_of(module: nn.Module, known: dict[type[nn.Module], Forward]) -> Forward | None:
+    """The re-expressed forward of a module, or None: another type, one whose `forward` is its own, computed weights."""
+    for kind, forward in known.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward and not is_parametrized(module):
+            return forward
+    return None
+
+
+def refuse_unbatched(module: nn.Module, x: Tensor, axes: int) -> None:
+    """Refuse an input without a batch.
+
+    Raises:
+        UserError: x has another number of axes.
+    """
+    if x.dim() != axes:
+        raise UserError(
+            f"{type(module).__name__} got an input of shape {tuple(x.shape)} where {axes} axes were expected, one of "
+            "them the batch: add it with unsqueeze, so that there is one loss for each example."
+        )
