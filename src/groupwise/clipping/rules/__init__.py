@@ -11,5 +11,9 @@ from groupwise.clipping.rules import (  # noqa: F401
     ws_conv,
 )
 from groupwise.clipping.rules.base import LayerRule, find_rule, register_rule
+from groupwise.clipping.rules.recurrent import RECURRENT
 
-__all__ = ["LayerRule", "find_rule", "register_rule"]
+__all__ = ["REWRITTEN", "LayerRule", "find_rule", "register_rule"]
+
+REWRITTEN = {**RECURRENT}
+"""Types of modules that are made of linear layers and embeddings, and their forwards in those terms."""

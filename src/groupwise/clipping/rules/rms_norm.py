@@ -38,6 +38,7 @@ class _RMSNorm(PerExampleRule):
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
     batched: ClassVar[tuple[int, ...]] = (0, 2)
+    features_last: ClassVar[bool] = True
 
     def _form(self, x: Tensor) -> Form:
         raise NotImplementedError
