@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -22,7 +24,10 @@ from trust.models.arithmetic import in_double
 from trust.models.rows import EXACT, REFUSED, TRACEBACK, WRONG, Row
 from trust.models.truth import Truth, find_truth, freeze_unreached, parameters_of, trained
 
-SMALL = Size()
+SMALL, SQUARE = Size(), Size(batch=8)
+"""The second has as many examples as tokens: there no axis that is taken for the batch shows by its length."""
+SQUARED = "With as many examples as tokens:"
+SEVERITY = (EXACT, REFUSED, WRONG, TRACEBACK)
 DROPOUT = 0.2
 TOLERANCE = 1e-8
 SOURCES = ("src/", "site-packages/")
@@ -49,10 +54,10 @@ WAYS = MappingProxyType({"flat": Mode(flat), "ghost": Mode(flat, "ghost"), "per_
 
 @dataclass(frozen=True)
 class Known:
-    """What all modes of one architecture are compared with: the truth (None where examples mix, so that there is none),
-    and the parameters that no loss reaches."""
+    """What all modes of one architecture are compared with: the truth at each size (None where examples mix, so that
+    there is none), and the parameters that no loss reaches."""
 
-    truth: Truth | None
+    truth: Mapping[Size, Truth | None]
     frozen: tuple[str, ...]
 
 
@@ -73,21 +78,31 @@ def build(architecture: Architecture, size: Size, dtype: torch.dtype, frozen: tu
 
 def know(architecture: Architecture) -> Known:
     """The truth of an architecture, before anything is attached to it."""
+    truth: dict[Size, Truth | None] = {}
     subject = build(architecture, SMALL, torch.float64)
     with in_double():
-        frozen = freeze_unreached(subject)
-        return Known(None if architecture.mixes else find_truth(subject), tuple(frozen))
+        frozen = tuple(freeze_unreached(subject))
+    for size in (SMALL, SQUARE):
+        subject = build(architecture, size, torch.float64, frozen)  # outside: in double other numbers are drawn
+        with in_double():
+            truth[size] = None if architecture.mixes else find_truth(subject)
+    return Known(truth, frozen)
 
 
 def check(architecture: Architecture, mode: str, known: Known) -> Row:
-    """One row without its speed. An exception of any kind becomes part of the row."""
+    """One row without its speed, the worse of both sizes. An exception of any kind becomes part of the row."""
+    rows = []
     with _counted() as issued:
-        status, note, found = attempt(lambda: _compare(architecture, WAYS[mode], known))
-        dropout = ""
-        if found and found.status == EXACT:
-            dropped, note, _ = attempt(lambda: _with_dropout(architecture, WAYS[mode], known))
+        for size in (SMALL, SQUARE):
+            status, note, found = attempt(partial(_compare, architecture, WAYS[mode], known, size))
+            row = found or Row(architecture.family, architecture.name, "", status, frozen=len(known.frozen), note=note)
+            rows.append(row if size is SMALL or not row.note else replace(row, note=f"{SQUARED} {row.note}"))
+        row = max(rows, key=lambda row: SEVERITY.index(row.status))
+        dropout, note = "", row.note
+        if row.status == EXACT:
+            dropped, note, _ = attempt(partial(_with_dropout, architecture, WAYS[mode], known))
             dropout = dropped or "taken"
-    row = found or Row(architecture.family, architecture.name, mode, status, frozen=len(known.frozen), note=note)
+            row = replace(row, error=max(row.error or 0.0 for row in rows))
     return replace(row, mode=mode, dropout=dropout, note=note, warnings=len(issued))
 
 
@@ -119,37 +134,43 @@ def _short(path: str) -> str:
     return next((path.rpartition(source)[2] for source in SOURCES if source in path), Path(path).name)
 
 
-def _compare(architecture: Architecture, mode: Mode, known: Known) -> Row:
+def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -> Row:
     """One backward pass of the engine against the truth."""
-    subject = build(architecture, SMALL, torch.float64, known.frozen)
+    truth, subject = known.truth[size], build(architecture, size, torch.float64, known.frozen)
     partition = mode.partition(subject.model)
-    if known.truth is None:
+    if truth is None:
         _refuse(subject, mode, partition)
         raise _Wrong("Its examples mix, and nobody refused it.")
     groups = parameters_of(subject.model, tuple(group.layers for group in partition))
-    norms = known.truth.norms(groups)
+    norms = truth.norms(groups)
     thresholds = choose_thresholds(norms)
     with mode.attach(subject.model, thresholds, partition) as engine, in_double():
         engine.backward(subject.losses(subject.model, subject.batch))
         sums = {name: parameter.grad for name, parameter in trained(subject.model).items()}
-        error = compare(sums, engine.per_example_norms, known.truth, groups, thresholds)
+        error, where = compare(sums, engine.per_example_norms, truth, groups, thresholds)
         counted = torch.equal(engine.counts, (norms <= thresholds[:, None]).sum(1).double())
+    right = error < TOLERANCE
     return Row(
         architecture.family,
         architecture.name,
         "",
-        EXACT if error < TOLERANCE and counted else WRONG,
+        EXACT if right and counted else WRONG,
         error,
         groups=len(groups),
         parameters=sum(parameter.numel() for parameter in trained(subject.model).values()),
         frozen=len(known.frozen),
+        note="" if right and counted else f"{where} is off by {error:.0e}." if not right else "The counts are wrong.",
     )
 
 
 def _refuse(subject: Subject, mode: Mode, partition: Partition) -> None:
     """What a user does with a model whose examples mix: attach, and the check before training."""
     with mode.attach(subject.model, 1.0, partition) as engine, in_double():
-        verify(engine, lambda rows: subject.losses(subject.model, _rows(subject, list(rows))), range(SMALL.batch))
+        verify(
+            engine,
+            lambda rows: subject.losses(subject.model, _rows(subject, list(rows))),
+            range(len(next(iter(subject.batch.values())))),
+        )
 
 
 def _rows(subject: Subject, rows: list[int]) -> dict[str, Tensor]:
@@ -163,23 +184,24 @@ def choose_thresholds(norms: Tensor) -> Tensor:
 
 
 def compare(
-    sums: dict[str, Tensor | None], norms: Tensor, truth: Truth, groups: list[list[str]], thresholds: Tensor
-) -> float:
-    """The largest error: of a clipped sum, relative to Σ_i min(‖g_k^(i)‖, C_k), or of a squared norm, relative to
-    max(‖g_k^(i)‖, C_k)². Infinite where a shape is wrong or a number is none."""
+    sums: Mapping[str, Tensor | None], norms: Tensor, truth: Truth, groups: list[list[str]], thresholds: Tensor
+) -> tuple[float, str]:
+    """The largest error, and what has it: a clipped sum, relative to Σ_i min(‖g_k^(i)‖, C_k), or a squared norm,
+    relative to max(‖g_k^(i)‖, C_k)². Infinite where a shape is wrong or a number is none."""
     right, expected = truth.norms(groups), truth.sums(groups, thresholds)
     if norms.shape != right.shape:
-        return float("inf")
+        return math.inf, f"The shape of the norms, {tuple(norms.shape)} for {tuple(right.shape)},"
     scale = torch.maximum(right, thresholds[:, None]).square()
-    worst = float(((norms.square() - right.square()).abs() / scale).max() / 2)
-    clipped = torch.minimum(right, thresholds[:, None]).sum(1).clamp_min(1e-300)
+    errors = {"A norm": float(((norms.square() - right.square()).abs() / scale).max() / 2)}
+    clipped = torch.minimum(right, thresholds[:, None]).sum(1)
     floors = torch.maximum(clipped, 1e-2 * thresholds)  # of a group whose gradients are zero up to rounding
     for names, floor in zip(groups, floors.tolist(), strict=True):
         for name in names:
             found = sums[name]
-            off = float("inf") if found is None else float((found - expected[name]).norm()) / floor
-            worst = max(worst, off if off == off else float("inf"))
-    return worst if worst == worst else float("inf")
+            off = math.inf if found is None else float((found - expected[name]).norm()) / floor
+            errors[f"The clipped sum of '{name}'"] = off
+    where = max(errors, key=lambda what: math.inf if math.isnan(errors[what]) else errors[what])
+    return (math.inf if math.isnan(errors[where]) else errors[where]), where
 
 
 def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
