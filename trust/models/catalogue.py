@@ -8,6 +8,7 @@ from trust.models.hugging_face import TEXT
 from trust.models.hugging_face_senses import SENSES
 from trust.models.plain_attention import ATTENTION
 from trust.models.plain_layers import LAYERS
+from trust.models.plain_mixing import MIXING
 from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
 from trust.models.torchvision_models import NETWORKS
@@ -20,5 +21,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *LAYERS,
     *RECURRENT,
     *ATTENTION,
+    *MIXING,
     *NETWORKS_OF_ONES_OWN,
 )

@@ -69,7 +69,7 @@ def build(architecture: Architecture, size: Size, dtype: torch.dtype, frozen: tu
     batch = {name: t.to(dtype) if t.is_floating_point() else t for name, t in made.batch.items()}
     with torch.no_grad():
         for parameter in trained(model).values():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(0.05 * torch.randn_like(parameter))
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)

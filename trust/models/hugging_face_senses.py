@@ -47,7 +47,7 @@ def clip_config(size: Size) -> Any:
     both = {"hidden_size": size.width, "intermediate_size": 2 * size.width, "num_hidden_layers": size.depth}
     both |= {"num_attention_heads": 4, "projection_dim": size.width}
     text = {**both, "vocab_size": size.vocabulary, "max_position_embeddings": size.tokens, "eos_token_id": 2}
-    own = {"text_config": text, "vision_config": {**both, "image_size": size.image, "patch_size": 8}}
+    own: dict[str, Any] = {"text_config": text, "vision_config": {**both, "image_size": size.image, "patch_size": 8}}
     own |= {"projection_dim": size.width, "initializer_range": None}
     plain = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     config = configure("clip", size, **own, **dict.fromkeys((*plain, "max_position_embeddings", "use_cache")))
@@ -84,7 +84,12 @@ def clip_contrastive(size: Size) -> Subject:
 
 def whisper(size: Size) -> Subject:
     """Speech to text: two convolutions, an encoder, a decoder with a head tied to its embedding."""
-    own = {"d_model": size.width, "encoder_layers": size.depth, "decoder_layers": size.depth, "num_mel_bins": 8}
+    own: dict[str, Any] = {
+        "d_model": size.width,
+        "encoder_layers": size.depth,
+        "decoder_layers": size.depth,
+        "num_mel_bins": 8,
+    }
     own |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 2 * size.width}
     own |= {"decoder_ffn_dim": 2 * size.width, "max_source_positions": size.tokens, "decoder_start_token_id": 1}
     own |= {"max_target_positions": size.tokens, "max_position_embeddings": None}
@@ -102,7 +107,7 @@ def hearing(name: str, kind: str, **own: Any) -> Architecture:
     """Raw sound, one decision an example."""
 
     def make(size: Size) -> Subject:
-        layers = {"conv_dim": [size.width] * 2, "conv_kernel": [8, 4], "conv_stride": [4, 2]}
+        layers: dict[str, Any] = {"conv_dim": [size.width] * 2, "conv_kernel": [8, 4], "conv_stride": [4, 2]}
         layers |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
         unused = {"max_position_embeddings": None, "apply_spec_augment": False}
         model = build_model("AudioClassification", configure(kind, size, **layers, **unused, **values(size, own)))

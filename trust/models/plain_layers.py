@@ -187,7 +187,11 @@ LAYERS = (
     net("CNN, GroupNorm", lambda s: cnn(s, nn.GroupNorm(4, s.width)), images),
     net("CNN, InstanceNorm", lambda s: cnn(s, nn.InstanceNorm2d(s.width, affine=True)), images),
     net("CNN, PReLU", lambda s: cnn(s, nn.PReLU(s.width)), images),
-    net("CNN, channels last", lambda s: cnn(s).to(memory_format=torch.channels_last), images),
+    net(
+        "CNN, channels last",
+        lambda s: cnn(s).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        images,
+    ),
     net("CNN, ConvTranspose2d", lambda s: cnn(s, nn.ConvTranspose2d(s.width, s.width, 2, 2)), images),
     net(
         "CNN, dilated, padded by reflection",

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -14,10 +15,10 @@ from trust.models.architecture import Architecture, Size, Subject
 from trust.models.check import WAYS, Known, attempt, build
 from trust.models.rows import EXACT, Row
 
-LARGE = Size(batch=8, tokens=64, width=64, image=32, vocabulary=1000)
+LARGE = Size(batch=8, tokens=64, width=128, image=32, vocabulary=1000)
 SHORTEST = 0.02
 """Seconds of a plain step: the batch is doubled until it takes as long."""
-MOST_EXAMPLES = 256
+MOST_EXAMPLES = 2048
 ROUNDS = 5
 LONGEST = 6.0
 """Seconds that the private steps of one architecture in one mode may take; at least one is timed."""
@@ -45,7 +46,7 @@ def with_speed(architecture: Architecture, known: Known, rows: Sequence[Row]) ->
     notes: dict[str, tuple[str, str]] = {}
     for row in rows:
         if row.status == EXACT:
-            status, note, step = attempt(lambda mode=row.mode: _private_step(architecture, known, mode, size))
+            status, note, step = attempt(partial(_private_step, architecture, known, row.mode, size))
             if step is None:
                 notes[row.mode] = status, f"At the larger size: {note}"
             else:

@@ -7,6 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from groupwise.data.torchvision_compat import import_torchvision
@@ -44,13 +45,25 @@ def of(name: str, make: Callable[[ModuleType, Size], nn.Module], image: int = 0,
     return Architecture(name, FAMILY, build, mixes)
 
 
+def cut(build: Callable[[], nn.Module], **parts: nn.Module) -> nn.Module:
+    """A network with other parts than its own, whose millions of weights are never made."""
+    with torch.device("meta"):
+        network = build()
+    for name, part in parts.items():
+        setattr(network, name, part)
+    network.to_empty(device="cpu")
+    for module in network.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    return network
+
+
 def resnet(models: ModuleType, size: Size, norm: Callable[[int], nn.Module], block: str = "BasicBlock") -> nn.Module:
     """The first two of its four stages, of one block each."""
     kind = getattr(models.resnet, block)
-    network: nn.Module = models.resnet.ResNet(kind, [1, 1, 1, 1], norm_layer=norm)
-    network.layer3, network.layer4 = nn.Identity(), nn.Identity()
-    network.fc = nn.Linear(128 * kind.expansion, 3)
-    return network
+    none = {"layer3": nn.Identity(), "layer4": nn.Identity()}
+    build = partial(models.ResNet, kind, [1, 1, 1, 1], norm_layer=norm)
+    return cut(build, **none, fc=nn.Linear(128 * kind.expansion, 3))
 
 
 def convnext(models: ModuleType, size: Size) -> nn.Module:
@@ -101,17 +114,19 @@ def swin(models: ModuleType, size: Size, version: int = 1) -> nn.Module:
 
 
 def vgg(models: ModuleType, size: Size) -> nn.Module:
-    """Convolutions and pooling; the classifier is as wide as its original only in the input."""
-    network: nn.Module = models.VGG(models.vgg.make_layers([16, "M", 32, "M", 64, 64, "M"]), 3, True, size.dropout)
-    network.classifier = nn.Sequential(nn.Linear(64 * 49, 32), nn.ReLU(), nn.Dropout(size.dropout), nn.Linear(32, 3))
-    return network
+    """Four convolutions with pooling, and a small classifier."""
+    build = partial(models.VGG, models.vgg.make_layers([16, "M", 32, "M", 64, 64, "M"]))
+    return cut(build, classifier=classifier(64 * 49, size))
 
 
 def alexnet(models: ModuleType, size: Size) -> nn.Module:
     """Its convolutions as they are, and a small classifier."""
-    network: nn.Module = models.AlexNet(3, size.dropout)
-    network.classifier = nn.Sequential(nn.Dropout(size.dropout), nn.Linear(256 * 36, 32), nn.ReLU(), nn.Linear(32, 3))
-    return network
+    return cut(models.AlexNet, classifier=classifier(256 * 36, size))
+
+
+def classifier(features: int, size: Size) -> nn.Module:
+    """Two linear layers with dropout."""
+    return nn.Sequential(nn.Dropout(size.dropout), nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, 3))
 
 
 def vit(models: ModuleType, size: Size) -> nn.Module:
@@ -119,7 +134,7 @@ def vit(models: ModuleType, size: Size) -> nn.Module:
     network: nn.Module = models.VisionTransformer(
         size.image, 8, size.depth, 4, size.width, 2 * size.width, size.dropout, size.dropout, 3
     )
-    nn.init.normal_(network.heads.head.weight, std=0.1)
+    nn.init.normal_(network.get_parameter("heads.head.weight"), std=0.1)  # it begins at zero
     return network
 
 
