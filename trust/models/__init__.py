@@ -1,0 +1,1 @@
+"""Architectures that users bring, each clipped in every mode and compared with a loop over single examples."""

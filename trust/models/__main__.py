@@ -1,0 +1,84 @@
+"""Clip every architecture in every mode and compare with the truth: `python -m trust.models`.
+
+Each row says exact (equal to a float64 loop over single examples), refused (and the sentence), wrong or traceback;
+exit code 1 if there is any of the last two. Then the CPU time of a private step is set beside a non-private one.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from groupwise.atomic import write_text
+from trust.models.architecture import Architecture
+from trust.models.catalogue import ARCHITECTURES
+from trust.models.check import attempt, check, know
+from trust.models.rows import EXACT, MODES, TRACEBACK, Row, as_csv
+from trust.models.speed import with_speed
+
+RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "models.csv"
+
+
+def measure(architecture: Architecture, modes: Sequence[str], speed: bool) -> list[Row]:
+    """The rows of one architecture; one that cannot even be built has a traceback in each."""
+    _, note, known = attempt(lambda: know(architecture))
+    if known is None:
+        return [Row(architecture.family, architecture.name, mode, TRACEBACK, note=note) for mode in modes]
+    rows = [check(architecture, mode, known) for mode in modes]
+    if speed and any(row.status == EXACT for row in rows):
+        rows = with_speed(architecture, known, rows)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a line each, and write the table when all were measured; 1 where a row is wrong or a traceback."""
+    names = [architecture.name for architecture in ARCHITECTURES]
+    parser = argparse.ArgumentParser(prog="python -m trust.models", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--no-speed", action="store_true", help="exactness only")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of other libraries; those of groupwise are counted
+    rows: list[Row] = []
+    for architecture in ARCHITECTURES:
+        if architecture.name in (options.only or names):
+            start = time.monotonic()
+            found = measure(architecture, options.modes, not options.no_speed)
+            rows += found
+            print(
+                f"{architecture.name} ({time.monotonic() - start:.1f} s): {', '.join(map(_words, found))}", flush=True
+            )
+    faulty = [row for row in rows if row.faulty]
+    for note, of in _by_note(faulty).items():
+        print(f"{'; '.join(of)}\n    {note}", file=sys.stderr)
+    print(f"{len(rows)} rows, {len(faulty)} of them wrong or a traceback")
+    if not options.only and tuple(options.modes) == MODES:
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        write_text(RESULT, as_csv(rows))
+    return 1 if faulty else 0
+
+
+def _by_note(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """What went wrong, and where it did."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.note, []).append(f"{row.architecture}, {row.mode}")
+    return found
+
+
+def _words(row: Row) -> str:
+    words = f"{row.mode} {row.status}"
+    if row.error is not None:
+        words += f" {row.error:.0e}"
+    if row.dropout not in ("", "taken"):
+        words += f", dropout {row.dropout}"
+    return words if not row.private_ms or not row.plain_ms else f"{words} {row.private_ms / row.plain_ms:.2f}x"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""An architecture says how to build a small model, a batch for it, and one loss an example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = dict[str, Tensor]
+"""Tensors by name, the examples on the first axis of each."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model and its batch are; every architecture reads what it needs.
+
+    Args:
+        batch: examples. tokens: length of a sequence. width: features of a hidden layer, a multiple of 8.
+        depth: layers. image: pixels an edge, a multiple of 16. vocabulary: tokens that exist.
+        dropout: probability of every dropout and stochastic depth.
+    """
+
+    batch: int = 5
+    tokens: int = 8
+    width: int = 16
+    depth: int = 2
+    image: int = 32
+    vocabulary: int = 40
+    dropout: float = 0.0
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many tokens of each example are none of padding, (B,): all of the first, fewer of the others."""
+        return self.tokens - torch.arange(self.batch) % max(1, self.tokens // 2)
+
+    @property
+    def mask(self) -> Tensor:
+        """1 where there is a token, 0 where there is padding, (B, T) int64."""
+        return (torch.arange(self.tokens) < self.lengths[:, None]).long()
+
+    def ids(self, vocabulary: int | None = None) -> Tensor:
+        """Random tokens, (B, T) int64; 0 is padding."""
+        return torch.randint(3, vocabulary or self.vocabulary, (self.batch, self.tokens)) * self.mask
+
+    def labels(self, classes: int = 3) -> Tensor:
+        """Random classes, (B,) int64."""
+        return torch.randint(classes, (self.batch,))
+
+    def vectors(self, *shape: int) -> Tensor:
+        """Random numbers, (B, *shape), of another size for each example."""
+        return torch.randn(self.batch, *shape) * torch.linspace(0.5, 1.5, self.batch).view(-1, *[1] * len(shape))
+
+    def images(self, channels: int = 3) -> Tensor:
+        """Random images, (B, channels, image, image)."""
+        return self.vectors(channels, self.image, self.image)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A built architecture: the model, its batch, and (model, batch) -> one loss an example, (B,)."""
+
+    model: nn.Module
+    batch: Batch
+    losses: Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One line of the table.
+
+    Args:
+        name: unique. family: whose it is.
+        make: builds it; the caller has seeded torch's generator.
+        mixes: one example's loss depends on the others, so that it must be refused.
+    """
+
+    name: str
+    family: str
+    make: Callable[[Size], Subject]
+    mixes: bool = False
+
+
+def classified(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of one decision an example: (B, classes), (B,) -> (B,)."""
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def tokens_classified(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Mean cross-entropy over each example's own tokens: (B, T, classes), (B, T), (B, T) -> (B,)."""
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return (losses * mask).sum(1) / mask.sum(1).clamp_min(1)

@@ -1,0 +1,226 @@
+"""A check clips one architecture in one mode and compares sums, norms and counts with the truth."""
+
+from __future__ import annotations
+
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import ClippingEngine, Partition, attach, flat, per_layer
+from groupwise.clipping.verify import verify
+from groupwise.errors import UserError, told
+from trust.models.architecture import Architecture, Size, Subject
+from trust.models.arithmetic import in_double
+from trust.models.rows import EXACT, REFUSED, TRACEBACK, WRONG, Row
+from trust.models.truth import Truth, find_truth, freeze_unreached, parameters_of, trained
+
+SMALL, SQUARE = Size(), Size(batch=8)
+"""The second has as many examples as tokens: there no axis that is taken for the batch shows by its length."""
+SQUARED = "With as many examples as tokens:"
+SEVERITY = (EXACT, REFUSED, WRONG, TRACEBACK)
+DROPOUT = 0.2
+TOLERANCE = 1e-8
+SOURCES = ("src/", "site-packages/")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How an engine is attached: the partition of a model, and how norms are got."""
+
+    partition: Callable[[nn.Module], Partition]
+    norms: str = "bookkeeping"
+
+    def attach(
+        self, model: nn.Module, thresholds: float | Tensor, partition: Partition | None = None
+    ) -> ClippingEngine:
+        """The engine on this model."""
+        partition = partition or self.partition(model)
+        return attach(model, partition, thresholds, norms=self.norms)  # type: ignore[arg-type]
+
+
+WAYS = MappingProxyType({"flat": Mode(flat), "ghost": Mode(flat, "ghost"), "per_layer": Mode(per_layer)})
+
+
+@dataclass(frozen=True)
+class Known:
+    """What all modes of one architecture are compared with: the truth at each size (None where examples mix, so that
+    there is none), and the parameters that no loss reaches."""
+
+    truth: Mapping[Size, Truth | None]
+    frozen: tuple[str, ...]
+
+
+def build(architecture: Architecture, size: Size, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> Subject:
+    """The same model and batch each time: in train mode, with weights moved a little, so that none is 0 or 1."""
+    torch.manual_seed(0)
+    made = architecture.make(size)
+    model = made.model.to(dtype).train()
+    batch = {name: t.to(dtype) if t.is_floating_point() else t for name, t in made.batch.items()}
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    return Subject(model, batch, made.losses)
+
+
+def know(architecture: Architecture) -> Known:
+    """The truth of an architecture, before anything is attached to it."""
+    truth: dict[Size, Truth | None] = {}
+    subject = build(architecture, SMALL, torch.float64)
+    with in_double():
+        frozen = tuple(freeze_unreached(subject))
+    for size in (SMALL, SQUARE):
+        subject = build(architecture, size, torch.float64, frozen)  # outside: in double other numbers are drawn
+        with in_double():
+            truth[size] = None if architecture.mixes else find_truth(subject)
+    return Known(truth, frozen)
+
+
+def check(architecture: Architecture, mode: str, known: Known) -> Row:
+    """One row without its speed, the worse of both sizes. An exception of any kind becomes part of the row."""
+    rows = []
+    with _counted() as issued:
+        for size in (SMALL, SQUARE):
+            status, note, found = attempt(partial(_compare, architecture, WAYS[mode], known, size))
+            row = found or Row(architecture.family, architecture.name, "", status, frozen=len(known.frozen), note=note)
+            rows.append(row if size is SMALL or not row.note else replace(row, note=f"{SQUARED} {row.note}"))
+        row = max(rows, key=lambda row: SEVERITY.index(row.status))
+        dropout, note = "", row.note
+        if row.status == EXACT:
+            dropped, note, _ = attempt(partial(_with_dropout, architecture, WAYS[mode], known))
+            dropout = dropped or "taken"
+            row = replace(row, error=max(row.error or 0.0 for row in rows))
+    return replace(row, mode=mode, dropout=dropout, note=note, warnings=len(issued))
+
+
+def attempt(action: Callable[[], T]) -> tuple[str, str, T | None]:
+    """(status, note, result): refused and the sentence, traceback and its place, or "" and what the action returned."""
+    try:
+        return "", "", action()
+    except UserError as error:
+        return REFUSED, told(error, 600), None
+    except _Wrong as error:
+        return WRONG, str(error), None
+    except Exception as error:
+        return TRACEBACK, f"{type(error).__name__}: {told(error, 300)} ({place(error)})", None
+
+
+class _Wrong(Exception):
+    """A dropout step whose sums or counts cannot be right."""
+
+
+def place(error: BaseException) -> str:
+    """file:line where the exception was raised, and the last line of groupwise that led there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "groupwise" in Path(frame.filename).parts]
+    shown = [*ours[-1:], *frames[-1:]]
+    return ", from ".join(dict.fromkeys(f"{_short(frame.filename)}:{frame.lineno}" for frame in reversed(shown)))
+
+
+def _short(path: str) -> str:
+    return next((path.rpartition(source)[2] for source in SOURCES if source in path), Path(path).name)
+
+
+def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -> Row:
+    """One backward pass of the engine against the truth."""
+    truth, subject = known.truth[size], build(architecture, size, torch.float64, known.frozen)
+    partition = mode.partition(subject.model)
+    if truth is None:
+        _refuse(subject, mode, partition)
+        raise _Wrong("Its examples mix, and nobody refused it.")
+    groups = parameters_of(subject.model, tuple(group.layers for group in partition))
+    norms = truth.norms(groups)
+    thresholds = choose_thresholds(norms)
+    with mode.attach(subject.model, thresholds, partition) as engine, in_double():
+        engine.backward(subject.losses(subject.model, subject.batch))
+        sums = {name: parameter.grad for name, parameter in trained(subject.model).items()}
+        error, where = compare(sums, engine.per_example_norms, truth, groups, thresholds)
+        counted = torch.equal(engine.counts, (norms <= thresholds[:, None]).sum(1).double())
+    right = error < TOLERANCE
+    return Row(
+        architecture.family,
+        architecture.name,
+        "",
+        EXACT if right and counted else WRONG,
+        error,
+        groups=len(groups),
+        parameters=sum(parameter.numel() for parameter in trained(subject.model).values()),
+        frozen=len(known.frozen),
+        note="" if right and counted else f"{where} is off by {error:.0e}." if not right else "The counts are wrong.",
+    )
+
+
+def _refuse(subject: Subject, mode: Mode, partition: Partition) -> None:
+    """What a user does with a model whose examples mix: attach, and the check before training."""
+    with mode.attach(subject.model, 1.0, partition) as engine, in_double():
+        verify(
+            engine,
+            lambda rows: subject.losses(subject.model, _rows(subject, list(rows))),
+            range(len(next(iter(subject.batch.values())))),
+        )
+
+
+def _rows(subject: Subject, rows: list[int]) -> dict[str, Tensor]:
+    return {name: values[rows] for name, values in subject.batch.items()}
+
+
+def choose_thresholds(norms: Tensor) -> Tensor:
+    """A little above the median norm of each group, (K,); without a gradient, a share of the whole norm."""
+    whole = norms.square().sum(0).sqrt().median()
+    return torch.maximum(1.01 * norms.median(1).values, 1e-4 * whole)
+
+
+def compare(
+    sums: Mapping[str, Tensor | None], norms: Tensor, truth: Truth, groups: list[list[str]], thresholds: Tensor
+) -> tuple[float, str]:
+    """The largest error, and what has it: a clipped sum, relative to Σ_i min(‖g_k^(i)‖, C_k), or a squared norm,
+    relative to max(‖g_k^(i)‖, C_k)². Infinite where a shape is wrong or a number is none."""
+    right, expected = truth.norms(groups), truth.sums(groups, thresholds)
+    if norms.shape != right.shape:
+        return math.inf, f"The shape of the norms, {tuple(norms.shape)} for {tuple(right.shape)},"
+    scale = torch.maximum(right, thresholds[:, None]).square()
+    errors = {"A norm": float(((norms.square() - right.square()).abs() / scale).max() / 2)}
+    clipped = torch.minimum(right, thresholds[:, None]).sum(1)
+    floors = torch.maximum(clipped, 1e-2 * thresholds)  # of a group whose gradients are zero up to rounding
+    for names, floor in zip(groups, floors.tolist(), strict=True):
+        for name in names:
+            found = sums[name]
+            off = math.inf if found is None else float((found - expected[name]).norm()) / floor
+            errors[f"The clipped sum of '{name}'"] = off
+    where = max(errors, key=lambda what: math.inf if math.isnan(errors[what]) else errors[what])
+    return (math.inf if math.isnan(errors[where]) else errors[where]), where
+
+
+def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
+    """A step with dropout on, and thresholds that clip nobody: sums are finite, and everybody is counted."""
+    subject = build(architecture, replace(SMALL, dropout=DROPOUT), torch.float64, known.frozen)
+    with mode.attach(subject.model, 1e9) as engine, in_double():
+        engine.backward(subject.losses(subject.model, subject.batch))
+        for name, parameter in trained(subject.model).items():
+            if parameter.grad is None or not bool(torch.isfinite(parameter.grad).all()):
+                raise _Wrong(f"With dropout the sum of {name} is not finite.")
+        if not bool((engine.counts == SMALL.batch).all()):
+            raise _Wrong(f"With dropout {engine.counts.tolist()} of {SMALL.batch} examples are counted.")
+
+
+@contextmanager
+def _counted() -> Iterator[list[str]]:
+    """The warnings that groupwise issues inside."""
+    issued: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield issued
+        issued += [str(w.message) for w in caught if "groupwise" in f"{Path(w.filename).parts} {w.message}"]

@@ -1,0 +1,252 @@
+"""Attention of torch.nn in both layouts, and transformers that people write themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified, tokens_classified
+from trust.models.plain_layers import losses_of_x, of
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention from queries to keys of their own widths, and a head on the mean.
+
+    Args:
+        first: the batch is its first axis. crossed: keys and values are another sequence; `keys` and `values` wide.
+        masked: padded keys are masked. biased: learned keys and values are added (bias_k, bias_v).
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        first: bool = True,
+        crossed: bool = False,
+        masked: bool = False,
+        biased: bool = False,
+        keys: int | None = None,
+        values: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(
+            size.width, 4, size.dropout, add_bias_kv=biased, kdim=keys, vdim=values, batch_first=first
+        )
+        self.head = nn.Linear(size.width, 3)
+        self.first, self.crossed, self.masked = first, crossed, masked
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        given = (x, keys, values) if self.crossed else (x, x, x)
+        given = given if self.first else tuple(t.transpose(0, 1) for t in given)  # type: ignore[assignment]
+        y, _ = self.attention(*given, key_padding_mask=~mask.bool() if self.masked else None, need_weights=False)
+        logits: Tensor = self.head(y.mean(1 if self.first else 0))
+        return logits
+
+
+def attention(name: str, **own: Any) -> Architecture:
+    """A line of the list."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return classified(model(*(batch[key] for key in ("x", "keys", "values", "mask"))), batch["labels"])
+
+    def make(size: Size) -> Subject:
+        batch = {"x": size.vectors(size.tokens, size.width), "labels": size.labels(), "mask": size.mask}
+        batch["keys"] = size.vectors(size.tokens, own.get("keys") or size.width)
+        batch["values"] = size.vectors(size.tokens, own.get("values") or size.width)
+        return Subject(Attention(size, **own), batch, losses)
+
+    return of(name, make)
+
+
+class Encoder(nn.Module):
+    """Words, nn.TransformerEncoder, a head on the first position."""
+
+    def __init__(self, size: Size, first: bool, before: bool, causal: bool, padded: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.vocabulary, size.width)
+        layer = nn.TransformerEncoderLayer(
+            size.width, 4, 2 * size.width, size.dropout, "gelu", batch_first=first, norm_first=before
+        )
+        self.layers = nn.TransformerEncoder(layer, size.depth, enable_nested_tensor=False)
+        self.head = nn.Linear(size.width, 3)
+        self.first, self.causal, self.padded = first, causal, padded
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x if self.first else x.transpose(0, 1)
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype) if self.causal else None
+        padding = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask == 0, -torch.inf) if self.padded else None
+        y = self.layers(x, mask=causal, src_key_padding_mask=padding)
+        logits: Tensor = self.head(y[:, 0] if self.first else y[0])
+        return logits
+
+
+def encoder(
+    name: str, first: bool = True, before: bool = False, causal: bool = False, padded: bool = True
+) -> Architecture:
+    """A line of the list."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return classified(model(batch["ids"], batch["mask"]), batch["labels"])
+
+    def make(size: Size) -> Subject:
+        batch = {"ids": size.ids(), "mask": size.mask, "labels": size.labels()}
+        return Subject(Encoder(size, first, before, causal, padded), batch, losses)
+
+    return of(name, make)
+
+
+class Translator(nn.Module):
+    """nn.Transformer, or its decoder alone on vectors, with a head over words."""
+
+    def __init__(self, size: Size, first: bool, whole: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Parameter(torch.randn(size.tokens, size.width) / 4)
+        if whole:
+            self.layers: nn.Module = nn.Transformer(
+                size.width, 4, size.depth, size.depth, 2 * size.width, size.dropout, batch_first=first
+            )
+        else:
+            layer = nn.TransformerDecoderLayer(size.width, 4, 2 * size.width, size.dropout, batch_first=first)
+            self.layers = nn.TransformerDecoder(layer, size.depth)
+        self.head = nn.Linear(size.width, size.vocabulary)
+        self.first, self.whole = first, whole
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        y = self.words(target) + self.places
+        x = self.words(source) + self.places if self.whole else source
+        causal = torch.ones(len(self.places), len(self.places), dtype=torch.bool).triu(1)
+        x, y = (x, y) if self.first else (x.transpose(0, 1), y.transpose(0, 1))
+        logits: Tensor = self.head(self.layers(x, y, tgt_mask=causal) if self.whole else self.layers(y, x, causal))
+        return logits if self.first else logits.transpose(0, 1)
+
+
+def translator(name: str, first: bool, whole: bool) -> Architecture:
+    """A line of the list; without `whole` the decoder reads given vectors."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["source"], batch["target"])
+        return tokens_classified(logits[:, :-1], batch["target"][:, 1:], batch["mask"][:, 1:])
+
+    def make(size: Size) -> Subject:
+        source = size.ids() if whole else size.vectors(size.tokens, size.width)
+        return Subject(
+            Translator(size, first, whole), {"source": source, "target": size.ids(), "mask": size.mask}, losses
+        )
+
+    return of(name, make)
+
+
+class CausalBlock(nn.Module):
+    """Attention by scaled_dot_product_attention and an MLP, both behind LayerNorm."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        wide = size.width
+        self.first, self.attention, self.out = nn.LayerNorm(wide), nn.Linear(wide, 3 * wide), nn.Linear(wide, wide)
+        self.second, self.up, self.down = nn.LayerNorm(wide), nn.Linear(wide, 4 * wide), nn.Linear(4 * wide, wide)
+        self.drop = nn.Dropout(size.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [t.unflatten(2, (4, -1)).transpose(1, 2) for t in self.attention(self.first(x)).chunk(3, 2)]
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.second(x)))))
+
+
+class NanoGPT(nn.Module):
+    """As nanoGPT is written: positions wpe(arange(T)), and the head.
+
+    Args:
+        tied: "weight": the head's weight is the words'; "function": F.linear(x, wte.weight); "" for neither.
+        table: positions are a slice of a parameter instead.
+    """
+
+    def __init__(self, size: Size, tied: str, table: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(size.vocabulary, size.width)
+        if table:
+            self.table = nn.Parameter(torch.randn(1, 2 * size.tokens, size.width) / 4)
+        else:
+            self.wpe = nn.Embedding(2 * size.tokens, size.width)
+        self.blocks = nn.ModuleList(CausalBlock(size) for _ in range(size.depth))
+        self.norm = nn.LayerNorm(size.width)
+        if tied != "function":
+            self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
+        if tied == "weight":
+            self.lm_head.weight = self.wte.weight
+        nn.init.normal_(self.wte.weight, std=0.3)
+        self.tied, self.with_table = tied, table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        places = self.table[:, :length] if self.with_table else self.wpe(torch.arange(length))
+        x = self.wte(ids) + places
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        logits: Tensor = F.linear(x, self.wte.weight) if self.tied == "function" else self.lm_head(x)
+        return logits
+
+
+def nano(name: str, tied: str = "", table: bool = False) -> Architecture:
+    """A line of the list."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return tokens_classified(model(batch["ids"])[:, :-1], batch["ids"][:, 1:], batch["mask"][:, 1:])
+
+    def make(size: Size) -> Subject:
+        return Subject(NanoGPT(size, tied, table), {"ids": size.ids(), "mask": size.mask}, losses)
+
+    return of(name, make)
+
+
+class Perceiver(nn.Module):
+    """Learned latents, the same for every example, attend to its sequence."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(4, size.width) / 4)
+        self.below = nn.Linear(size.width, size.width)
+        self.attention = nn.MultiheadAttention(size.width, 4, batch_first=True)
+        self.head = nn.Linear(size.width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.below(x)
+        latents = self.latents.expand(len(x), -1, -1)
+        logits: Tensor = self.head(self.attention(latents, y, y, need_weights=False)[0].mean(1))
+        return logits
+
+
+def simple(model: Callable[[Size], nn.Module]) -> Callable[[Size], Subject]:
+    """A model of sequences of vectors that decides once an example."""
+    return lambda size: Subject(
+        model(size), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, losses_of_x
+    )
+
+
+ATTENTION = (
+    attention("MultiheadAttention"),
+    attention("MultiheadAttention, padded", masked=True),
+    attention("MultiheadAttention, time first", first=False),
+    attention("MultiheadAttention, crossed", crossed=True),
+    attention("MultiheadAttention, crossed, time first", crossed=True, first=False, masked=True),
+    attention("MultiheadAttention, kdim and vdim", crossed=True, keys=12, values=20),
+    attention("MultiheadAttention, bias_k and bias_v", biased=True),
+    encoder("TransformerEncoder"),
+    encoder("TransformerEncoder, norm first, causal", before=True, causal=True),
+    encoder("TransformerEncoder, time first", first=False),
+    translator("TransformerDecoder", True, False),
+    translator("TransformerDecoder, time first", False, False),
+    translator("Transformer", True, True),
+    translator("Transformer, time first", False, True),
+    nano("nanoGPT"),
+    nano("nanoGPT, tied", tied="weight"),
+    nano("nanoGPT, tied by F.linear", tied="function"),
+    nano("nanoGPT, positions from a parameter", table=True),
+    of("Perceiver, learned latents", simple(Perceiver)),
+)

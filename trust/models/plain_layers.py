@@ -1,0 +1,220 @@
+"""Layers of torch.nn, one or two at a time, in networks as small as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified
+
+FAMILY = "torch.nn"
+
+
+def of(name: str, make: Callable[[Size], Subject], mixes: bool = False) -> Architecture:
+    """A line of the list that has a function of its own."""
+    return Architecture(name, FAMILY, make, mixes)
+
+
+def net(name: str, model: Callable[[Size], nn.Module], inputs: Callable[[Size], Tensor]) -> Architecture:
+    """A line of the list: x -> three logits."""
+    return of(name, lambda size: Subject(model(size), {"x": inputs(size), "labels": size.labels()}, losses_of_x))
+
+
+def losses_of_x(model: nn.Module, batch: Batch) -> Tensor:
+    """(B,): one decision an example."""
+    return classified(model(batch["x"]), batch["labels"])
+
+
+def vectors(size: Size) -> Tensor:
+    """(B, width)."""
+    return size.vectors(size.width)
+
+
+def sequences(size: Size) -> Tensor:
+    """(B, T, width)."""
+    return size.vectors(size.tokens, size.width)
+
+
+def images(size: Size) -> Tensor:
+    """(B, 3, image / 2, image / 2)."""
+    return size.vectors(3, size.image // 2, size.image // 2)
+
+
+def with_dropout(size: Size, *layers: nn.Module) -> nn.Sequential:
+    """The layers, and dropout before the last."""
+    return nn.Sequential(*layers[:-1], nn.Dropout(size.dropout), layers[-1])
+
+
+def mlp(size: Size) -> nn.Module:
+    """Three linear layers and LayerNorm."""
+    wide = 4 * size.width
+    return with_dropout(
+        size,
+        nn.Linear(size.width, wide),
+        nn.LayerNorm(wide),
+        nn.ReLU(),
+        nn.Linear(wide, wide),
+        nn.GELU(),
+        nn.Linear(wide, 3),
+    )
+
+
+def cnn(size: Size, *more: nn.Module) -> nn.Module:
+    """Two convolutions, `more` in between, and a mean over pixels."""
+    wide = size.width
+    return with_dropout(
+        size,
+        nn.Conv2d(3, wide, 3, padding=1),
+        *more,
+        nn.ReLU(),
+        nn.Conv2d(wide, wide, 3, stride=2, groups=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(wide, 3),
+    )
+
+
+def between(size: Size, layer: nn.Module) -> nn.Module:
+    """A layer (…, width) -> (…, width) between two linear ones."""
+    return with_dropout(size, nn.Linear(size.width, size.width), layer, nn.Tanh(), nn.Linear(size.width, 3))
+
+
+class Pool(nn.Module):
+    """Layers on a sequence, and the mean over its positions before the head."""
+
+    def __init__(self, size: Size, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.drop = nn.Sequential(*layers), nn.Dropout(size.dropout)
+        self.head = nn.Linear(size.width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.drop(self.layers(x).mean(1)))
+        return logits
+
+
+class Scale(nn.Module):
+    """A parameter for each feature, or one for all: shape (width,) or ()."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Bilinear(nn.Module):
+    """Both halves of the features, by nn.Bilinear."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.first, self.both = nn.Linear(size.width, size.width), nn.Bilinear(size.width // 2, size.width // 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.both(*self.first(x).tanh().chunk(2, 1))
+        return logits
+
+
+class DirectWeight(nn.Module):
+    """A weight and a bias of its own, used by F.linear in a forward of its own."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.below = nn.Linear(size.width, size.width)
+        self.weight, self.bias = nn.Parameter(torch.randn(3, size.width) / 4), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.below(x).relu(), self.weight, self.bias)
+
+
+class Bag(nn.Module):
+    """nn.EmbeddingBag with offsets, or with rows, and a head."""
+
+    def __init__(self, size: Size, mode: str) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(size.vocabulary, size.width, mode=mode)
+        self.head = nn.Linear(size.width, 3)
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(self.bag(ids, offsets, weights))
+        return logits
+
+
+def bag(mode: str, offsets: bool, weighted: bool = False) -> Callable[[Size], Subject]:
+    """Words of each example, as many as it has; `offsets` puts them all into one row."""
+
+    def make(size: Size) -> Subject:
+        def losses(model: nn.Module, batch: Batch) -> Tensor:
+            ids, mask = batch["ids"], batch["mask"].bool()
+            if not offsets:
+                return classified(model(ids, None, batch["weights"] if weighted else None), batch["labels"])
+            starts = mask.sum(1).cumsum(0) - mask.sum(1)
+            return classified(model(ids[mask], starts, batch["weights"][mask] if weighted else None), batch["labels"])
+
+        batch = {"ids": size.ids(), "mask": size.mask, "weights": size.vectors(size.tokens), "labels": size.labels()}
+        return Subject(Bag(size, mode), batch, losses)
+
+    return make
+
+
+def embedded(size: Size) -> Subject:
+    """Embedding, transposed for a convolution over time, and back."""
+
+    class TextCNN(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(size.vocabulary, size.width, padding_idx=0)
+            self.convolutions = nn.ModuleList(nn.Conv1d(size.width, size.width, k, padding=k // 2) for k in (3, 5))
+            self.head = nn.Linear(2 * size.width, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.words(ids).transpose(1, 2)
+            logits: Tensor = self.head(torch.cat([layer(x).relu().amax(2) for layer in self.convolutions], 1))
+            return logits
+
+    return Subject(TextCNN(), {"x": size.ids(), "labels": size.labels()}, losses_of_x)
+
+
+LAYERS = (
+    net("MLP", mlp, vectors),
+    net("MLP over positions", lambda s: Pool(s, mlp(s), nn.Linear(3, s.width)), sequences),
+    net("CNN", cnn, images),
+    net("CNN, GroupNorm", lambda s: cnn(s, nn.GroupNorm(4, s.width)), images),
+    net("CNN, InstanceNorm", lambda s: cnn(s, nn.InstanceNorm2d(s.width, affine=True)), images),
+    net("CNN, PReLU", lambda s: cnn(s, nn.PReLU(s.width)), images),
+    net(
+        "CNN, channels last",
+        lambda s: cnn(s).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        images,
+    ),
+    net("CNN, ConvTranspose2d", lambda s: cnn(s, nn.ConvTranspose2d(s.width, s.width, 2, 2)), images),
+    net(
+        "CNN, dilated, padded by reflection",
+        lambda s: cnn(s, nn.Conv2d(s.width, s.width, 3, dilation=2, padding=2, padding_mode="reflect")),
+        images,
+    ),
+    net("PReLU", lambda s: between(s, nn.PReLU()), vectors),
+    net("RMSNorm", lambda s: between(s, nn.RMSNorm(s.width)), vectors),
+    net("RMSNorm over positions", lambda s: Pool(s, nn.Linear(s.width, s.width), nn.RMSNorm(s.width)), sequences),
+    net("Bilinear", Bilinear, vectors),
+    net("Weight norm", lambda s: between(s, parametrizations.weight_norm(nn.Linear(s.width, s.width))), vectors),
+    net("Spectral norm", lambda s: between(s, parametrizations.spectral_norm(nn.Linear(s.width, s.width))), vectors),
+    net("Orthogonal", lambda s: between(s, parametrizations.orthogonal(nn.Linear(s.width, s.width))), vectors),
+    net(
+        "Weight norm, convolution",
+        lambda s: cnn(s, parametrizations.weight_norm(nn.Conv2d(s.width, s.width, 3, padding=1))),
+        images,
+    ),
+    net("Temperature (0-dim parameter)", lambda s: between(s, Scale()), vectors),
+    net("LayerScale", lambda s: Pool(s, nn.Linear(s.width, s.width), Scale(s.width)), sequences),
+    net("A weight in a forward of its own", DirectWeight, vectors),
+    of("EmbeddingBag with offsets, mean", bag("mean", True)),
+    of("EmbeddingBag with offsets, sum, weighted", bag("sum", True, weighted=True)),
+    of("EmbeddingBag with rows, max", bag("max", False)),
+    of("Embedding, transposed, Conv1d", embedded),
+)

@@ -1,0 +1,170 @@
+"""Recurrent networks of torch.nn: whole layers, packed sequences, cells in a loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified, tokens_classified
+from trust.models.plain_layers import losses_of_x, of
+
+Recurrent = type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
+Cell = type[nn.LSTMCell] | type[nn.GRUCell] | type[nn.RNNCell]
+
+
+class Reader(nn.Module):
+    """Words, a recurrent network, and a decision from the last hidden state of its last layer.
+
+    Args:
+        packed: the network gets packed sequences. first: the batch is its first axis.
+    """
+
+    def __init__(self, size: Size, kind: Recurrent, layers: int, both: bool, first: bool, packed: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.vocabulary, size.width)
+        self.network = kind(
+            size.width,
+            size.width,
+            layers,
+            batch_first=first,
+            bidirectional=both,
+            dropout=size.dropout if layers > 1 else 0.0,
+        )
+        self.head = nn.Linear(size.width * (1 + both), 3)
+        self.first, self.packed = first, packed
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x = self.words(ids if self.first else ids.T)
+        if self.packed:
+            given = pack_padded_sequence(x, lengths, batch_first=self.first, enforce_sorted=False)
+            y, _ = pad_packed_sequence(self.network(given)[0], batch_first=self.first, total_length=ids.shape[1])
+        else:
+            y, _ = self.network(x)
+        y = y if self.first else y.transpose(0, 1)
+        logits: Tensor = self.head(y[torch.arange(len(y)), lengths - 1])
+        return logits
+
+
+def reader(
+    name: str, kind: Recurrent, layers: int = 1, both: bool = False, first: bool = True, packed: bool = False
+) -> Architecture:
+    """A line of the list."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return classified(model(batch["ids"], batch["lengths"]), batch["labels"])
+
+    def make(size: Size) -> Subject:
+        batch = {"ids": size.ids(), "lengths": size.lengths, "labels": size.labels()}
+        return Subject(Reader(size, kind, layers, both, first, packed), batch, losses)
+
+    return of(name, make)
+
+
+class Loop(nn.Module):
+    """A cell called once a position, and a decision from its last state."""
+
+    def __init__(self, size: Size, kind: Cell) -> None:
+        super().__init__()
+        self.cell, self.head = kind(size.width, size.width), nn.Linear(size.width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        logits: Tensor = self.head(state[0] if isinstance(state, tuple) else state)
+        return logits
+
+
+def loop(name: str, kind: Cell) -> Architecture:
+    """A line of the list: 32 steps."""
+
+    def make(size: Size) -> Subject:
+        batch = {"x": size.vectors(32, size.width), "labels": size.labels()}
+        return Subject(Loop(size, kind), batch, losses_of_x)
+
+    return of(name, make)
+
+
+class Translator(nn.Module):
+    """An LSTM reads, another writes from its last state, and both share their words with the head."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.vocabulary, size.width)
+        self.reads, self.writes = (nn.LSTM(size.width, size.width, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        _, state = self.reads(self.words(ids))
+        logits: Tensor = self.head(self.writes(self.words(target), state)[0])
+        return logits
+
+
+def translator(size: Size) -> Subject:
+    """LSTM to LSTM, a loss over the target's tokens."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["ids"], batch["target"])
+        return tokens_classified(logits[:, :-1], batch["target"][:, 1:], batch["mask"][:, 1:])
+
+    return Subject(Translator(size), {"ids": size.ids(), "target": size.ids(), "mask": size.mask}, losses)
+
+
+def language_model(size: Size) -> Subject:
+    """A GRU over tokens with the time first throughout, and a loss over tokens."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(size.vocabulary, size.width)
+            self.network = nn.GRU(size.width, size.width, 2, dropout=size.dropout)
+            self.head = nn.Linear(size.width, size.vocabulary)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.network(self.words(ids.T))[0])
+            return logits.transpose(0, 1)
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        return tokens_classified(model(batch["ids"])[:, :-1], batch["ids"][:, 1:], batch["mask"][:, 1:])
+
+    return Subject(Model(), {"ids": size.ids(), "mask": size.mask}, losses)
+
+
+def started(size: Size) -> Subject:
+    """An LSTM whose first state is learned, the same for all examples."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h, self.c = (nn.Parameter(torch.zeros(1, 1, size.width)) for _ in range(2))
+            self.network = nn.LSTM(size.width, size.width, batch_first=True)
+            self.head = nn.Linear(size.width, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = [t.expand(-1, len(x), -1).contiguous() for t in (self.h, self.c)]
+            logits: Tensor = self.head(self.network(x, tuple(state))[0][:, -1])
+            return logits
+
+    return Subject(Model(), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, losses_of_x)
+
+
+RECURRENT = (
+    reader("LSTM", nn.LSTM),
+    reader("LSTM, 2 layers, both directions", nn.LSTM, 2, both=True),
+    reader("LSTM, time first", nn.LSTM, first=False),
+    reader("LSTM, packed", nn.LSTM, packed=True),
+    reader("LSTM, packed, time first, 2 layers, both directions", nn.LSTM, 2, both=True, first=False, packed=True),
+    reader("GRU", nn.GRU),
+    reader("GRU, 2 layers, both directions, time first", nn.GRU, 2, both=True, first=False),
+    reader("GRU, packed", nn.GRU, packed=True),
+    reader("RNN", nn.RNN),
+    reader("RNN, 2 layers, both directions, packed", nn.RNN, 2, both=True, packed=True),
+    loop("LSTMCell, 32 steps", nn.LSTMCell),
+    loop("GRUCell, 32 steps", nn.GRUCell),
+    loop("RNNCell, 32 steps", nn.RNNCell),
+    of("LSTM to LSTM, tied words", translator),
+    of("GRU language model, time first", language_model),
+    of("LSTM with a learned first state", started),
+)

@@ -1,0 +1,114 @@
+"""The rows of the table: one for each architecture and mode, to CSV and to Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from groupwise.analysis.benchmark_tables import markdown
+
+EXACT, REFUSED, WRONG, TRACEBACK = "exact", "refused", "wrong", "traceback"
+FAULTS = (WRONG, TRACEBACK)
+MODES = ("flat", "ghost", "per_layer")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one architecture in one mode.
+
+    Args:
+        family, architecture, mode: which.
+        status: exact, refused, wrong or traceback.
+        error: the worst of clipped sums and norms, relative; None unless exact or wrong.
+        dropout: the same words for a step with dropout on, "taken" where it was, "" where it was not tried.
+        groups, parameters, frozen: how many; `frozen` are those that no loss reaches.
+        warnings: how many groupwise issued.
+        plain_ms, private_ms: CPU time of one step in milliseconds, medians; None where not measured.
+        note: the sentence of the refusal, or the exception and its place.
+    """
+
+    family: str
+    architecture: str
+    mode: str
+    status: str
+    error: float | None = None
+    dropout: str = ""
+    groups: int | None = None
+    parameters: int | None = None
+    frozen: int | None = None
+    warnings: int | None = None
+    plain_ms: float | None = None
+    private_ms: float | None = None
+    note: str = ""
+
+    @property
+    def faulty(self) -> bool:
+        """Nobody may see this: a wrong sum, or a traceback, with dropout or without."""
+        return self.status in FAULTS or self.dropout in FAULTS
+
+
+HEAD = tuple(field.name for field in fields(Row))
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One header, one line a row, in the order of the list."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(HEAD)
+    writer.writerows([_written(name, value) for name, value in asdict(row).items()] for row in rows)
+    return text.getvalue()
+
+
+def _written(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.0e}" if name == "error" else f"{value:.2f}"
+    return str(value)
+
+
+def summary(rows: Sequence[Mapping[str, str]]) -> str:
+    """How many architectures, and how they fared."""
+    names = {row["architecture"] for row in rows}
+    sentences = []
+    for mode in MODES:
+        of = [row for row in rows if row["mode"] == mode]
+        counts = {status: sum(row["status"] == status for row in of) for status in (EXACT, REFUSED, *FAULTS)}
+        ratios = sorted(float(row["private_ms"]) / float(row["plain_ms"]) for row in of if row["private_ms"])
+        speed = f"; {ratios[len(ratios) // 2]:.2f} × the time of a non-private step (median)" if ratios else ""
+        sentences.append(f"- `{mode}`: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}{speed}.")
+    worst = max((float(row["error"]) for row in rows if row["status"] == EXACT), default=0.0)
+    return f"{len(names)} architectures; the worst error of an exact row is {worst:.0e}.\n\n" + "\n".join(sentences)
+
+
+def tables(rows: Sequence[Mapping[str, str]]) -> str:
+    """One table a family, one line an architecture; then the sentences that the numbers in it refer to."""
+    notes: dict[str, int] = {}
+    parts = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        lines: dict[str, dict[str, Mapping[str, str]]] = {}
+        for row in rows:
+            if row["family"] == family:
+                lines.setdefault(row["architecture"], {})[row["mode"]] = row
+        body = [
+            [name, *(_cell(of[mode], notes) if mode in of else "–" for mode in MODES)] for name, of in lines.items()
+        ]
+        parts.append(f"### {family}\n\n{markdown(['architecture', *(f'`{mode}`' for mode in MODES)], body)}")
+    if notes:
+        parts.append("### Sentences\n\n" + "\n".join(f"{number}. {note}" for note, number in notes.items()))
+    return "\n\n".join(parts)
+
+
+def _cell(row: Mapping[str, str], notes: dict[str, int]) -> str:
+    words = [row["status"]]
+    if row["private_ms"]:
+        words.append(f"{float(row['private_ms']) / float(row['plain_ms']):.2f} ×")
+    if row["dropout"] and row["dropout"] != "taken":
+        words.append(f"dropout {row['dropout']}")
+    cell = ", ".join(words)
+    if not row["note"]:
+        return cell
+    note = row["note"].replace("|", "\\|").replace("<", "&lt;")
+    return f"{cell} ({notes.setdefault(note, len(notes) + 1)})"

@@ -1,0 +1,178 @@
+"""Networks of torchvision, small, with GroupNorm where they are made with BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.data.torchvision_compat import import_torchvision
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified
+
+FAMILY = "torchvision"
+
+
+def group_norm(channels: int) -> nn.Module:
+    """GroupNorm with up to 4 groups."""
+    return nn.GroupNorm(next(groups for groups in (4, 3, 2, 1) if channels % groups == 0), channels)
+
+
+def replace_batch_norm(model: nn.Module) -> nn.Module:
+    """Every BatchNorm2d of a network becomes GroupNorm."""
+    for name, child in list(model.named_modules()):
+        if isinstance(child, nn.BatchNorm2d):
+            model.set_submodule(name, group_norm(child.num_features))
+    return model
+
+
+def losses(model: nn.Module, batch: Batch) -> Tensor:
+    """(B,)."""
+    return classified(model(batch["images"]), batch["labels"])
+
+
+def of(name: str, make: Callable[[ModuleType, Size], nn.Module], image: int = 0, mixes: bool = False) -> Architecture:
+    """A line of the list: (torchvision.models, size) -> network; `image` pixels an edge where it needs as many."""
+
+    def build(size: Size) -> Subject:
+        models = import_torchvision().models
+        width = Size(size.batch, image=max(image, size.image))
+        return Subject(make(models, size), {"images": width.images(), "labels": width.labels()}, losses)
+
+    return Architecture(name, FAMILY, build, mixes)
+
+
+def cut(build: Callable[[], nn.Module], **parts: nn.Module) -> nn.Module:
+    """A network with other parts than its own, whose millions of weights are never made."""
+    with torch.device("meta"):
+        network = build()
+    for name, part in parts.items():
+        setattr(network, name, part)
+    network.to_empty(device="cpu")
+    for module in network.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    return network
+
+
+def resnet(models: ModuleType, size: Size, norm: Callable[[int], nn.Module], block: str = "BasicBlock") -> nn.Module:
+    """The first two of its four stages, of one block each."""
+    kind = getattr(models.resnet, block)
+    none = {"layer3": nn.Identity(), "layer4": nn.Identity()}
+    build = partial(models.ResNet, kind, [1, 1, 1, 1], norm_layer=norm)
+    return cut(build, **none, fc=nn.Linear(128 * kind.expansion, 3))
+
+
+def convnext(models: ModuleType, size: Size) -> nn.Module:
+    """Two stages; a layer scale that matters, and stochastic depth."""
+    settings = [
+        models.convnext.CNBlockConfig(size.width, 2 * size.width, 1),
+        models.convnext.CNBlockConfig(2 * size.width, None, 2),
+    ]
+    network: nn.Module = models.ConvNeXt(settings, stochastic_depth_prob=size.dropout, layer_scale=0.5, num_classes=3)
+    return network
+
+
+def efficientnet(models: ModuleType, size: Size) -> nn.Module:
+    """Inverted residuals with squeeze and excitation."""
+    setting = partial(models.efficientnet.MBConvConfig, kernel=3, num_layers=2)
+    settings = [
+        setting(expand_ratio=1, stride=1, input_channels=16, out_channels=16),
+        setting(expand_ratio=4, stride=2, input_channels=16, out_channels=24),
+    ]
+    network: nn.Module = models.EfficientNet(
+        settings, dropout=size.dropout, stochastic_depth_prob=size.dropout, num_classes=3, norm_layer=group_norm
+    )
+    return network
+
+
+def mobilenet_v3(models: ModuleType, size: Size) -> nn.Module:
+    """Three inverted residuals, hard swish, squeeze and excitation."""
+    setting = partial(models.mobilenetv3.InvertedResidualConfig, dilation=1, width_mult=1.0)
+    settings = [
+        setting(16, 3, 16, 16, True, "RE", 2),
+        setting(16, 3, 32, 24, False, "RE", 2),
+        setting(24, 5, 48, 24, True, "HS", 1),
+    ]
+    network: nn.Module = models.MobileNetV3(settings, 32, num_classes=3, norm_layer=group_norm, dropout=size.dropout)
+    return network
+
+
+def swin(models: ModuleType, size: Size, version: int = 1) -> nn.Module:
+    """Two stages with shifted windows and tables of relative positions."""
+    module = models.swin_transformer
+    own: dict[str, Any] = {}
+    if version == 2:
+        own = {"block": module.SwinTransformerBlockV2, "downsample_layer": module.PatchMergingV2}
+    network: nn.Module = module.SwinTransformer(
+        [4, 4], size.width, [2, 2], [2, 4], [4, 4], 2.0, size.dropout, size.dropout, size.dropout, 3, **own
+    )
+    return network
+
+
+def vgg(models: ModuleType, size: Size) -> nn.Module:
+    """Four convolutions with pooling, and a small classifier."""
+    build = partial(models.VGG, models.vgg.make_layers([16, "M", 32, "M", 64, 64, "M"]))
+    return cut(build, classifier=classifier(64 * 49, size))
+
+
+def alexnet(models: ModuleType, size: Size) -> nn.Module:
+    """Its convolutions as they are, and a small classifier."""
+    return cut(models.AlexNet, classifier=classifier(256 * 36, size))
+
+
+def classifier(features: int, size: Size) -> nn.Module:
+    """Two linear layers with dropout."""
+    return nn.Sequential(nn.Dropout(size.dropout), nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def vit(models: ModuleType, size: Size) -> nn.Module:
+    """A class token, a table of positions, MultiheadAttention."""
+    network: nn.Module = models.VisionTransformer(
+        size.image, 8, size.depth, 4, size.width, 2 * size.width, size.dropout, size.dropout, 3
+    )
+    nn.init.normal_(network.get_parameter("heads.head.weight"), std=0.1)  # it begins at zero
+    return network
+
+
+def densenet(models: ModuleType, size: Size) -> nn.Module:
+    """Concatenations of all that came before, inside its blocks."""
+    return replace_batch_norm(models.DenseNet(8, (2, 2, 2, 2), 16, drop_rate=size.dropout, num_classes=3))
+
+
+def regnet(models: ModuleType, size: Size) -> nn.Module:
+    """Grouped convolutions with squeeze and excitation."""
+    parameters = models.regnet.BlockParams([1, 1], [16, 32], [8, 8], [1.0, 1.0], [2, 2], se_ratio=0.25)
+    network: nn.Module = models.RegNet(parameters, num_classes=3, stem_width=16, norm_layer=group_norm)
+    return network
+
+
+def plain(name: str, **own: Any) -> Callable[[ModuleType, Size], nn.Module]:
+    """A network by its name, its BatchNorm replaced."""
+
+    def make(models: ModuleType, size: Size) -> nn.Module:
+        return replace_batch_norm(getattr(models, name)(num_classes=3, **own))
+
+    return make
+
+
+NETWORKS = (
+    of("ResNet, GroupNorm", partial(resnet, norm=group_norm)),
+    of("ResNet bottleneck, GroupNorm", partial(resnet, norm=group_norm, block="Bottleneck")),
+    of("ResNet, BatchNorm", partial(resnet, norm=nn.BatchNorm2d), mixes=True),
+    of("ViT (torchvision)", vit),
+    of("Swin (torchvision)", swin),
+    of("Swin v2 (torchvision)", partial(swin, version=2)),
+    of("ConvNeXt (torchvision)", convnext),
+    of("EfficientNet, GroupNorm", efficientnet),
+    of("MobileNetV3, GroupNorm", mobilenet_v3),
+    of("ShuffleNetV2, GroupNorm", plain("shufflenet_v2_x0_5")),
+    of("DenseNet, GroupNorm", densenet),
+    of("RegNet, GroupNorm", regnet),
+    of("VGG", vgg),
+    of("AlexNet", alexnet, image=64),
+    of("SqueezeNet", lambda models, size: models.SqueezeNet("1_1", 3, size.dropout)),
+)

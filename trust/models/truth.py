@@ -1,0 +1,100 @@
+"""The truth loops over single examples: plain autograd in float64, and none of the code that is judged by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trust.models.architecture import Subject
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Per-example gradients by parameter name (one entry a tensor): (B, *shape), zero where an example has none."""
+
+    gradients: dict[str, Tensor]
+
+    def norms(self, groups: list[list[str]]) -> Tensor:
+        """‖g_k^(i)‖, (K, B)."""
+        squares = {name: rows.reshape(len(rows), -1).square().sum(1) for name, rows in self.gradients.items()}
+        return torch.stack([torch.stack([squares[name] for name in names]).sum(0).sqrt() for names in groups])
+
+    def sums(self, groups: list[list[str]], thresholds: Tensor) -> dict[str, Tensor]:
+        """Σ_i g_k^(i) · min(1, C_k / ‖g_k^(i)‖) by parameter name."""
+        sums = {}
+        for names, norms, threshold in zip(groups, self.norms(groups), thresholds, strict=True):
+            factors = (threshold / norms.clamp_min(1e-300)).clamp_max(1)
+            for name in names:
+                sums[name] = torch.tensordot(factors, self.gradients[name], dims=1)
+        return sums
+
+
+def freeze_unreached(subject: Subject) -> list[str]:
+    """Freeze the parameters that no loss of the batch reaches, as the refusal of such a model advises; their names."""
+    trainable = trained(subject.model)
+    with _buffers_kept(subject.model):
+        losses = subject.losses(subject.model, subject.batch)
+    found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
+    unreached = [name for name, gradient in zip(trainable, found, strict=True) if gradient is None]
+    for name in unreached:
+        trainable[name].requires_grad_(False)
+    return unreached
+
+
+def find_truth(subject: Subject) -> Truth:
+    """One backward pass for each example alone."""
+    trainable = trained(subject.model)
+    rows: dict[str, list[Tensor]] = {name: [] for name in trainable}
+    for i in range(len(next(iter(subject.batch.values())))):
+        alone = {name: values[i : i + 1] for name, values in subject.batch.items()}
+        with _buffers_kept(subject.model):
+            (loss,) = subject.losses(subject.model, alone)
+        found = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+        for (name, parameter), gradient in zip(trainable.items(), found, strict=True):
+            rows[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
+    return Truth({name: torch.stack(gradients) for name, gradients in rows.items()})
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """A forward pass inside leaves no trace: spectral norm goes a step on with every one in train mode."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data = value
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that train, by the first of their names."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameters_of(model: nn.Module, partition: tuple[tuple[str, ...], ...]) -> list[list[str]]:
+    """The parameters of each group, from the names of the groups' layers alone.
+
+    A parameter belongs to the innermost layer named that it is inside of; one tensor with several names must belong
+    to one group under all of them.
+
+    Raises:
+        ValueError: a parameter that trains is in no group, or in two.
+    """
+    group_of = {layer: k for k, layers in enumerate(partition) for layer in layers}
+    first = {id(parameter): name for name, parameter in trained(model).items()}
+    place: dict[str, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        parts = name.split(".")
+        inside = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+        k = next((group_of[layer] for layer in inside if layer in group_of), None)
+        if k is None:
+            raise ValueError(f"parameter {name} is in no group")
+        if place.setdefault(first[id(parameter)], k) != k:
+            raise ValueError(f"parameter {name} is in two groups")
+    return [[name for name, found in place.items() if found == k] for k in range(len(partition))]
