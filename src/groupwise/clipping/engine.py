@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from groupwise.clipping.costs import Formula, Rates, Shared
 from groupwise.clipping.counts import Counts
@@ -14,10 +15,10 @@ from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
 from groupwise.clipping.flight import Flights
 from groupwise.clipping.gate import Phase, Round, no_autocast
 from groupwise.clipping.groups import build_groups
-from groupwise.clipping.layouts import Layout, Order, owners_agree
+from groupwise.clipping.layouts import Order, agreeing
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
-from groupwise.clipping.paths import check_paths
+from groupwise.clipping.paths import check_paths, layer_nodes
 from groupwise.clipping.reach import check_gradients, check_groups
 from groupwise.errors import UserError
 
@@ -221,33 +222,37 @@ class ClippingEngine:
                 ) from error
             raise
         with torch.no_grad():
+            squares = squares[: len(losses)]
             return squares + group_pass.joint_squares(squares, Phase.NORMS)
 
     def _prove_layouts(self, losses: Tensor) -> None:
-        """See from gradients whose rows a layer's output holds, where each example has several and it is not known."""
-        unproven = [(m, lay, y) for group_pass in self._flights.open.values() for m, lay, y in group_pass.unproven]
-        if not unproven:
+        """See from gradients which rows of a layer's output are whose, where shapes alone do not tell."""
+        open_passes = self._flights.open.values()
+        folded = any(group_pass.batch != len(losses) for group_pass in open_passes)
+        if len(losses) < 2 or not (folded or any(group_pass.uncertain for group_pass in open_passes)):
             return
-        layouts, outputs = self._flights.layouts, [y for _, _, y in unproven]
+        nodes = layer_nodes(losses)
         weights = torch.linspace(0.5, 1.5, len(losses), device=losses.device, dtype=losses.dtype)
-        with self._flights.looking(len(losses)):
+        with self._flights.looking(len(losses)), no_autocast(losses.device.type):
             plain, weighed = (
-                torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+                torch.autograd.grad(total, [GradientEdge(node, 0) for node in nodes], retain_graph=True)
                 for total in (losses.sum(), (weights * losses).sum())
             )
-        for (member, layout, y), a, b in zip(unproven, plain, weighed, strict=True):
-            if a is None or b is None:
-                continue
-            for order in (Order.FOLDED, Order.STACKED):
-                if owners_agree(a, b, weights, Layout(order, layout.each)):
-                    layouts.prove(member.name, y.dim(), order)
-                    break
-            else:
+        for node, a, b in zip(nodes, plain, weighed, strict=True):
+            found, order = agreeing(a, b, weights), node.order
+            if not found or (order not in found and not hasattr(node, "layout")):
                 raise UserError(
-                    f"Layer {member.name!r} has {len(y)} rows for {len(losses)} examples, neither each example's rows "
-                    "together nor one row of every example after the other, so it cannot be told whose they are: "
-                    "freeze it, or reshape its input to (batch, rows, ...)."
+                    f"What is computed with {node.label!r}, of shape {tuple(a.shape)}, has no axis along which its rows "
+                    f"belong to one of the {len(losses)} examples each, so it cannot be told whose they are: keep the "
+                    "batch as first axis, freeze the layer, or, if its input holds no batch, run "
+                    "groupwise.clipping.verify before training, which tells lengths from sizes."
                 )
+            if order not in found or len(found) == 1:
+                self._flights.layouts.prove(node.label, a.dim() - 1, found[0])
+            if folded and order is Order.FIRST and len(found) == 1:
+                self._flights.rows = found[0]
+        for group_pass in open_passes:
+            group_pass.uncertain = False
 
     def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[Round, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""

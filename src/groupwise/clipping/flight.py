@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from groupwise.clipping.gate import GroupPass, GroupState, Member, Phase, Round
-from groupwise.clipping.layouts import Layouts
+from groupwise.clipping.layouts import Layouts, Order
 from groupwise.errors import UserError
 
 NOT_NAMED: Hashable = object()
@@ -24,6 +24,7 @@ class Flights:
         self.round: Round | None = None
         self.open: dict[int, GroupPass] = {}
         self.layouts = Layouts()
+        self.rows: Order | None = None
         self._microbatch = NOT_NAMED
         self._waiting: dict[Hashable, dict[int, GroupPass]] = {}
 
@@ -100,6 +101,19 @@ class Flights:
             yield
         finally:
             self.round = None
+
+    def rows_order(self, name: str) -> Order:
+        """How several rows of the model's own input make an example, where each example has several.
+
+        Raises:
+            UserError: gradients have not shown it.
+        """
+        if self.rows is None:
+            raise UserError(
+                f"Layer {name!r} has several rows for each of the losses, and it cannot be told whose they are: give "
+                "the model inputs with the examples on the first axis."
+            )
+        return self.rows
 
     def forget(self) -> None:
         """Drop the microbatches that wait."""

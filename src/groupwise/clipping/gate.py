@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.clipping.factors import ClipRule, keep_finite
@@ -105,8 +106,8 @@ class GroupPass:
         self.uses: dict[int, list[slice | None]] = {}
         self.copies: dict[int, Tensor] = {}
         """Parameters with a copy for each example, by their place."""
-        self.unproven: list[tuple[Member, Layout, Tensor]] = []
-        """Outputs whose rows may belong to the examples in another order than the one that was taken."""
+        self.uncertain = False
+        """Whether some layer's rows may belong to the examples in another order than the one that was taken."""
         self.entries: list[Entry] = []
         self.due: list[tuple[Member, Finish]] = []
         self.sums: list[Tensor | None] = [None] * len(group.gated)
@@ -147,19 +148,26 @@ class GroupPass:
 
     def _examples_first(self, member: Member, layout: Layout, saved: Saved, g: Any) -> tuple[LayerRule, Saved, Any]:
         """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
-        rule, layouts = member.rule, self.flights.layouts
+        rule, examples = member.rule, self.flights.round.examples
+        proven = self.flights.layouts.order_of(member.name, g.dim() - 1)
+        if examples == 1:
+            layout = FIRST if len(g) == 1 else Layout(Order.FOLDED, len(g))
+        elif proven is not None:
+            layout = Layout(proven, g.shape[1 if proven is Order.SECOND else 0] // examples)
+        elif examples != self.batch:  # several rows of the model's own input are one example
+            layout = Layout(self.flights.rows_order(member.name), self.batch // max(examples, 1))
         if layout.order is Order.FIRST:
-            layouts.use(member.name, g.dim(), layout)
             return rule, saved, g
-        if layout.order is Order.FOLDED and layouts.order_of(member.name, g.dim()) is Order.STACKED:
-            layout = Layout(Order.STACKED, layout.each)
-        layouts.use(member.name, g.dim(), layout)
         if not rule.features_last:
             return FoldedRule(rule, layout), saved, g
         arranged = (
             layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
         )
         return rule, tuple(arranged), layout.examples_first(g)
+
+    def reported(self, squares: Tensor) -> Tensor:
+        """Squared norms (examples,) as the probe's gradient, (B,), where B rows are fewer examples."""
+        return squares if len(squares) == self.batch else F.pad(squares, (0, self.batch - len(squares)))
 
     def return_gradients(self, member: Member, saved: Saved, g: Any) -> tuple[Tensor, Gradients]:
         """The same for a layer that returns its gradients itself: its squared norms, and one gradient a parameter."""
@@ -186,7 +194,7 @@ class GroupPass:
             raise UserError(
                 "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
             )
-        if self.batch != current.examples:
+        if self.batch != current.examples and (current.examples == 0 or self.batch % current.examples):
             axis = 1 if layout.order is Order.SECOND else 0
             raise UserError(
                 f"Layer {member.name!r} saw a batch of {g.shape[axis] // layout.each}, but there are "
@@ -294,7 +302,7 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, squares: Tensor) -> Any:
         group_pass: GroupPass = ctx.group_pass
         with no_autocast(squares.device.type):
-            group_pass.close(squares)
+            group_pass.close(squares[: group_pass.flights.round.examples])
         sums, group_pass.sums, group_pass.probe = group_pass.sums, [], None
         return None, None, *sums
 
@@ -313,6 +321,7 @@ class LayerFunction(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         ctx.group_pass, ctx.member, ctx.layout = group_pass, member, layout
+        ctx.label, ctx.order = member.name, layout.order
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *parameters)
         ctx.save_for_backward(*saved)
@@ -325,7 +334,7 @@ class LayerFunction(torch.autograd.Function):
         with no_autocast(g.device.type):
             g = rule.arrange(saved, g)
             gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[4] else None
-            squares = ctx.group_pass.receive(ctx.member, ctx.layout, saved, g)
+            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, saved, g))
         return None, None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
@@ -341,7 +350,7 @@ class CopiesFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
-            squares = ctx.group_pass.receive(ctx.member, FIRST, (), g)
+            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, FIRST, (), g))
         return None, None, squares, None
 
 
@@ -362,6 +371,7 @@ class LateFunction(torch.autograd.Function):
         zeros: Callable[[], Tensor],
     ) -> Tensor:
         ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
+        ctx.label, ctx.order = member.name, layout.order
         return zeros()
 
     @staticmethod
@@ -369,7 +379,7 @@ class LateFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
             x = torch.stack([ctx.inputs[t] for t in range(g.shape[1])], dim=1)
-            squares = ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
+            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g))
         return None, None, None, squares, None, None
 
 

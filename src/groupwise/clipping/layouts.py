@@ -10,18 +10,6 @@ from torch import Tensor
 from groupwise.errors import UserError
 
 
-@dataclass(frozen=True)
-class BatchAxis:
-    """Where a tensor's examples are: on `axis`, `each` rows in a row for every example."""
-
-    axis: int = 0
-    each: int = 1
-
-    def moved(self, by: int) -> "BatchAxis":
-        """The same with that many axes in front."""
-        return BatchAxis(self.axis + by, self.each) if by else self
-
-
 class Order(Enum):
     """How a layer's input holds the batch."""
 
@@ -34,6 +22,24 @@ class Order(Enum):
     """(k·B, ...): the two halves of a pair after `torch.cat`."""
     NONE = "no axis"
     """The same for every example: positions, learned queries."""
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Where a tensor's examples are: on `axis`, `each` rows in a row for every example; and whether that is certain."""
+
+    axis: int = 0
+    each: int = 1
+    certain: bool = True
+
+    @property
+    def order(self) -> Order:
+        """The same as an order."""
+        return Order.SECOND if self.axis else Order.FOLDED if self.each > 1 else Order.FIRST
+
+    def moved(self, by: int) -> "BatchAxis":
+        """The same with that many axes in front."""
+        return BatchAxis(self.axis + by, self.each, self.certain) if by else self
 
 
 @dataclass(frozen=True)
@@ -71,26 +77,25 @@ class _Seen:
     """The orders that fit all sizes of batches so far."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Size of a batch -> length of the input's first axis."""
-    used: set[Order] = field(default_factory=set)
-    """The orders by which gradients were told apart."""
     proven: Order | None = None
-    """FOLDED or STACKED, as the gradients of the losses have shown."""
+    """The order that the gradients of the losses have shown."""
 
 
 class Layouts:
     """What is known of the layers' inputs.
 
-    One shape may fit several orders (a sequence as long as the batch). A first call takes the likeliest, and each
-    batch of another size rules out what does not fit it. Where that rules out an order that gradients were told apart
-    by, they may have gone to the wrong examples, and it is an error. `verify` shows batches of several sizes before
-    training, so that training begins with what is known.
+    One shape may fit several orders (a sequence as long as the batch). A first call takes the likeliest, each batch of
+    another size rules out what does not fit it, and where several are left the gradients of the losses decide (see
+    `agreeing`) before any gradient is told apart.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], _Seen] = {}
 
-    def of(self, name: str, x: Tensor, batch: int, features_last: bool, given: Callable[[Tensor], bool]) -> Layout:
-        """The layout of a call.
+    def of(
+        self, name: str, x: Tensor, batch: int, features_last: bool, given: Callable[[Tensor], bool]
+    ) -> tuple[Layout, bool]:
+        """The layout of a call, and whether it is certain.
 
         Args:
             name: the layer's.
@@ -100,13 +105,14 @@ class Layouts:
             given: whether a tensor is (a view of) one of the model's own inputs.
 
         Raises:
-            UserError: the shape fits no order, or contradicts one that was used before.
+            UserError: the shape fits no order.
         """
         if x.dim() == 0:
-            return NONE
+            return NONE, True
         if batch <= 1:
-            return FIRST if x.shape[0] == batch else Layout(Order.FOLDED, x.shape[0])
+            return (FIRST if x.shape[0] == batch else Layout(Order.FOLDED, x.shape[0])), True
         fits = _orders(x, batch, features_last)
+        own = given(x)
         if x.requires_grad:  # it holds the batch somewhere
             fits.discard(Order.NONE)
         if not fits:
@@ -114,40 +120,32 @@ class Layouts:
                 f"Layer {name!r} got an input of shape {tuple(x.shape)}, none of whose axes holds the {batch} examples: "
                 "the first axis of every layer's input must be the batch."
             )
-        seen = self._seen.setdefault((name, x.dim()), _Seen())
+        seen = self._seen.setdefault((name, x.dim() - x.is_floating_point()), _Seen())
         if batch not in seen.lengths:
             constant = Order.NONE in fits and x.shape[0] in seen.lengths.values()
-            seen.fits &= fits - {Order.FOLDED} if constant else fits
+            seen.fits &= fits - _FOLDS if constant else fits
             seen.lengths[batch] = x.shape[0]
-            if not seen.used <= seen.fits:
-                raise UserError(
-                    f"Layer {name!r} got an input of shape {tuple(x.shape)} for {batch} examples, which shows that "
-                    "another axis was taken for the batch before: run groupwise.clipping.verify before training."
-                )
+        resolved = len(seen.lengths) > 1
         possible = (seen.fits & fits) or fits
-        order = next(order for order in _ranked(x, len(seen.lengths) > 1, given) if order in possible)
-        if order is Order.FOLDED:
-            return Layout(seen.proven or order, x.shape[0] // batch)
-        return Layout(order)
-
-    def use(self, name: str, rank: int, layout: Layout) -> None:
-        """Gradients are told apart by this layout."""
-        if (seen := self._seen.get((name, rank))) is not None:
-            seen.used.add(Order.FOLDED if layout.order is Order.STACKED else layout.order)
+        if seen.proven in fits:
+            order = seen.proven
+        else:
+            order = next(order for order in _ranked(x, resolved, own) if order in possible)
+        rivals = possible - {order} - ({Order.NONE} if own or resolved else set())
+        certain = seen.proven is not None or order is Order.NONE or not rivals
+        return Layout(order, x.shape[0] // batch if order in _FOLDS else 1), certain
 
     def prove(self, name: str, rank: int, order: Order) -> None:
-        """Remember in which of two orders a layer's k rows an example come."""
-        self._seen[name, rank].proven = order
+        """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features."""
+        self._seen.setdefault((name, rank), _Seen()).proven = order
 
     def order_of(self, name: str, rank: int) -> Order | None:
-        """FOLDED or STACKED, if the gradients have shown it."""
+        """What the gradients have shown, if anything."""
         seen = self._seen.get((name, rank))
         return None if seen is None else seen.proven
 
-    def proven(self, name: str, rank: int) -> bool:
-        """Whether `prove` was called."""
-        seen = self._seen.get((name, rank))
-        return seen is None or seen.proven is not None
+
+_FOLDS = {Order.FOLDED, Order.STACKED}
 
 
 def _orders(x: Tensor, batch: int, features_last: bool) -> set[Order]:
@@ -156,30 +154,41 @@ def _orders(x: Tensor, batch: int, features_last: bool) -> set[Order]:
     if x.shape[0] == batch:
         fits.add(Order.FIRST)
     elif x.dim() > features and x.shape[0] % batch == 0 and x.shape[0] > 0:
-        fits.add(Order.FOLDED)
+        fits |= _FOLDS
     if features_last and x.dim() > 1 + features and x.shape[1] == batch:
         fits.add(Order.SECOND)
     return fits
 
 
-def _ranked(x: Tensor, resolved: bool, given: Callable[[Tensor], bool]) -> Sequence[Order]:
+def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
     """All orders, the likeliest first; before two sizes of batches were seen shapes may coincide."""
-    if not resolved and not x.requires_grad and not given(x):
+    if not resolved and not x.requires_grad and not given:
         if x.dim() == 1 and not x.is_floating_point():
-            return Order.NONE, Order.FIRST, Order.FOLDED
-        return Order.FIRST, Order.NONE, Order.SECOND, Order.FOLDED
-    return Order.FIRST, Order.SECOND, Order.FOLDED, Order.NONE
+            return Order.NONE, Order.FIRST, Order.FOLDED, Order.STACKED
+        return Order.FIRST, Order.NONE, Order.SECOND, Order.FOLDED, Order.STACKED
+    return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
 
 
-def owners_agree(plain: Tensor, weighed: Tensor, weights: Tensor, layout: Layout) -> bool:
-    """Whether the rows of a layer's output belong to examples as a layout says.
+def agreeing(plain: Tensor, weighed: Tensor, weights: Tensor) -> list[Order]:
+    """The orders of a layer's output in which every row belongs to the example that its gradient comes from.
 
     Args:
-        plain: gradient of Σ_i loss_i for the output, (B·k, ...).
-        weighed: gradient of Σ_i w_i·loss_i for it.
+        plain: gradient of Σ_i loss_i for the output.
+        weighed: gradient of Σ_i w_i·loss_i for it: w_i times the other, on the rows of example i.
         weights: w, (B,), all different.
-        layout: FOLDED or STACKED.
     """
-    a, b = layout.examples_first(plain), layout.examples_first(weighed)
-    w = weights.to(a.dtype).view(-1, *(1,) * (a.dim() - 1))
-    return bool(torch.linalg.vector_norm(b - w * a) <= 1e-3 * torch.linalg.vector_norm(a))
+    batch = len(weights)
+    size = torch.linalg.vector_norm(plain)
+    found = []
+    for order in (Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED):
+        axis = 1 if order is Order.SECOND else 0
+        rows = plain.shape[axis] if plain.dim() > axis else 0
+        folds = order in _FOLDS
+        if rows == 0 or rows % batch or folds != (rows > batch):
+            continue
+        layout = Layout(order, rows // batch)
+        a, b = layout.examples_first(plain), layout.examples_first(weighed)
+        w = weights.to(a.dtype).view(-1, *(1,) * (a.dim() - 1))
+        if bool(torch.linalg.vector_norm(b - w * a) <= 1e-3 * size):
+            found.append(order)
+    return found

@@ -61,30 +61,48 @@ class ParameterUse:
         """See `per_example.Origin`."""
         return self.patches.batch_axis_of(x, self.label)
 
-    def use(self, kind: str, x: Tensor, weight: PerExample, bias: PerExample | None) -> Tensor | None:
+    def doubt(self) -> None:
+        """See `per_example.Origin`."""
+        self.patches.doubt(self.group)
+
+    def linear(self, x: Tensor, bias: PerExample | None) -> Tensor | None:
         """See `per_example.Origin`."""
         other = None if bias is None else bias.origin
-        if other is not None and (not isinstance(other, ParameterUse) or other.group is not self.group):
+        if self.parameter.dim() != 2 or (other is not None and getattr(other, "group", None) is not self.group):
             return None
-        uses = [Use(self.place, self.parameter.shape)]
-        values: list[Tensor | None] = [self.parameter.detach()]
-        if kind == "linear":
-            uses.append(None if other is None else Use(other.place, other.parameter.shape))
-            values.append(None if other is None else other.parameter.detach())
-        return self.patches.run(self.group, self.patches.parts.member(kind, self.group, tuple(uses)), x, values)
+        uses: list[Use | None] = [Use(self.place, self.parameter.shape), None]
+        values: list[Tensor | None] = [self.parameter.detach(), None]
+        if isinstance(other, ParameterUse):
+            uses[1], values[1] = Use(other.place, other.parameter.shape), other.parameter.detach()
+        return self.patches.run(self.group, self.patches.parts.member("linear", self.group, tuple(uses)), x, values)
+
+    def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
+        """See `per_example.Origin`."""
+        if self.parameter.dim() != 2:
+            return None
+        use = Use(self.place, self.parameter.shape, padding_idx=padding_idx)
+        member = self.patches.parts.member("embedding", self.group, (use,))
+        return self.patches.run(self.group, member, x, [self.parameter.detach()])
 
 
 class LayerOutput:
     """What a layer made of an input without a batch axis; a `per_example.Origin`."""
 
-    def __init__(self, patches: "Patches", label: str) -> None:
-        self.patches, self.label = patches, f"The output of layer {label!r}"
+    def __init__(self, patches: "Patches", group: GroupState, label: str) -> None:
+        self.patches, self.group, self.label = patches, group, f"The output of layer {label!r}"
 
     def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
         """See `per_example.Origin`."""
         return self.patches.batch_axis_of(x, self.label)
 
-    def use(self, kind: str, x: Tensor, weight: PerExample, bias: PerExample | None) -> None:
+    def doubt(self) -> None:
+        """See `per_example.Origin`."""
+        self.patches.doubt(self.group)
+
+    def linear(self, x: Tensor, bias: PerExample | None) -> None:
+        """It is no parameter."""
+
+    def embedding(self, x: Tensor, padding_idx: int | None) -> None:
         """It is no parameter."""
 
 
@@ -212,6 +230,10 @@ class Patches:
         """The group of a parameter that trains, and its place there."""
         return self._at.get(id(parameter))
 
+    def doubt(self, group: GroupState) -> None:
+        """Gradients must show that a parameter met the batch on the axis that was taken for it."""
+        self.flights.open[group.index].uncertain = True
+
     def batch(self, label: str) -> int:
         """B of the outermost call."""
         if self._call is None or self._call.batch is None:
@@ -228,28 +250,17 @@ class Patches:
             UserError: it depends on the batch, and no axis of it has its size.
         """
         batch = self.batch(label)
-        if x.dim() == 0:
+        if x.dim() == 0 or not len(x):
             return None
         if batch == 1:
-            return BatchAxis(0, x.shape[0]) if x.shape[0] else None
-        depends = x.requires_grad or (self._call is not None and self._call.is_given(x))
-        if not depends and self._is_constant(x):
+            return BatchAxis(0, len(x))
+        assert self._call is not None
+        if not x.requires_grad and not self._call.is_given(x) and self._is_constant(x):
             return None
-        if x.shape[0] == batch:
-            return BatchAxis(0)
-        second = x.dim() > 1 and x.shape[1] == batch
-        if second and (self._axis == 1 or x.shape[0] % batch):
-            return BatchAxis(1)
-        if x.shape[0] % batch == 0 and depends:
-            return BatchAxis(0, x.shape[0] // batch)
-        if second:
-            return BatchAxis(1)
-        if depends:
-            raise UserError(
-                f"{label} meets a tensor of shape {tuple(x.shape)}, none of whose first axes holds the {batch} "
-                "examples, so it cannot be told whose rows they are: freeze it, or keep the batch as first axis."
-            )
-        return None
+        layout, certain = self.flights.layouts.of(label, x, batch, True, self._call.is_given)
+        if layout.order is Order.NONE:
+            return None
+        return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, certain)
 
     def _is_constant(self, x: Tensor) -> bool:
         if self._constants is None:
@@ -269,27 +280,22 @@ class Patches:
     def run(self, group: GroupState, member: Member, x: Tensor, values: list[Tensor | None]) -> Tensor:
         """A layer's output for an input x of any layout, with its parameters' values."""
         if isinstance(x, PerExample):
-            return PerExample.of_rows(self._run_rows(group, member, x.rows, values), LayerOutput(self, member.name))
-        layout, batch = self.layout_of(member, x)
+            return PerExample.of_rows(self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name))
+        layout, certain, batch = self.layout_of(member, x)
         if layout.order is Order.NONE:
             return self._without_batch(group, member, x, values, batch)
         inputs, values = autocast(member.rule.autocast, x, values)
         group_pass = self.flights.pass_of(group, member, batch, x.device)
-        y = LayerFunction.apply(group_pass, member, layout, group_pass.probe, inputs, *values)
-        self.prove_later(group_pass, member, layout, y)
+        group_pass.uncertain |= not certain
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, group_pass.probe, inputs, *values)
         return y
 
-    def layout_of(self, member: Member, x: Tensor) -> tuple[Layout, int]:
-        """How a layer's input holds the batch, and B."""
+    def layout_of(self, member: Member, x: Tensor) -> tuple[Layout, bool, int]:
+        """How a layer's input holds the batch, whether that is certain, and B."""
         known = self._call
         batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
         given = known.is_given if known is not None else lambda _: True
-        return self.flights.layouts.of(member.name, x, batch, member.rule.features_last, given), batch
-
-    def prove_later(self, group_pass: GroupPass, member: Member, layout: Layout, y: Tensor) -> None:
-        """Note an output whose rows may belong to the examples in another order."""
-        if layout.each > 1 and group_pass.batch > 1 and not self.flights.layouts.proven(member.name, y.dim()):
-            group_pass.unproven.append((member, layout, y))
+        return *self.flights.layouts.of(member.name, x, batch, member.rule.features_last, given), batch
 
     def _run_rows(self, group: GroupState, member: Member, rows: Tensor, values: list[Tensor | None]) -> Tensor:
         inputs, values = autocast(member.rule.autocast, rows, values)
@@ -310,7 +316,7 @@ class Patches:
                 made.append(self._run_rows(group, member, x.unsqueeze(0).expand(batch, *x.shape), values))
             return made[0]
 
-        return PerExample(make, like, LayerOutput(self, member.name))
+        return PerExample(make, like, LayerOutput(self, group, member.name))
 
     def _run_direct(self, module: nn.Module, group: GroupState, member: Member, *args: Any, **kwargs: Any) -> Tensor:
         if self._off or not torch.is_grad_enabled():

@@ -1,8 +1,11 @@
 """Proof that no parameter's gradient bypasses its group's gate."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from groupwise.clipping.gate import DirectFunction, Gate
+from groupwise.clipping.gate import DirectFunction, Gate, LateFunction, LayerFunction
+from groupwise.clipping.per_example import Meeting
 from groupwise.errors import UserError
 
 
@@ -39,3 +42,18 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
             )
         following = node.next_functions[:2] if kind == direct else node.next_functions  # probe and input
         stack.extend(next_node for next_node, _ in following)
+
+
+def layer_nodes(losses: Tensor) -> list[Any]:
+    """The nodes in the autograd graph of the losses that say which rows are whose, each with `label` and `order`."""
+    kinds = {kind.__name__ + "Backward" for kind in (LayerFunction, LateFunction, Meeting)}
+    seen, stack, found = set(), [losses.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() in kinds:
+            found.append(node)
+        stack.extend(following for following, _ in node.next_functions)
+    return found

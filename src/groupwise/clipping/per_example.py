@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from groupwise.clipping.layouts import BatchAxis
+from groupwise.clipping.layouts import BatchAxis, Order
 from groupwise.errors import UserError
 
 
@@ -30,8 +30,14 @@ class Origin(Protocol):
     def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
         """Which axis of a plain tensor counts examples; None for a constant."""
 
-    def use(self, kind: str, x: Tensor, weight: "PerExample", bias: "PerExample | None") -> Tensor | None:
-        """A "linear" or "embedding" operation of x with parameters, by the rule of such layers; None: not possible."""
+    def doubt(self) -> None:
+        """The axis that was taken for the batch must be shown by gradients to be it."""
+
+    def linear(self, x: Tensor, bias: "PerExample | None") -> Tensor | None:
+        """x Wᵀ + b with this parameter as W, by the rule of such layers; None: not possible."""
+
+    def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
+        """This parameter's rows, by the rule of such layers; None: not possible."""
 
 
 class PerExample(torch.Tensor):
@@ -91,6 +97,8 @@ class PerExample(torch.Tensor):
         if not torch.is_grad_enabled() or name in _VALUES:
             args, kwargs = tree_map(_value, (args, kwargs))
             return func(*args, **kwargs)
+        if (made := _by_rule(func, args, kwargs)) is not None:
+            return made
         leaves, spec = tree_flatten((args, kwargs))
         mine = [leaf for leaf in leaves if isinstance(leaf, PerExample)]
         origin = mine[0].origin
@@ -100,12 +108,16 @@ class PerExample(torch.Tensor):
         ]
         if not any(places):
             return _alone(func, leaves, spec, origin)
-        if (made := _by_rule(func, args, kwargs, origin)) is not None:
-            return made
+        place = max((p for p in places if p is not None), key=lambda p: p.each)
         if name in _BROADCASTS:
-            args, kwargs = tree_unflatten(_aligned(leaves, places, origin, name), spec)
-            return func(*args, **kwargs)
-        return _example_by_example(func, leaves, places, spec, origin)
+            args, kwargs = tree_unflatten(_aligned(leaves, places, name), spec)
+            made = func(*args, **kwargs)
+        else:
+            made = _example_by_example(func, leaves, places, place, spec, origin)
+        if all(p is None or p.certain for p in places):
+            return made
+        origin.doubt()
+        return tree_map(lambda t: Meeting.apply(t, origin.label, place.order) if _differentiable(t) else t, made)
 
 
 def _name_of(func: Any) -> str:
@@ -161,22 +173,39 @@ def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
     return tree_map(lambda t: PerExample.of_rows(t, origin) if isinstance(t, Tensor) else t, made)
 
 
-def _by_rule(func: Any, args: Any, kwargs: Any, origin: Origin) -> Tensor | None:
+def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """What layers with a rule do as well is done by that rule: it needs no copy's gradient."""
     if func is F.linear:
         x, weight, bias = (*args, *(kwargs.get(key) for key in ("input", "weight", "bias")[len(args) :]))
-    elif func is F.embedding and not kwargs and len(args) == 2:
-        (x, weight), bias = args, None
-    else:
-        return None
-    if isinstance(x, PerExample) or not (isinstance(weight, PerExample) and weight.source):
-        return None
-    if bias is not None and not (isinstance(bias, PerExample) and bias.source):
-        return None
-    return weight.origin.use("linear" if func is F.linear else "embedding", x, weight, bias)
+        if _is_source(weight) and (bias is None or _is_source(bias)):
+            return weight.origin.linear(x, bias)
+    if func is F.embedding and not kwargs and _is_source(args[1]) and not any(args[i] for i in (3, 5, 6) if i < len(args)):
+        return args[1].origin.embedding(args[0], args[2] if len(args) > 2 else None)
+    return None
 
 
-def _aligned(leaves: list[Any], places: list[BatchAxis | None], origin: Origin, name: str) -> list[Any]:
+def _is_source(value: Any) -> bool:
+    return isinstance(value, PerExample) and value.source
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class Meeting(torch.autograd.Function):
+    """Marks in the graph where copies met a tensor whose batch axis is not certain."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, label: str, order: Order) -> Tensor:
+        ctx.label, ctx.order = label, order
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None, None
+
+
+def _aligned(leaves: list[Any], places: list[BatchAxis | None], name: str) -> list[Any]:
     """Copies with their examples on the batch axis of the tensors that they meet."""
     rank = max(leaf.dim() for leaf in leaves if isinstance(leaf, Tensor))
     place = next(
@@ -207,10 +236,10 @@ def align(copies: PerExample, rank: int, place: BatchAxis, name: str) -> Tensor:
     return own.movedim(-1, axis).flatten(axis, axis + 1)
 
 
-def _example_by_example(func: Any, leaves: list[Any], places: list[BatchAxis | None], spec: Any, origin: Origin) -> Any:
+def _example_by_example(
+    func: Any, leaves: list[Any], places: list[BatchAxis | None], place: BatchAxis, spec: Any, origin: Origin
+) -> Any:
     """Any other operation: each example's rows with its copy. The result has the examples where the inputs have them."""
-    known = [p for p in places if p is not None]
-    place = max(known, key=lambda p: p.each)
     at, values, axes = [], [], []
     for i, (leaf, p) in enumerate(zip(leaves, places, strict=True)):
         if isinstance(leaf, PerExample):
