@@ -24,8 +24,10 @@ class PlainWeights:
         parameter = self.module.get_parameter(name)
         return parameter if rows is None else parameter[rows]
 
-    def linear(self, x: Tensor, weight: str, bias: str | None, rows: slice | None = None) -> Tensor:
-        return F.linear(x, self._get(weight, rows), self._get(bias, rows))
+    def linear(
+        self, x: Tensor, weight: str, bias: str | None, rows: slice | None = None, bias_rows: slice | None = None
+    ) -> Tensor:
+        return F.linear(x, self._get(weight, rows), self._get(bias, bias_rows or rows))
 
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> PlainLate:
         return PlainLate(self._get(weight), self._get(bias), steps)

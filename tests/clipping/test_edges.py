@@ -134,6 +134,7 @@ def test_a_layer_without_a_rule_inside_another_is_its_part():
         (nn.LayerNorm(3), (5, 2, 3)),
         (nn.GroupNorm(2, 4), (5, 4, 3)),
         (nn.RMSNorm(3), (5, 2, 3)),
+        (nn.ConvTranspose2d(3, 4, 3), (5, 3, 4, 4)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -150,15 +151,17 @@ def test_some_examples_of_a_call_have_their_own_gradients(layer, shape):
         torch.testing.assert_close(part, every[1:3])
 
 
-def test_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_time(monkeypatch):
-    layer, x = nn.Conv2d(3, 4, 3), torch.randn(7, 3, 6, 6)
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_time(monkeypatch, kind):
+    layer, x = kind(3, 4, 3), torch.randn(7, 3, 6, 6) * torch.logspace(-1, 0, 7).view(7, 1, 1, 1)
     found = []
     for patched in (False, True):
         if patched:
             monkeypatch.setattr(conv, "chunk_floats", lambda g: 2 * layer.weight.numel())
         with attach(layer, per_layer(layer), 3.0, formula="materialize") as engine:
             engine.backward(layer(x).flatten(1).square().sum(1))
-            found.append((engine.per_example_norms, engine.counts.clone(), layer.weight.grad.clone()))
+            gradients = [p.grad.clone() for p in layer.parameters()]
+            found.append((engine.per_example_norms, engine.counts.clone(), *gradients))
         layer.zero_grad()
     for whole, part in zip(*found, strict=True):
         assert whole.shape == part.shape

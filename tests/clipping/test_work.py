@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.clipping import Rates, WSConv2d, costs
 from groupwise.clipping.costs import Shared, Work
-from groupwise.clipping.rules import conv, linear
-from groupwise.clipping.rules.conv import Conv1dRule, Conv2dRule
+from groupwise.clipping.rules import conv, find_rule, linear
+from groupwise.clipping.rules.conv import Conv2dRule
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.clipping.rules.unfold import Geometry
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
@@ -75,6 +75,8 @@ LAYERS = {
     "strided": (lambda: nn.Conv2d(3, 4, (3, 2), stride=2, padding=1, dilation=2), (2, 3, 9, 8)),
     "many filters": (lambda: nn.Conv2d(3, 40, 3, padding=1), (2, 3, 3, 3)),
     "many channels": (lambda: nn.Conv2d(64, 4, 3, padding=1), (2, 64, 5, 5)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3, 2, 1, dilation=2), (2, 3, 5, 4)),
+    "transposed, few places": (lambda: nn.ConvTranspose2d(8, 9, 3), (2, 8, 2, 2)),
     "one axis": (lambda: nn.Conv1d(3, 4, 3, padding=1), (2, 3, 9)),
 }
 
@@ -86,7 +88,7 @@ def test_a_convolution_does_the_operations_that_it_was_chosen_for(monkeypatch, n
     monkeypatch.setattr(conv, "LEAST_KERNEL_INPUT", 0)
     make, shape = LAYERS[name]
     layer, x = make(), torch.randn(shape)
-    rule = (Conv1dRule if isinstance(layer, nn.Conv1d) else Conv2dRule)(layer, Shared(**WAYS[way]))
+    rule = find_rule(layer)(layer, Shared(**WAYS[way]))
     rule.alone = alone
     y, saved = rule.forward(x, *(p.detach() for p in layer.parameters()))
     done = operations(lambda: norms_and_sum(rule, saved, torch.randn_like(y), (True, True)))

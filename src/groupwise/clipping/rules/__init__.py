@@ -2,6 +2,7 @@
 
 from groupwise.clipping.rules import (  # noqa: F401
     conv,
+    conv_transpose,
     embedding,
     group_norm,
     hf_conv1d,

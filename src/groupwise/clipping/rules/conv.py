@@ -94,7 +94,7 @@ class ConvRule(LayerRule):
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         if not self._wants_weights(wanted):
-            return _bias_rows(g).square().sum(1)
+            return bias_rows(g).square().sum(1)
         way = self._way(saved, g.shape)
         if way == "gram":
             step = max(1, chunk_floats(g) // self._product_numbers(saved, g))
@@ -103,7 +103,7 @@ class ConvRule(LayerRule):
         else:
             terms = self._terms(saved)
             total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g, way)])
-        return total + _bias_rows(g).square().sum(1) if wanted[1] else total
+        return total + bias_rows(g).square().sum(1) if wanted[1] else total
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, weight = saved[:2]
@@ -117,7 +117,7 @@ class ConvRule(LayerRule):
         way = self._way(saved, g.shape) if self._wants_weights(wanted) else "gram"
         if way == "gram":
             return super().clipped_sum(saved, g, clip, wanted)
-        biases = _bias_rows(g) if wanted[1] else None
+        biases = bias_rows(g) if wanted[1] else None
         terms, start, factors, weights = self._terms(saved), 0, [], None
         for rows in self._materialized(saved, g, way):
             square = self._squares(terms, rows, wanted)
@@ -138,7 +138,7 @@ class ConvRule(LayerRule):
         for rows in self._materialized(saved, g, way):
             squares.append(self._squares(terms, rows, wanted))
             kept[start : (start := start + len(rows))] = rows
-        biases = _bias_rows(g) if wanted[1] else None
+        biases = bias_rows(g) if wanted[1] else None
         total = torch.cat(squares)
         return total if biases is None else total + biases.square().sum(1), partial(
             self._weigh_kept, (None, None, *saved[2:]), kept, biases, wanted=wanted
@@ -151,7 +151,7 @@ class ConvRule(LayerRule):
         return self._finish(saved, weigh_rows(factors, kept), bias, wanted)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        bias = _bias_rows(g) if wanted[1] else None
+        bias = bias_rows(g) if wanted[1] else None
         if not self._wants_weights(wanted):
             return None, bias
         chunks = self._materialized(saved, g, "materialize")
@@ -224,15 +224,18 @@ class ConvRule(LayerRule):
 
     def _filter_size(self) -> int:
         """K, the weights of one filter."""
-        return math.prod(self.module.kernel_size) * (self.module.in_channels // self.module.groups)
+        return math.prod(self.module.kernel_size) * self._channels()
+
+    def _channels(self) -> int:
+        """Channels of the input that one filter sees."""
+        return self.module.in_channels // self.module.groups
 
     def _flatten(self, weight: Tensor) -> Tensor:
         """(p, c/groups, *k) -> (p, K) in the order of the unfolded inputs: channels fastest."""
         return weight.movedim(1, -1).flatten(1)
 
     def _unflatten(self, rows: Tensor) -> Tensor:
-        m = self.module
-        return rows.view(-1, *m.kernel_size, m.in_channels // m.groups).movedim(-1, 1)
+        return rows.view(-1, *self.module.kernel_size, self._channels()).movedim(-1, 1)
 
     def _materialized(self, saved: Saved, g: Tensor, way: str) -> Iterator[Tensor]:
         """Gradients (n, p, K) of a few examples at a time, in a buffer that the next ones overwrite."""
@@ -270,7 +273,7 @@ class ConvRule(LayerRule):
             yield buffer[: len(some_g)]
 
 
-def _bias_rows(g: Tensor) -> Tensor:
+def bias_rows(g: Tensor) -> Tensor:
     """Per-example gradients (B, p) of the bias, from output gradients (B, p, *out)."""
     return upcast(g).flatten(2).sum(2)
 

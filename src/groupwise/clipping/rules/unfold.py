@@ -32,8 +32,9 @@ class Geometry:
 
     def unfolded(self, x: Tensor, out: torch.Size, step: int, rooms: Rooms) -> Iterator[Tensor]:
         """X of `step` examples at a time, (n·groups, T, K), in one room; x (B, c, *space), out the output's space."""
-        if math.prod(self.kernel) * math.prod(self.stride) * self.groups == 1 and not any(self.padding):
-            yield from x.movedim(1, -1).flatten(1, -2).split(step)  # the input as it is
+        as_it_is = math.prod(self.kernel) * math.prod(self.stride) * self.groups == 1 and x.shape[2:] == out
+        if as_it_is and not any(self.padding):
+            yield from x.movedim(1, -1).flatten(1, -2).split(step)
             return
         pads = any(self.padding)
         room = rooms.take("padded", x, min(step, len(x)) if pads else 0, *self.padded(x.shape[2:]), x.shape[1]).zero_()

@@ -25,8 +25,10 @@ class Late(Protocol):
 class Weights(Protocol):
     """The uses of a module's parameters in one forward pass."""
 
-    def linear(self, x: Tensor, weight: str, bias: str | None, rows: slice | None = None) -> Tensor:
-        """x W[rows]ᵀ + b[rows], (B, ..., d) -> (B, ..., p)."""
+    def linear(
+        self, x: Tensor, weight: str, bias: str | None, rows: slice | None = None, bias_rows: slice | None = None
+    ) -> Tensor:
+        """x W[rows]ᵀ + b[rows], (B, ..., d) -> (B, ..., p); `bias_rows` where the bias alone is used in part."""
         ...
 
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> Late:
@@ -48,10 +50,10 @@ Forward = Callable[..., Any]
 
 def forward_of(module: nn.Module, known: dict[type[nn.Module], Forward]) -> Forward | None:
     """The re-expressed forward of a module, or None: another type, one whose `forward` is its own, computed weights."""
-    for kind, forward in known.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward and not is_parametrized(module):
-            return forward
-    return None
+    if any(is_parametrized(part) for part in module.modules()):
+        return None
+    fits = (kind for kind in known if isinstance(module, kind) and type(module).forward is kind.forward)
+    return next((known[kind] for kind in fits), None)
 
 
 def refuse_unbatched(module: nn.Module, x: Tensor, axes: int) -> None:

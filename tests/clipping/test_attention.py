@@ -1,0 +1,188 @@
+"""Attention in plain operations is torch's own: outputs, weights and every gradient, to 1e-12 in float64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping.rules.attention import ATTENTION, attention, refuse_attention
+from groupwise.clipping.rules.weights import forward_of
+from groupwise.errors import UserError
+from tests.clipping.plain_weights import PlainWeights
+
+B, L, S, E, HEADS = 3, 4, 5, 6, 2
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
+PADDED = torch.arange(L) >= torch.tensor([[2], [4], [3]])
+
+
+def same(module: nn.MultiheadAttention, inputs: list[Tensor], seed: int = 0, **options) -> None:
+    """Outputs, weights and gradients of the module's own forward and of the re-expressed one."""
+    sides, slopes = [], None
+    weights = PlainWeights(module)
+    for forward in (module, lambda *args, **kwargs: attention(weights, module, *args, **kwargs)):
+        torch.manual_seed(seed)
+        results = [part for part in forward(*inputs, **options) if part is not None]
+        assert len(results) == 1 + options.get("need_weights", True)
+        slopes = slopes or [torch.randn_like(part) for part in results]
+        loss = sum((part * slope).sum() for part, slope in zip(results, slopes, strict=True))
+        trained = [p for p in module.parameters() if p.requires_grad]
+        distinct = list({id(x): x for x in inputs}.values())
+        sides.append([*results, *torch.autograd.grad(loss, trained + distinct)])
+    for own, expressed in zip(*sides, strict=True):
+        assert own.shape == expressed.shape and own.dtype == expressed.dtype
+        torch.testing.assert_close(expressed, own, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def inputs_of(module: nn.MultiheadAttention, which: str = "qqq", length: int = S) -> list[Tensor]:
+    """Query, key and value; equal letters are one tensor."""
+    sizes = {"q": (L, E), "k": (length, module.kdim), "v": (length, module.vdim)}
+    made: dict[str, Tensor] = {}
+    for letter in which:
+        shape = (B, *sizes[letter]) if module.batch_first else (sizes[letter][0], B, sizes[letter][1])
+        made.setdefault(letter, torch.randn(shape, requires_grad=True))
+    return [made[letter] for letter in which]
+
+
+def lively(module: nn.MultiheadAttention) -> nn.MultiheadAttention:
+    """Biases that are not zero."""
+    for name, parameter in module.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter)
+    return module
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("which", "products"), [("qqq", 1), ("qkk", 2), ("qkv", 3), ("qqv", 2), ("qkq", 3)], ids=lambda value: str(value)
+)
+def test_each_way_to_share_inputs(double, which, products, bias, batch_first, need_weights):
+    module = lively(nn.MultiheadAttention(E, HEADS, bias=bias, batch_first=batch_first))
+    length = L if "qqv" in which or which == "qkq" else S
+    same(module, inputs_of(module, which, length), need_weights=need_weights)
+    weights, seen = PlainWeights(module), []
+    linear = weights.linear
+    weights.linear = lambda x, *rest, **named: seen.append(x) or linear(x, *rest, **named)
+    attention(weights, module, *inputs_of(module, which, length))
+    assert weights.used.count("in_proj_weight") == products and weights.used.count("out_proj.weight") == 1
+    assert all(len(x) == B for x in seen), "batch first"
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_keys_and_values_of_other_sizes(double, bias, batch_first, need_weights):
+    module = lively(nn.MultiheadAttention(E, HEADS, bias=bias, kdim=4, vdim=7, batch_first=batch_first))
+    same(module, inputs_of(module, "qkv"), need_weights=need_weights)
+
+
+MASKS = {
+    "float_2d": {"attn_mask": CAUSAL},
+    "bool_2d": {"attn_mask": CAUSAL < 0},
+    "float_3d": {"attn_mask": torch.randn(B * HEADS, L, L, dtype=torch.float64)},
+    "bool_3d": {"attn_mask": (torch.arange(L) > torch.arange(B * HEADS * L).view(-1, L, 1) % 4).expand(-1, L, -1)},
+    "padding": {"key_padding_mask": PADDED},
+    "float_padding": {"key_padding_mask": torch.where(PADDED, -1e3, 0.5).double()},
+    "both": {"attn_mask": CAUSAL < 0, "key_padding_mask": PADDED},
+    "both_3d": {"attn_mask": torch.randn(B * HEADS, L, L).double(), "key_padding_mask": PADDED.double()},
+    "causal": {"attn_mask": CAUSAL, "is_causal": True},
+    "causal_padding": {"attn_mask": CAUSAL < 0, "is_causal": True, "key_padding_mask": PADDED},
+    "causal_by_a_mask_that_is_not": {"attn_mask": torch.ones(L, L).double(), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("appended", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(double, mask, need_weights, appended):
+    for batch_first in (True, False):
+        module = lively(nn.MultiheadAttention(E, HEADS, batch_first=batch_first, **appended))
+        for part in (module.bias_k, module.bias_v):
+            if part is not None:
+                part.requires_grad_(False)
+        same(module, inputs_of(module), need_weights=need_weights, **MASKS[mask])
+
+
+def test_both_kinds_of_what_is_appended_at_once(double):
+    module = lively(nn.MultiheadAttention(E, HEADS, add_zero_attn=True, add_bias_kv=True))
+    module.bias_k.requires_grad_(False), module.bias_v.requires_grad_(False)
+    for need_weights in (True, False):
+        same(module, inputs_of(module, "qkv"), need_weights=need_weights)
+        same(module, inputs_of(module), need_weights=need_weights, **MASKS["both_3d"])
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_of_each_head_or_their_mean(double, average):
+    module = nn.MultiheadAttention(E, HEADS)
+    same(module, inputs_of(module, "qkv"), average_attn_weights=average)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_draws_the_same_masks_and_only_in_training(double, training, need_weights):
+    module = lively(nn.MultiheadAttention(E, HEADS, dropout=0.5, batch_first=True)).train(training)
+    for seed in range(3):
+        same(module, inputs_of(module), seed=seed, need_weights=need_weights, **MASKS["both"])
+    x = inputs_of(module)
+    first, second = (attention(PlainWeights(module), module, *x, need_weights=need_weights)[0] for _ in range(2))
+    assert torch.equal(first, second) != training
+
+
+def test_an_example_with_nothing_to_attend_to_is_as_torch_has_it(double):
+    module = nn.MultiheadAttention(E, HEADS, batch_first=True)
+    nothing = PADDED.clone()
+    nothing[1] = True
+    for need_weights in (True, False):
+        sides = []
+        x = inputs_of(module)
+        for forward in (module, lambda *args, **options: attention(PlainWeights(module), module, *args, **options)):
+            sides.append(forward(*x, key_padding_mask=nothing, need_weights=need_weights)[0])
+        torch.testing.assert_close(sides[0], sides[1], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({}, {"query": torch.ones(L, E)}, "the batch"),
+        ({}, {"key": torch.ones(S, E), "value": torch.ones(S, E)}, "the batch"),
+        ({}, {"key": torch.ones(1, S, E), "value": torch.ones(1, S, E)}, "batches of 3, 1 and 1"),
+        ({}, {"value": torch.ones(1, S, E)}, "batches of 3, 3 and 1"),
+        ({}, {"is_causal": True}, "give the causal mask"),
+        ({}, {"key_padding_mask": torch.ones(1, S)}, r"key_padding_mask of \(1, 5\); \(3, 5\)"),
+        ({}, {"attn_mask": torch.ones(1, L, S)}, r"attn_mask of \(1, 4, 5\); \(4, 5\)"),
+        ({}, {"attn_mask": torch.ones(L, 1)}, r"attn_mask of \(4, 1\)"),
+        ({"add_bias_kv": True}, {}, "add_bias_kv=True learns"),
+    ],
+)
+def test_refusals(options, call, message):
+    module = nn.MultiheadAttention(E, HEADS, batch_first=True, **options)
+    inputs = {"query": torch.ones(B, L, E), "key": torch.ones(B, S, E), "value": torch.ones(B, S, E)}
+    with pytest.raises(UserError, match=message):
+        attention(PlainWeights(module), module, **{**inputs, **call})
+
+
+def test_a_replaced_output_layer_is_refused_and_a_changed_class_is_not_known():
+    class Other(nn.MultiheadAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    module = nn.MultiheadAttention(E, HEADS)
+    assert forward_of(module, ATTENTION) is attention and forward_of(Other(E, HEADS), ATTENTION) is None
+    assert refuse_attention(module) is None
+    nn.utils.parametrizations.weight_norm(module.out_proj)
+    assert forward_of(module, ATTENTION) is None
+    module.out_proj = nn.Sequential(nn.Linear(E, E))
+    assert "a Sequential, not the Linear" in refuse_attention(module)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_autocast(need_weights):
+    torch.manual_seed(0)
+    module = lively(nn.MultiheadAttention(E, HEADS, batch_first=True))
+    x = torch.randn(B, L, E)
+    options = {"attn_mask": CAUSAL.float(), "key_padding_mask": PADDED, "need_weights": need_weights}
+    exact = module(x, x, x, **{**options, "key_padding_mask": PADDED.float().masked_fill(PADDED, -torch.inf)})[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attention(PlainWeights(module), module, x, x, x, **options)[0]
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), exact, rtol=0.05, atol=0.05)

@@ -1,0 +1,112 @@
+"""EmbeddingBag in plain operations is torch's own: outputs and every gradient, to 1e-12 in float64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG, embedding_bag
+from groupwise.clipping.rules.weights import forward_of
+from groupwise.errors import UserError
+from tests.clipping.plain_weights import PlainWeights
+
+VOCABULARY, SIZE = 7, 4
+MODES = ("sum", "mean", "max")
+
+
+def same(module: nn.EmbeddingBag, *args, **options) -> Tensor:
+    """The module's own result and gradients are those of the re-expressed one; returns the result."""
+    inputs = [x for x in (*args, *options.values()) if isinstance(x, Tensor) and x.requires_grad]
+    sides, slopes = [], None
+    weights = PlainWeights(module)
+    for forward in (module, lambda *args, **options: embedding_bag(weights, module, *args, **options)):
+        y = forward(*args, **options)
+        slopes = torch.randn_like(y) if slopes is None else slopes
+        sides.append([y, *torch.autograd.grad((y * slopes).sum(), [module.weight, *inputs])])
+    for own, expressed in zip(*sides, strict=True):
+        assert own.shape == expressed.shape and own.dtype == expressed.dtype
+        torch.testing.assert_close(expressed, own, rtol=1e-12, atol=1e-12)
+    assert weights.used == ["weight"]
+    return sides[1][0]
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_one_length(double, mode, padding_idx):
+    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode=mode, padding_idx=padding_idx)
+    nn.init.normal_(module.weight)
+    ids = torch.randint(0, VOCABULARY, (5, 6))
+    ids[2] = 3  # nothing else: an empty bag where 3 is the padding
+    same(module, ids)
+    if mode == "sum":
+        same(module, ids, per_sample_weights=torch.randn(5, 6, requires_grad=True))
+
+
+@pytest.mark.parametrize("lengths", [(2, 3, 1, 4), (0, 3, 0, 0), (0, 0, 0), (5,), (3, 3)])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_bags_by_offsets(double, mode, padding_idx, include_last_offset, lengths):
+    options = {"padding_idx": padding_idx, "include_last_offset": include_last_offset}
+    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode=mode, **options)
+    nn.init.normal_(module.weight)
+    ends = torch.tensor(lengths).cumsum(0)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), ends if include_last_offset else ends[:-1]])
+    for _ in range(3):
+        ids = torch.randint(0, VOCABULARY, (sum(lengths),))
+        y = same(module, ids, offsets)
+        assert y.shape == (len(lengths), SIZE)
+        if mode == "sum":
+            same(module, ids, offsets, torch.randn(len(ids), requires_grad=True))
+
+
+def test_what_comes_after_the_last_offset_is_in_no_bag(double):
+    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum", include_last_offset=True)
+    ids = torch.randint(0, VOCABULARY, (6,))
+    y = embedding_bag(PlainWeights(module), module, ids, torch.tensor([0, 2, 4]))
+    torch.testing.assert_close(y, torch.stack([module.weight[ids[:2]].sum(0), module.weight[ids[2:4]].sum(0)]))
+
+
+def test_an_example_is_a_bag_and_rows_outside_of_it_have_no_gradient(double):
+    seen = []
+    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode="mean", padding_idx=1)
+    weights = PlainWeights(module)
+    embedding = weights.embedding
+
+    def watched(x: Tensor, *rest: object) -> Tensor:
+        rows = embedding(x, *rest)
+        rows.register_hook(lambda g: seen.append((x, g)))
+        return rows
+
+    weights.embedding = watched
+    embedding_bag(weights, module, torch.tensor([4, 1, 5, 6]), torch.tensor([0, 3, 3])).square().sum().backward()
+    ((x, g),) = seen
+    assert x.shape == (3, 3) and g.shape == (3, 3, SIZE)
+    inside = torch.tensor([[True, False, True], [False] * 3, [True, False, False]])
+    assert bool((g[~inside] == 0).all()) and bool((g[inside] != 0).any(1).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        ({"max_norm": 1.0}, (torch.ones(2, 2).long(),), "max_norm rewrites"),
+        ({"scale_grad_by_freq": True}, (torch.ones(2, 2).long(),), "mixes examples"),
+        ({"sparse": True, "mode": "sum"}, (torch.ones(2, 2).long(),), "sparse gradients"),
+        ({}, (torch.ones(2).long(),), "without offsets"),
+        ({}, (torch.ones(2, 2).long(), torch.tensor([0])), "with offsets"),
+        ({}, (torch.ones(2).long(), torch.tensor([0]), torch.ones(2)), "with mode='mean'"),
+        ({"mode": "sum"}, (torch.ones(2).long(), torch.tensor([0]), torch.ones(3)), r"per_sample_weights of \(3,\)"),
+        ({}, (torch.ones(2).long(), torch.tensor([1])), "do not divide an input of 2"),
+        ({}, (torch.ones(2).long(), torch.tensor([0, 2, 1])), "do not divide an input of 2"),
+        ({}, (torch.ones(2).long(), torch.tensor([0, 3])), "do not divide an input of 2"),
+        ({"include_last_offset": True}, (torch.ones(2).long(), torch.tensor([0, 3])), "do not divide"),
+        ({"include_last_offset": True}, (torch.ones(2).long(), torch.tensor([0])), "one for each bag"),
+    ],
+)
+def test_refusals(options, args, message):
+    module = nn.EmbeddingBag(VOCABULARY, SIZE, **options)
+    with pytest.raises(UserError, match=message):
+        embedding_bag(PlainWeights(module), module, *args)
+
+
+def test_it_is_known_by_its_type():
+    assert forward_of(nn.EmbeddingBag(VOCABULARY, SIZE), EMBEDDING_BAG) is embedding_bag
