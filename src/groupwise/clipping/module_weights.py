@@ -33,7 +33,7 @@ class ModuleWeights:
         group, member, values = self._product("linear", [(weight, rows), (bias, bias_rows or rows)])
         if group is None or member is None:
             return F.linear(x, *values)  # type: ignore[arg-type]
-        y: Tensor = self._patches.run(group, member, x, values)
+        y: Tensor = self._patches.run(group, member, x, values, batch_first=True)
         return y
 
     def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
@@ -41,7 +41,7 @@ class ModuleWeights:
         group, member, values = self._product("embedding", [(weight, None)], padding_idx)
         if group is None or member is None:
             return F.embedding(x, values[0], padding_idx)  # type: ignore[arg-type]
-        y: Tensor = self._patches.run(group, member, x, values)
+        y: Tensor = self._patches.run(group, member, x, values, batch_first=True)
         return y
 
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> "LateLinear":
@@ -109,7 +109,7 @@ class LateLinear:
         self._added: tuple[Tensor, ...] = ()
         if group is None or member is None:
             return
-        layout, certain, batch = patches.layout_of(member, like)
+        layout, certain, batch = patches.layout_of(member, like, batch_first=True)
         if layout.order is Order.NONE:
             raise UserError(f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch.")
         group_pass = patches.flights.pass_of(group, member, batch, like.device)

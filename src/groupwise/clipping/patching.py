@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.clipping.costs import Shared
 from groupwise.clipping.discovery import Layer
@@ -21,7 +21,7 @@ from groupwise.clipping.gate import DirectFunction, GroupPass, GroupState, Layer
 from groupwise.clipping.layouts import FIRST, BatchAxis, Layout, Order
 from groupwise.clipping.module_weights import ModuleWeights
 from groupwise.clipping.parts import Parts, Use
-from groupwise.clipping.per_example import PerExample
+from groupwise.clipping.per_example import PerExample, align
 from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError
 
@@ -220,11 +220,39 @@ class Patches:
     def _run_rewritten(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if self._off or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
-        weights = ModuleWeights(module, self)
+        axis = 0 if getattr(module, "batch_first", True) else 1
         if not self._idle():
-            with self._called(Call(args, kwargs, 0 if getattr(module, "batch_first", True) else 1)):
-                return forward(weights, module, *args, **kwargs)
-        return forward(weights, module, *args, **kwargs)
+            with self._called(Call(args, kwargs, axis)):
+                return self._rewritten(module, forward, axis, args, kwargs)
+        return self._rewritten(module, forward, axis, args, kwargs)
+
+    def _rewritten(
+        self, module: nn.Module, forward: Forward, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if isinstance(module, nn.EmbeddingBag) and self._call is not None:
+            offsets = kwargs.get("offsets", args[1] if len(args) > 1 else None)
+            if offsets is not None:  # the input's first axis is no batch
+                self._call.batch = len(offsets) - bool(module.include_last_offset)
+        recurrent = isinstance(module, nn.RNNBase)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        copies = [leaf for leaf in tensors if isinstance(leaf, PerExample)]
+        weights = ModuleWeights(module, self)
+        if not copies:
+            return forward(weights, module, *args, **kwargs)
+
+        def plain(leaf: Any, at: int) -> Any:
+            return align(leaf, leaf.dim(), BatchAxis(at), type(module).__name__) if _is_copy(leaf) else leaf
+
+        first, rest = (args[:1], args[1:]) if recurrent else (args, ())
+        args = (*tree_map(lambda t: plain(t, axis), first), *tree_map(lambda t: plain(t, 1), rest))
+        kwargs = {k: tree_map(lambda t, k=k: plain(t, 1 if k == "hx" and recurrent else axis), v) for k, v in kwargs.items()}
+        made = forward(weights, module, *args, **kwargs)
+        if len(copies) < len(tensors) or any(copy.shape[axis] != 1 for copy in copies if copy.dim() > axis):
+            return made
+        origin = copies[0].origin  # nothing of it holds the batch, so neither does the result
+        return tree_map(
+            lambda t: PerExample.of_rows(t.movedim(axis, 0).unsqueeze(axis + 1), origin) if _is_wide(t) else t, made
+        )
 
     def place_of(self, parameter: nn.Parameter) -> tuple[GroupState, int] | None:
         """The group of a parameter that trains, and its place there."""
@@ -277,11 +305,13 @@ class Patches:
         values = [module._parameters.get(name) for name in rule.parameter_names]
         return self.run(group, member, x, [None if value is None else value.detach() for value in values])
 
-    def run(self, group: GroupState, member: Member, x: Tensor, values: list[Tensor | None]) -> Tensor:
+    def run(
+        self, group: GroupState, member: Member, x: Tensor, values: list[Tensor | None], batch_first: bool = False
+    ) -> Tensor:
         """A layer's output for an input x of any layout, with its parameters' values."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name))
-        layout, certain, batch = self.layout_of(member, x)
+        layout, certain, batch = self.layout_of(member, x, batch_first)
         if layout.order is Order.NONE:
             return self._without_batch(group, member, x, values, batch)
         inputs, values = autocast(member.rule.autocast, x, values)
@@ -290,12 +320,13 @@ class Patches:
         y: Tensor = LayerFunction.apply(group_pass, member, layout, group_pass.probe, inputs, *values)
         return y
 
-    def layout_of(self, member: Member, x: Tensor) -> tuple[Layout, bool, int]:
+    def layout_of(self, member: Member, x: Tensor, batch_first: bool) -> tuple[Layout, bool, int]:
         """How a layer's input holds the batch, whether that is certain, and B."""
         known = self._call
         batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
         given = known.is_given if known is not None else lambda _: True
-        return *self.flights.layouts.of(member.name, x, batch, member.rule.features_last, given), batch
+        any_order = member.rule.features_last and not batch_first
+        return *self.flights.layouts.of(member.name, x, batch, any_order, given), batch
 
     def _run_rows(self, group: GroupState, member: Member, rows: Tensor, values: list[Tensor | None]) -> Tensor:
         inputs, values = autocast(member.rule.autocast, rows, values)
@@ -333,6 +364,14 @@ class Patches:
                 )
         group_pass = self.flights.pass_of(group, member, x.shape[0], x.device)
         return DirectFunction.apply(group_pass, member, group_pass.probe, x, *parameters)
+
+
+def _is_copy(leaf: Any) -> bool:
+    return isinstance(leaf, PerExample)
+
+
+def _is_wide(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 1
 
 
 def _tensors(nested: Any) -> Iterable[Tensor]:
