@@ -1,4 +1,4 @@
-"""Writes the tables of docs/trust.md from results/trust/*.csv:  python -m trust.page"""
+"""Writes the tables of docs/trust.md and docs/models.md from results/trust/*.csv:  python -m trust.page"""
 
 import csv
 import sys
@@ -8,8 +8,9 @@ from pathlib import Path
 from groupwise.analysis.benchmark_tables import between_markers, markdown
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
+from trust.models.rows import summary, tables
 
-PAGE = Path("docs/trust.md")
+PAGE, MODELS = Path("docs/trust.md"), Path("docs/models.md")
 RESULTS = Path("results/trust")
 Rows = list[dict[str, str]]
 
@@ -63,7 +64,9 @@ def mutants(rows: Rows) -> str:
     return plain(sorted(rows, key=lambda row: (row["file"] != "all", row["package"], row["file"])))
 
 
-TABLES: tuple[tuple[str, str, Callable[[Rows], str]], ...] = (
+Tables = tuple[tuple[str, str, Callable[[Rows], str]], ...]
+"""Names of markers, files of rows, and what makes the one of the other."""
+TABLES: Tables = (
     ("summary", "audit", audit_summary),
     ("audit", "audit", audits),
     ("planted", "planted", planted),
@@ -71,15 +74,16 @@ TABLES: tuple[tuple[str, str, Callable[[Rows], str]], ...] = (
     ("bad_input", "bad_input", plain),
     ("mutation", "mutation", mutants),
 )
+PAGES: dict[Path, Tables] = {PAGE: TABLES, MODELS: (("summary", "models", summary), ("models", "models", tables))}
 
 
 def fill(text: str, results: Path = RESULTS, page: Path = PAGE) -> str:
-    """`text` with each table as the file of its name in `results` has it.
+    """The text of a page with each table as the file of its name in `results` has it.
 
     Raises:
         UserError: a pair of markers is missing.
     """
-    for name, source, make in TABLES:
+    for name, source, make in PAGES[page]:
         path = results / f"{source}.csv"
         content = "Not measured yet."
         if path.is_file():
@@ -92,14 +96,17 @@ def fill(text: str, results: Path = RESULTS, page: Path = PAGE) -> str:
 def main(arguments: Iterable[str] = ()) -> int:
     """The command line; returns the exit code."""
     if list(arguments):
-        print("error: python -m trust.page takes no options: it writes docs/trust.md.", file=sys.stderr)
+        print(
+            "error: python -m trust.page takes no options: it writes docs/trust.md and docs/models.md.", file=sys.stderr
+        )
         return 2
     try:
-        write_text(PAGE, fill(PAGE.read_text(encoding="utf-8")))
+        for page in PAGES:
+            write_text(page, fill(page.read_text(encoding="utf-8"), page=page))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{PAGE} shows what {RESULTS} holds")
+    print(f"{PAGE} and {MODELS} show what {RESULTS} holds")
     return 0
 
 

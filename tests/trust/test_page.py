@@ -1,11 +1,11 @@
-"""docs/trust.md shows what results/trust holds, and nothing else."""
+"""docs/trust.md and docs/models.md show what results/trust holds, and nothing else."""
 
 from pathlib import Path
 
 import pytest
 
 from groupwise.errors import UserError
-from trust.page import TABLES, audit_summary, audits, fill
+from trust.page import PAGES, TABLES, audit_summary, audits, fill
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "trust.md"
@@ -16,8 +16,10 @@ def row(claimed: str, lower: str, gaussian: str = "") -> dict[str, str]:
     return {**ROW, "epsilon_claimed": claimed, "epsilon_lower": lower, "epsilon_lower_gaussian": gaussian}
 
 
-def test_the_page_shows_what_the_files_hold() -> None:
-    assert fill(PAGE.read_text(), ROOT / "results" / "trust") == PAGE.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_the_pages_show_what_the_files_hold(page: Path) -> None:
+    text = (ROOT / page).read_text()
+    assert fill(text, ROOT / "results" / "trust", page) == text
 
 
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:

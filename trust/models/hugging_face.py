@@ -17,8 +17,9 @@ FAMILY = "transformers"
 def configure(kind: str, size: Size, **own: Any) -> Any:
     """A small configuration; its dropouts are the size's, and whole layers are never dropped. None leaves a key out."""
     import_torchvision()  # transformers imports it, and where it is broken only this import mends it
-    from transformers import AutoConfig
+    from transformers import AutoConfig, logging
 
+    logging.set_verbosity_error()  # of kernels that are not installed, of tokens outside a small vocabulary
     common = {
         "vocab_size": size.vocabulary,
         "hidden_size": size.width,
