@@ -93,7 +93,13 @@ class Layouts:
         self._seen: dict[tuple[str, int], _Seen] = {}
 
     def of(
-        self, name: str, x: Tensor, batch: int, features_last: bool, given: Callable[[Tensor], bool]
+        self,
+        name: str,
+        x: Tensor,
+        batch: int,
+        features_last: bool,
+        given: Callable[[Tensor], bool],
+        alike: bool = True,
     ) -> tuple[Layout, bool]:
         """The layout of a call, and whether it is certain.
 
@@ -103,6 +109,7 @@ class Layouts:
             batch: B.
             features_last: the layer works on the last axis alone, so that all others may be in any order.
             given: whether a tensor is (a view of) one of the model's own inputs.
+            alike: all calls under this name have the same layout, so that what was seen before counts.
 
         Raises:
             UserError: the shape fits no order.
@@ -131,8 +138,8 @@ class Layouts:
             order = seen.proven
         else:
             order = next(order for order in _ranked(x, resolved, own) if order in possible)
-        rivals = possible - {order} - ({Order.NONE} if own or resolved else set())
-        certain = seen.proven is not None or order is Order.NONE or not rivals
+        rivals = (possible if alike else fits) - {order} - ({Order.NONE} if own or resolved else set())
+        certain = (alike and seen.proven is not None) or order is Order.NONE or not rivals
         return Layout(order, x.shape[0] // batch if order in _FOLDS else 1), certain
 
     def prove(self, name: str, rank: int, order: Order) -> None:

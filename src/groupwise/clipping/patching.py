@@ -285,7 +285,8 @@ class Patches:
         assert self._call is not None
         if not x.requires_grad and not self._call.is_given(x) and self._is_constant(x):
             return None
-        layout, certain = self.flights.layouts.of(label, x, batch, True, self._call.is_given)
+        kind = "numbers" if x.is_floating_point() else "indices"
+        layout, certain = self.flights.layouts.of(f"{label} ({kind})", x, batch, True, self._call.is_given, alike=False)
         if layout.order is Order.NONE:
             return None
         return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, certain)

@@ -179,8 +179,11 @@ def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         x, weight, bias = (*args, *(kwargs.get(key) for key in ("input", "weight", "bias")[len(args) :]))
         if _is_source(weight) and (bias is None or _is_source(bias)):
             return weight.origin.linear(x, bias)
-    if func is F.embedding and not kwargs and _is_source(args[1]) and not any(args[i] for i in (3, 5, 6) if i < len(args)):
-        return args[1].origin.embedding(args[0], args[2] if len(args) > 2 else None)
+    if func is F.embedding and _is_source(args[1]):
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if not (given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse")):
+            return args[1].origin.embedding(args[0], given.get("padding_idx"))
     return None
 
 
