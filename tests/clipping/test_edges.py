@@ -135,6 +135,7 @@ def test_a_layer_without_a_rule_inside_another_is_its_part():
         (nn.GroupNorm(2, 4), (5, 4, 3)),
         (nn.RMSNorm(3), (5, 2, 3)),
         (nn.ConvTranspose2d(3, 4, 3), (5, 3, 4, 4)),
+        (nn.InstanceNorm2d(4, affine=True), (5, 4, 3, 2)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -176,3 +177,14 @@ def test_a_weight_alone_has_its_gradients():
     weight, bias = rule.per_example_gradients(saved, g, (True, False))
     torch.testing.assert_close(weight, rule.per_example_gradients(saved, g, (True, True))[0])
     assert bias is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.InstanceNorm1d(4, affine=True), (4, 3)), (nn.InstanceNorm2d(4, affine=True), (2, 4, 1, 1))]
+)
+def test_an_instance_norm_needs_a_batch_and_space(layer, shape):
+    with (
+        attach(layer, flat(layer), 1.0),
+        pytest.raises(UserError, match="the batch must come first, then the channels"),
+    ):
+        layer(torch.ones(shape))
