@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.discovery import find_layers
@@ -188,3 +189,30 @@ def test_an_instance_norm_needs_a_batch_and_space(layer, shape):
         pytest.raises(UserError, match="the batch must come first, then the channels"),
     ):
         layer(torch.ones(shape))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
+)
+def test_an_example_that_is_not_finite_counts_for_nothing_in_layers_that_exchange_and_normalise(
+    make_partition, norms, checkpointed, bad
+):
+    torch.manual_seed(0)
+    layers = (
+        nn.ConvTranspose2d(3, 4, 3, 2),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.RMSNorm(7),
+        nn.ConvTranspose2d(4, 2, 2),
+    )
+    model, x = nn.Sequential(*layers), torch.randn(5, 3, 3, 3)
+    sums = []
+    for rows in (x[[0, 1, 3, 4]], x.index_fill(0, torch.tensor([2]), bad)):
+        model.zero_grad()
+        with attach(model, make_partition(model), 0.5, norms=norms) as engine:
+            y = checkpoint(model, rows, use_reentrant=False) if checkpointed else model(rows)
+            engine.backward(y.flatten(1).square().sum(1))
+        sums.append([p.grad.clone() for p in model.parameters()])
+    for without, beside in zip(*sums, strict=True):
+        torch.testing.assert_close(beside, without, rtol=1e-4, atol=1e-6)
