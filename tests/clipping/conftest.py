@@ -218,6 +218,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         _floats(3, 4, 4),
     ),
+    "instance_norm_1d": (
+        lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 3, 2)),
+        _floats(3, 6),
+    ),
+    "instance_norm_2d": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 2), nn.InstanceNorm2d(4, eps=0.1, affine=True), nn.Tanh()),
+        _floats(3, 5, 4),
+    ),
+    "instance_norm_3d": (lambda: nn.Sequential(nn.InstanceNorm3d(3, affine=True), nn.Tanh()), _floats(3, 3, 2, 2)),
     "fallback_own_parameter": (lambda: nn.Sequential(nn.Linear(5, 4), Scale(4)), _floats(3, 5)),
     "fallback_attention": (Attention, _floats(3, 8)),
     "fallback_recurrent_reused": (Recurrent, _floats(3, 5)),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.discovery import find_layers
@@ -135,6 +136,7 @@ def test_a_layer_without_a_rule_inside_another_is_its_part():
         (nn.GroupNorm(2, 4), (5, 4, 3)),
         (nn.RMSNorm(3), (5, 2, 3)),
         (nn.ConvTranspose2d(3, 4, 3), (5, 3, 4, 4)),
+        (nn.InstanceNorm2d(4, affine=True), (5, 4, 3, 2)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -176,3 +178,41 @@ def test_a_weight_alone_has_its_gradients():
     weight, bias = rule.per_example_gradients(saved, g, (True, False))
     torch.testing.assert_close(weight, rule.per_example_gradients(saved, g, (True, True))[0])
     assert bias is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.InstanceNorm1d(4, affine=True), (4, 3)), (nn.InstanceNorm2d(4, affine=True), (2, 4, 1, 1))]
+)
+def test_an_instance_norm_needs_a_batch_and_space(layer, shape):
+    with (
+        attach(layer, flat(layer), 1.0),
+        pytest.raises(UserError, match="the batch must come first, then the channels"),
+    ):
+        layer(torch.ones(shape))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
+)
+def test_an_example_that_is_not_finite_counts_for_nothing_in_layers_that_exchange_and_normalise(
+    make_partition, norms, checkpointed, bad
+):
+    torch.manual_seed(0)
+    layers = (
+        nn.ConvTranspose2d(3, 4, 3, 2),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.RMSNorm(7),
+        nn.ConvTranspose2d(4, 2, 2),
+    )
+    model, x = nn.Sequential(*layers), torch.randn(5, 3, 3, 3)
+    sums = []
+    for rows in (x[[0, 1, 3, 4]], x.index_fill(0, torch.tensor([2]), bad)):
+        model.zero_grad()
+        with attach(model, make_partition(model), 0.5, norms=norms) as engine:
+            y = checkpoint(model, rows, use_reentrant=False) if checkpointed else model(rows)
+            engine.backward(y.flatten(1).square().sum(1))
+        sums.append([p.grad.clone() for p in model.parameters()])
+    for without, beside in zip(*sums, strict=True):
+        torch.testing.assert_close(beside, without, rtol=1e-4, atol=1e-6)

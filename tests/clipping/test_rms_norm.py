@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import find_rule, rms_norm
+from groupwise.clipping.rules.layer_norm import LayerNormRule
 from groupwise.clipping.rules.rms_norm import FoundRMSNormRule, RMSNormRule, find_form
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError
@@ -168,6 +169,14 @@ def test_what_computes_it_is_taken_whatever_its_weights_are(size):
             nn.init.constant_(module.weight, value)
             assert find_form(module) == (0.01, plus_one, plus_one), value
     assert find_rule(nn.RMSNorm(size)) is RMSNormRule
+
+
+def test_a_class_that_a_wrapper_made_of_it_is_taken():
+    """Sharding makes a new class of a module's own, in a module of torch."""
+    module = LlamaNorm(5)
+    module.__class__ = type("FSDPLlamaNorm", (LlamaNorm,), {"__module__": "torch.distributed.fsdp"})
+    assert find_rule(module) is FoundRMSNormRule
+    assert find_rule(nn.LayerNorm(5, bias=False)) is LayerNormRule
 
 
 def test_a_weight_that_only_its_own_values_betray_is_not_taken():

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import WSConv2d, attach, flat, joint, per_layer
 from groupwise.clipping.costs import Shared
+from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.joint import Outer
 from groupwise.clipping.rules import gram, ws_conv
 from groupwise.clipping.rules.conv import Conv2dRule
@@ -73,6 +74,11 @@ def test_the_fallback_runs_in_float32_whatever_autocast_says(name):
             torch.testing.assert_close(case.model(case.inputs), expected, rtol=1e-5, atol=1e-5)
         engine.backward(case.model(case.inputs).float().flatten(1).square().sum(1))
     assert all(p.grad.dtype == torch.float32 for p in case.model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FALLBACKS])
+def test_every_layer_of_a_case_has_a_rule(name):
+    assert all(layer.rule for layer in find_layers(make_case(name).model))
 
 
 def used_gradients(layer: WSConv2d, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from groupwise.clipping.rules import (  # noqa: F401
     embedding,
     group_norm,
     hf_conv1d,
+    instance_norm,
     layer_norm,
     linear,
     rms_norm,

@@ -1,6 +1,6 @@
 """GroupNorm: per-channel sums of g and g∘x give the per-example gradients, without the normalised input."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,14 @@ class GroupNormRule(PerExampleRule):
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     autocast: ClassVar = "float32"
     batched: ClassVar[tuple[int, ...]] = (0, 2, 3)
-    module: nn.GroupNorm
+    module: Any  # a GroupNorm, or what is one with other names (instance_norm.py)
+
+    def _groups(self) -> int:
+        return int(self.module.num_groups)
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
-        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self.module.num_groups)
+        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self._groups())
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, self.module.eps)
         return y, (x, weight, mean, rstd)
 
@@ -35,7 +38,7 @@ class GroupNormRule(PerExampleRule):
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight, mean, rstd = saved
         assert x is not None
-        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self.module.num_groups)
+        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self._groups())
         backward = torch.ops.aten.native_group_norm_backward
         return backward(g, x, mean, rstd, weight, *sizes, [True, False, False])[0]
 
@@ -48,7 +51,7 @@ class GroupNormRule(PerExampleRule):
         if not wanted[0]:
             return None, bias
         product = _channel_products(g, x) if space else g * x
-        grouped = (x.shape[0], self.module.num_groups, -1)
+        grouped = (x.shape[0], self._groups(), -1)
         centred = product.view(grouped) - bias.view(grouped) * mean.unsqueeze(-1)
         weight = (centred * rstd.unsqueeze(-1)).view(x.shape[:2])
         return weight, bias if wanted[1] else None

@@ -119,7 +119,7 @@ def find_form(module: nn.Module) -> Form | None:
     weight = module._parameters.get("weight")
     eps = next((module.__dict__[name] for name in EPS_NAMES if name in module.__dict__), None)
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    if type(module).__module__.startswith("torch.") or names != ["weight"] or not isinstance(eps, float):
+    if type(module).forward.__module__.startswith("torch.") or names != ["weight"] or not isinstance(eps, float):
         return None
     if weight is None or weight.dim() != 1 or weight.numel() < 2 or module._modules or module._buffers:
         return None
