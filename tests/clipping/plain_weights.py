@@ -35,9 +35,9 @@ class PlainWeights:
     def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
         return F.embedding(x, self._get(weight), padding_idx)
 
-    def plain(self, name: str) -> Tensor | None:
-        value = self.module.get_parameter(name)
-        return None if value is None else value.detach()
+    def each(self, name: str, batch: int) -> Tensor:
+        parameter = self._get(name)
+        return parameter.unsqueeze(0).expand(batch, *parameter.shape)
 
 
 @dataclass

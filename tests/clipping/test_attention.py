@@ -97,15 +97,11 @@ MASKS = {
 def test_masks(double, mask, need_weights, appended):
     for batch_first in (True, False):
         module = lively(nn.MultiheadAttention(E, HEADS, batch_first=batch_first, **appended))
-        for part in (module.bias_k, module.bias_v):
-            if part is not None:
-                part.requires_grad_(False)
         same(module, inputs_of(module), need_weights=need_weights, **MASKS[mask])
 
 
 def test_both_kinds_of_what_is_appended_at_once(double):
     module = lively(nn.MultiheadAttention(E, HEADS, add_zero_attn=True, add_bias_kv=True))
-    module.bias_k.requires_grad_(False), module.bias_v.requires_grad_(False)
     for need_weights in (True, False):
         same(module, inputs_of(module, "qkv"), need_weights=need_weights)
         same(module, inputs_of(module), need_weights=need_weights, **MASKS["both_3d"])
@@ -151,7 +147,6 @@ def test_an_example_with_nothing_to_attend_to_is_as_torch_has_it(double):
         ({}, {"key_padding_mask": torch.ones(1, S)}, r"key_padding_mask of \(1, 5\); \(3, 5\)"),
         ({}, {"attn_mask": torch.ones(1, L, S)}, r"attn_mask of \(1, 4, 5\); \(4, 5\)"),
         ({}, {"attn_mask": torch.ones(L, 1)}, r"attn_mask of \(4, 1\)"),
-        ({"add_bias_kv": True}, {}, "add_bias_kv=True learns"),
     ],
 )
 def test_refusals(options, call, message):

@@ -171,7 +171,7 @@ class TestRefusals:
     @pytest.mark.filterwarnings("ignore:groupwise has no rule")
     def test_a_layer_without_a_rule(self, double):
         model = make_case("fallback_own_parameter").model
-        with pytest.raises(UserError, match=r"\(Scale\) has no rule of its own"):
+        with pytest.raises(UserError, match=r"in a module \(Scale\) without a rule"):
             attach(model, per_layer(model), 1.0, direct=True)
 
     @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])

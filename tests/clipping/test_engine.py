@@ -86,7 +86,7 @@ def test_a_parameter_used_behind_the_engines_back_is_refused(batch):
             self.net = small_net()
 
         def forward(self, x):
-            return self.net(x) + self.net[4].weight.sum()
+            return self.net(x) + self.net[4]._parameters["weight"].sum()
 
     model = Sneaky()
     with (
@@ -103,21 +103,6 @@ def test_a_layer_that_the_loss_never_reaches_is_named(batch):
     model.head.spare = nn.Linear(3, 3)
     with attach(model, per_layer(model), 1.0) as engine, pytest.raises(UserError, match=r"'head.spare'"):
         engine.backward(losses_of(model, batch))
-
-
-def test_positions_without_a_batch_axis_are_refused(double):
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(5, 4)
-
-        def forward(self, ids):
-            return self.tokens(ids) + self.positions(torch.arange(5)[None])
-
-    model, ids = Positions(), torch.randint(0, 9, (3, 5))
-    for partition in (flat(model), per_layer(model)):
-        with attach(model, partition, 1.0) as engine, pytest.raises(UserError, match="position ids explicitly"):
-            engine.backward(model(ids).sum((1, 2)))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
@@ -309,12 +294,6 @@ def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_p
         assert released <= 0.01 * (1 + 1e-2), (released, truth)
 
 
-def test_dropout_inside_a_fallback_is_refused_at_once():
-    model = nn.Sequential(nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True))
-    with pytest.raises(UserError, match="dropout inside"):
-        attach(model, flat(model), 1.0)
-
-
 def test_reentrant_checkpointing_is_refused(double):
     inner = nn.Linear(5, 5)
     x = torch.randn(4, 5, requires_grad=True)
@@ -322,18 +301,3 @@ def test_reentrant_checkpointing_is_refused(double):
         losses = checkpoint(inner, x, use_reentrant=True).sum(1)
         with pytest.raises(UserError, match=r"use_reentrant=False|graph"):
             engine.backward(losses)
-
-
-@pytest.mark.filterwarnings("ignore:groupwise has no rule")
-def test_a_layer_that_the_fallback_cannot_take_is_named(double):
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(5, 4, batch_first=True)
-
-        def forward(self, x):
-            return self.lstm(x)[0][:, -1]
-
-    model = Last()
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="cannot take layer 'lstm'"):
-        engine.backward(model(torch.randn(3, 2, 5)).sum(1))

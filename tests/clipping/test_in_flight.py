@@ -430,7 +430,10 @@ def test_check_output_finds_a_parameter_used_outside_its_layer(double):
             self.net = nn.Linear(5, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.net(x) @ self.net.weight
+            return self.net(x) @ self._parameters_behind()
+
+        def _parameters_behind(self) -> Tensor:
+            return self.net._parameters["weight"]
 
     model = Sneaky()
     with attach(model, flat(model), 1.0) as engine:

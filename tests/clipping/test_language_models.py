@@ -33,6 +33,14 @@ BERT = {
     "max_position_embeddings": 14,
 }
 DISTIL = {"n_layers": 2, "dim": 16, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 14}
+OPT = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "ffn_dim": 24,
+    "max_position_embeddings": 12,
+    "word_embed_proj_dim": 16,
+}
 LORA = LoraConfig(rank=3, alpha=6.0, targets=["c_attn", "c_proj", "c_fc"])
 
 CAUSAL = {
@@ -195,15 +203,6 @@ def test_dropout_in_adapters(double):
 
 
 @pytest.mark.parametrize("name", ["gpt2_tied", "bert"])
-def test_positions_that_the_model_makes_for_all_rows_at_once_are_refused(double, name):
-    case = make_case(name)
-    for make_partition in (flat, per_layer):
-        engine = attach(case.model, make_partition(case.model), 0.5)
-        with engine, pytest.raises(UserError, match="position ids explicitly"):
-            engine.backward(case.losses(explicit=False))
-
-
-@pytest.mark.parametrize("name", ["gpt2_tied", "bert"])
 def test_a_single_row_needs_no_explicit_positions(double, name):
     case = make_case(name)
     partition = per_layer(case.model)
@@ -226,23 +225,6 @@ def test_roberta_makes_positions_for_each_row_from_its_padding(double):
     assert_equal(*results)
 
 
-@pytest.mark.filterwarnings("ignore:groupwise has no rule")
-def test_a_model_that_lays_all_tokens_end_to_end_is_refused(double):
-    """OPT's feed-forward layers see (B·T, d), where no example can be told from the next."""
-    shape = {
-        "num_hidden_layers": 1,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "ffn_dim": 24,
-        "max_position_embeddings": 12,
-        "word_embed_proj_dim": 16,
-    }
-    case = make_case("gpt2_tied", architecture="opt", shape=shape)
-    for make_partition in (flat, per_layer):
-        with attach(case.model, make_partition(case.model), 0.5) as engine, pytest.raises(UserError):
-            engine.backward(case.losses())
-
-
 @pytest.mark.parametrize("trains", ["attention", "bias", "lora"])
 def test_frozen_parameters_get_no_gradient(double, trains):
     case = make_case("roberta", trains=trains)
@@ -255,3 +237,18 @@ def test_a_tied_head_is_one_group_and_an_untied_one_two(double):
     tied, untied = (per_layer(make_case(name).model) for name in ("gpt2_tied", "gpt2_untied"))
     assert ("transformer.wte", "lm_head") in [group.layers for group in tied]
     assert {("transformer.wte",), ("lm_head",)} < {group.layers for group in untied}
+
+
+@pytest.mark.parametrize("mode", ["flat", "ghost", "layer"])
+@pytest.mark.parametrize("name", ["gpt2_tied", "bert", "distilbert", "opt"])
+def test_the_model_may_make_its_positions_for_all_rows_at_once(double, name, mode):
+    """OPT's feed-forward layers also see (B·T, d), the tokens of all rows end to end."""
+    case = make_case("gpt2_tied", architecture="opt", shape=OPT) if name == "opt" else make_case(name)
+    make_partition, options = MODES[mode]
+    partition = make_partition(case.model)
+    thresholds = middle_thresholds(case, partition)
+    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds)
+    with attach(case.model, partition, thresholds, **options) as engine:
+        engine.backward(case.losses(explicit=name == "opt"))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
+    assert_equal(gradients(case.model), truth.sums)

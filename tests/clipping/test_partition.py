@@ -141,42 +141,6 @@ def test_one_group_may_hold_a_shared_parameter():
     attach(model, by_mapping(model, {"*": "both"}), 1.0).detach()
 
 
-def test_a_parameter_of_the_model_itself_is_named_without_a_dot():
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(2))
-            self.inner = nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) * self.scale
-
-    model = Own()
-    assert [group.layers for group in per_layer(model)] == [("",)], "what no rule knows owns all below it"
-    with pytest.raises(UserError, match="Parameter 'scale' belongs to no"):
-        attach(model, (), 1.0)
-    with pytest.warns(UserWarning, match="layer 'the model' is clipped exactly"):
-        attach(model, per_layer(model), 1.0).detach()
-
-
-def test_fallbacks_next_to_each_other_and_inside_each_other():
-    class Scale(nn.Module):
-        def __init__(self, inner: nn.Module | None = None) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.inner = inner or nn.Identity()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) * self.weight
-
-    model = nn.Sequential(Scale(), nn.Linear(2, 2), Scale(Scale(nn.Linear(2, 2))), nn.Linear(2, 2))
-    assert names(per_layer(model)) == ["0", "1", "2", "3"]
-    frozen = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
-    frozen[0].requires_grad_(False)
-    frozen[2].bias.requires_grad_(False)
-    assert names(per_layer(frozen)) == ["2", "3"]
-
-
 @pytest.mark.parametrize(
     ("layer", "refused"),
     [
@@ -201,3 +165,31 @@ def test_half_precision_is_refused_where_it_trains_only():
         per_layer(model)
     model[0].requires_grad_(False)
     assert names(per_layer(model)) == ["1", "2"]
+
+
+class Own(nn.Module):
+    """A parameter of its own around another module."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.inner = inner or nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def test_a_parameter_of_the_model_itself_is_named_without_a_dot():
+    model = Own(nn.Linear(2, 2))
+    assert [group.layers for group in per_layer(model)] == [("",), ("inner",)]
+    with pytest.raises(UserError, match="Parameter 'scale' belongs to no"):
+        attach(model, (), 1.0)
+
+
+def test_modules_with_parameters_of_their_own_are_layers_beside_those_inside_them():
+    model = nn.Sequential(Own(), nn.Linear(2, 2), Own(Own(nn.Linear(2, 2))), nn.Linear(2, 2))
+    assert names(per_layer(model)) == ["0", "1", "2", "2.inner", "2.inner.inner", "3"]
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    frozen[0].requires_grad_(False)
+    frozen[2].bias.requires_grad_(False)
+    assert names(per_layer(frozen)) == ["2", "3"]

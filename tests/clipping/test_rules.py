@@ -257,64 +257,6 @@ class Own(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
-@pytest.mark.parametrize(
-    ("model", "refused"),
-    [
-        (lambda: Own(nn.Dropout(0.5)), "dropout inside \\(at 'inner.0'\\)"),
-        (lambda: Own(nn.Dropout(0.0)), None),
-        (lambda: Own(dropout=0.1), "dropout inside"),
-        (lambda: Own(dropout=1), "dropout inside"),
-        (lambda: Own(dropout=nn.Identity()), None),
-        (lambda: Own(dropout="no number"), None),
-        (lambda: Own(nn.Tanh()), None),
-    ],
-)
-def test_what_draws_masks_is_refused_in_a_fallback(model, refused):
-    model = model()
-    if refused:
-        with pytest.raises(UserError, match=refused):
-            attach(model, flat(model), 1.0)
-    else:
-        with attach(model, flat(model), 1.0) as engine:
-            engine.backward(model(torch.ones(2, 3)).sum(1))
-
-
-def test_pre_hooks_are_refused_where_they_are():
-    for hooked, place in ((lambda m: m, "the model"), (lambda m: m.inner[0], "inner.0")):
-        model = Own(nn.Tanh())
-        hooked(model).register_forward_pre_hook(lambda module, args: None)
-        with pytest.raises(UserError, match=rf"Layer 'the model' \(Own\) has forward pre-hooks \(at '{place}'\)"):
-            attach(model, flat(model), 1.0)
-
-
-def test_the_fallback_says_that_it_is_slow_and_calls_by_tensor_only():
-    model = nn.Sequential(nn.Linear(3, 3), Own())
-    with pytest.warns(UserWarning, match=r"no rule for Own: layer '1' is clipped exactly, but slowly"):
-        engine = attach(model, flat(model), 1.0)
-    (member,) = [m for m in engine.groups[0].members if m.name == "1"]
-    with pytest.raises(UserError, match="'1' was called as a single-input layer"):
-        member.rule.forward(torch.ones(2, 3))
-    with pytest.raises(UserError, match="'1' was called as a single-input layer"):
-        member.rule.input_gradient((), torch.ones(2, 3))
-    engine.detach()
-
-
-@pytest.mark.filterwarnings("ignore:groupwise has no rule")
-def test_a_fallback_that_returns_integers_or_takes_no_tensor_is_refused():
-    class Counts(Own):
-        def forward(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            x = torch.ones(2, 3) if x is None else x
-            return x * self.scale, (x > 0).sum(1)
-
-    model = Counts()
-    with attach(model, flat(model), 1.0):
-        with pytest.raises(UserError, match="'the model' returns tensors of integers"):
-            model(torch.ones(2, 3))
-        with pytest.raises(UserError, match="was called without a tensor"):
-            model()
-
-
-@pytest.mark.filterwarnings("ignore:groupwise has no rule")
 def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wanted():
     class Nested(Own):
         def forward(self, pair: dict[str, Tensor], ids: Tensor, *, power: int = 1) -> dict[str, Tensor | list[Tensor]]:

@@ -242,7 +242,7 @@ class ClippingEngine:
             found, order = agreeing(a, b, weights), node.order
             if not found or (order not in found and not hasattr(node, "layout")):
                 raise UserError(
-                    f"What is computed with {node.label!r}, of shape {tuple(a.shape)}, has no axis along which its rows "
+                    f"{node.label} gives a tensor of shape {tuple(a.shape)}, which has no axis along which its rows "
                     f"belong to one of the {len(losses)} examples each, so it cannot be told whose they are: keep the "
                     "batch as first axis, freeze the layer, or, if its input holds no batch, run "
                     "groupwise.clipping.verify before training, which tells lengths from sizes."

@@ -64,6 +64,11 @@ class Member:
     rows: tuple[slice | None, ...] = ()
     """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
 
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"Layer {self.name!r}"
+
     def rows_of(self, parameter: int) -> slice | None:
         """The rows of its parameter of that number."""
         return self.rows[parameter] if self.rows else None
@@ -149,7 +154,7 @@ class GroupPass:
     def _examples_first(self, member: Member, layout: Layout, saved: Saved, g: Any) -> tuple[LayerRule, Saved, Any]:
         """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
         rule, examples = member.rule, self.flights.round.examples
-        proven = self.flights.layouts.order_of(member.name, g.dim() - 1)
+        proven = self.flights.layouts.order_of(member.label, g.dim() - 1)
         if examples == 1:
             layout = FIRST if len(g) == 1 else Layout(Order.FOLDED, len(g))
         elif proven is not None:
@@ -321,7 +326,7 @@ class LayerFunction(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         ctx.group_pass, ctx.member, ctx.layout = group_pass, member, layout
-        ctx.label, ctx.order = member.name, layout.order
+        ctx.label, ctx.order = member.label, layout.order
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *parameters)
         ctx.save_for_backward(*saved)
@@ -371,7 +376,7 @@ class LateFunction(torch.autograd.Function):
         zeros: Callable[[], Tensor],
     ) -> Tensor:
         ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
-        ctx.label, ctx.order = member.name, layout.order
+        ctx.label, ctx.order = member.label, layout.order
         return zeros()
 
     @staticmethod

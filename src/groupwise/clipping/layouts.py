@@ -124,8 +124,8 @@ class Layouts:
             fits.discard(Order.NONE)
         if not fits:
             raise UserError(
-                f"Layer {name!r} got an input of shape {tuple(x.shape)}, none of whose axes holds the {batch} examples: "
-                "the first axis of every layer's input must be the batch."
+                f"{name} got an input of shape {tuple(x.shape)}, none of whose axes holds the {batch} examples, so it "
+                "cannot be told whose rows they are: keep the batch as first axis, or freeze it."
             )
         seen = self._seen.setdefault((name, x.dim() - x.is_floating_point()), _Seen())
         if batch not in seen.lengths:
@@ -170,9 +170,9 @@ def _orders(x: Tensor, batch: int, features_last: bool) -> set[Order]:
 def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
     """All orders, the likeliest first; before two sizes of batches were seen shapes may coincide."""
     if not resolved and not x.requires_grad and not given:
-        if x.dim() == 1 and not x.is_floating_point():
+        if x.shape[0] == 1 or (x.dim() == 1 and not x.is_floating_point()):
             return Order.NONE, Order.FIRST, Order.FOLDED, Order.STACKED
-        return Order.FIRST, Order.NONE, Order.SECOND, Order.FOLDED, Order.STACKED
+        return Order.FIRST, Order.SECOND, Order.NONE, Order.FOLDED, Order.STACKED
     return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
 
 

@@ -52,10 +52,15 @@ class ModuleWeights:
             values = [None if value is None else value.to(dtype) for value in values]
         return LateLinear(self._patches, group, member, values, steps, like)
 
-    def plain(self, name: str) -> Tensor | None:
-        """The value of a parameter without a gradient, or None where the module has none."""
+    def each(self, name: str, batch: int) -> Tensor:
+        """A parameter's copies, one for each of the batch's rows: (B, *shape)."""
         parameter = self._find(name)
-        return None if parameter is None else parameter.detach()
+        assert parameter is not None
+        found = self._patches.place_of(parameter)
+        if found is None:
+            return parameter.detach().unsqueeze(0).expand(batch, *parameter.shape)
+        copies: Tensor = self._patches.parts.copies(*found, self._patches.batch(name))
+        return copies.repeat_interleave(batch // len(copies), 0)
 
     def _find(self, name: str | None) -> nn.Parameter | None:
         if name is None:

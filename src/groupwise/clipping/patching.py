@@ -286,7 +286,7 @@ class Patches:
         if not x.requires_grad and not self._call.is_given(x) and self._is_constant(x):
             return None
         kind = "numbers" if x.is_floating_point() else "indices"
-        layout, certain = self.flights.layouts.of(f"{label} ({kind})", x, batch, True, self._call.is_given, alike=False)
+        layout, certain = self.flights.layouts.of(f"{label}, which meets {kind},", x, batch, True, self._call.is_given, alike=False)
         if layout.order is Order.NONE:
             return None
         return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, certain)
@@ -302,6 +302,11 @@ class Patches:
         if self._off or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         rule = member.rule
+        if len(args) + len(kwargs) != 1:
+            raise UserError(
+                f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
+                "and it is clipped for calls with its input alone: leave the others out, or freeze it."
+            )
         x = rule.prepare(args[0] if args else next(iter(kwargs.values())))
         values = [module._parameters.get(name) for name in rule.parameter_names]
         return self.run(group, member, x, [None if value is None else value.detach() for value in values])
@@ -327,7 +332,7 @@ class Patches:
         batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
         given = known.is_given if known is not None else lambda _: True
         any_order = member.rule.features_last and not batch_first
-        return *self.flights.layouts.of(member.name, x, batch, any_order, given), batch
+        return *self.flights.layouts.of(member.label, x, batch, any_order, given), batch
 
     def _run_rows(self, group: GroupState, member: Member, rows: Tensor, values: list[Tensor | None]) -> Tensor:
         inputs, values = autocast(member.rule.autocast, rows, values)

@@ -109,7 +109,7 @@ class PerExample(torch.Tensor):
         if not any(places):
             return _alone(func, leaves, spec, origin)
         place = max((p for p in places if p is not None), key=lambda p: p.each)
-        if name in _BROADCASTS:
+        if name in _BROADCASTS or (name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves if isinstance(leaf, Tensor))):
             args, kwargs = tree_unflatten(_aligned(leaves, places, name), spec)
             made = func(*args, **kwargs)
         else:
@@ -154,8 +154,11 @@ _BROADCASTS = {
     *("masked_fill", "cat", "concat", "concatenate", "scaled_dot_product_attention", "logaddexp", "atan2", "copysign"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
     *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "xlogy"),
-} - {"matmul"}
+} - {"matmul", "matmul_"}
 """Operations that match axes from the last on (or, `cat`, have them all), so that copies can stand beside the batch."""
+
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
+"""Products of matrices, which match all axes but the last two where they have such."""
 
 
 def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
@@ -201,7 +204,7 @@ class Meeting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, label: str, order: Order) -> Tensor:
         ctx.label, ctx.order = label, order
-        return x.view_as(x)
+        return x.clone()  # no view, which nobody could change in place
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -86,8 +86,6 @@ def attention(
 
 def refuse_attention(module: nn.MultiheadAttention) -> str | None:
     """Why this very layer cannot be clipped, or None."""
-    if any(part is not None and part.requires_grad for part in (module.bias_k, module.bias_v)):
-        return "add_bias_kv=True learns a key and a value that all examples share: build it without, or freeze them"
     if type(module.out_proj).forward is not nn.Linear.forward or not isinstance(module.out_proj, nn.Linear):
         return f"its out_proj is a {type(module.out_proj).__name__}, not the Linear that it was built with"
     return None
@@ -119,13 +117,13 @@ def _project(weights: Weights, module: nn.MultiheadAttention, *inputs: Tensor) -
 def _extended(weights: Weights, module: nn.MultiheadAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values (B, heads, S, E / heads) with the frozen ones and zeros that the module appends."""
     if module.bias_k is not None:
-        k, v = (torch.cat([x, _as_heads(weights.plain(name), x)], 2) for x, name in ((k, "bias_k"), (v, "bias_v")))
+        k, v = (torch.cat([x, _as_heads(weights.each(name, len(x)), x)], 2) for x, name in ((k, "bias_k"), (v, "bias_v")))
     return (F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))) if module.add_zero_attn else (k, v)
 
 
-def _as_heads(row: Any, like: Tensor) -> Tensor:
-    """(1, 1, E) -> (B, heads, 1, E / heads)."""
-    return row.to(like.dtype).view(1, like.shape[1], 1, -1).expand(len(like), -1, -1, -1)
+def _as_heads(rows: Tensor, like: Tensor) -> Tensor:
+    """(B, 1, 1, E) -> (B, heads, 1, E / heads)."""
+    return rows.to(like.dtype).view(len(like), like.shape[1], 1, -1)
 
 
 def _mask(

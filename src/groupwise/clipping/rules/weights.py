@@ -39,8 +39,8 @@ class Weights(Protocol):
         """Rows of a table, integers (B, ...) -> (B, ..., d); the row `padding_idx` gets no gradient."""
         ...
 
-    def plain(self, name: str) -> Tensor | None:
-        """The value of a parameter without a gradient, or None where the module has none."""
+    def each(self, name: str, batch: int) -> Tensor:
+        """A parameter's copies, one for each of the batch's rows: (B, *shape)."""
         ...
 
 
