@@ -256,4 +256,4 @@ def test_a_layer_alone_keeps_no_more_than_it_must():
             assert [rule.alone for rule in rules] == alone and [rule.thrifty for rule in rules] == [thrifty] * 2
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with attach(model, per_layer(model), 1.0) as engine:
-        assert all(m.rule.alone and not m.shared for group in engine.groups for m in group.members)
+        assert all(m.rule.alone for group in engine.groups for m in group.members)

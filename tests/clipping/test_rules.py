@@ -207,7 +207,7 @@ def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
     assert seen[-1][1] == 9
 
 
-def test_three_uses_have_three_pairs_and_materialised_ones_are_raised_too(double, monkeypatch):
+def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypatch):
     class Thrice(nn.Module):
         def __init__(self, layer: nn.Module) -> None:
             super().__init__()
@@ -232,14 +232,15 @@ def test_three_uses_have_three_pairs_and_materialised_ones_are_raised_too(double
             with attach(model, make_partition(model), 1.0, norms=norms) as engine:
                 engine.backward(model(x).flatten(1).square().sum(1))
                 torch.testing.assert_close(engine.per_example_norms[0], torch.stack(exact), rtol=1e-9, atol=0)
-        seen.clear()
+        if isinstance(layer, nn.Linear):  # nothing that could cancel is added to its norm
+            continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joint, "rounding_slack", slack)
             with attach(model, per_layer(model), 1.0) as engine:
                 engine.backward(model(x).flatten(1).square().sum(1))
                 raised = engine.per_example_norms[0].square() - torch.stack(exact).square()
         assert bool((raised > 0.99).all()), "never lowered"
-        assert (4 if isinstance(layer, nn.Linear) else layer.weight.numel()) in seen
+        assert layer.weight.numel() in seen
 
 
 class Own(nn.Module):

@@ -15,7 +15,7 @@ from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
 from groupwise.clipping.flight import Flights
 from groupwise.clipping.gate import Phase, Round, no_autocast
 from groupwise.clipping.groups import build_groups
-from groupwise.clipping.layouts import Order, agreeing
+from groupwise.clipping.layouts import UNSURE, Order, agreeing
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.paths import check_paths, layer_nodes
@@ -229,10 +229,13 @@ class ClippingEngine:
         """See from gradients which rows of a layer's output are whose, where shapes alone do not tell."""
         open_passes = self._flights.open.values()
         folded = any(group_pass.batch != len(losses) for group_pass in open_passes)
-        if len(losses) < 2 or not (folded or any(group_pass.uncertain for group_pass in open_passes)):
+        if len(losses) < 2 or self._flights.round is not None or not (folded or any(group_pass.uncertain for group_pass in open_passes)):
             return
-        nodes = layer_nodes(losses)
-        weights = torch.linspace(0.5, 1.5, len(losses), device=losses.device, dtype=losses.dtype)
+        nodes = [node for node in layer_nodes(losses) if folded or not getattr(node, "layout", UNSURE).certain]
+        if not nodes:
+            return
+        powers = torch.randint(-8, 8, (len(losses),), generator=torch.Generator().manual_seed(len(losses)))
+        weights = (2.0**powers).to(losses)  # powers of 2: products with them are exact
         with self._flights.looking(len(losses)), no_autocast(losses.device.type):
             plain, weighed = (
                 torch.autograd.grad(total, [GradientEdge(node, 0) for node in nodes], retain_graph=True)

@@ -48,6 +48,8 @@ class Layout:
 
     order: Order
     each: int = 1
+    certain: bool = True
+    """Whether shapes alone tell it; otherwise gradients must."""
 
     def examples_first(self, t: Tensor) -> Tensor:
         """(…) -> (B, …) for FIRST and SECOND, (B, k, …) for the two with k rows an example."""
@@ -66,7 +68,7 @@ class Layout:
         return (chosen.mT if self.order is Order.STACKED else chosen).flatten()
 
 
-FIRST, NONE = Layout(Order.FIRST), Layout(Order.NONE)
+FIRST, NONE, UNSURE = Layout(Order.FIRST), Layout(Order.NONE), Layout(Order.FIRST, certain=False)
 
 
 @dataclass
@@ -100,8 +102,8 @@ class Layouts:
         features_last: bool,
         given: Callable[[Tensor], bool],
         alike: bool = True,
-    ) -> tuple[Layout, bool]:
-        """The layout of a call, and whether it is certain.
+    ) -> Layout:
+        """The layout of a call.
 
         Args:
             name: the layer's.
@@ -115,9 +117,9 @@ class Layouts:
             UserError: the shape fits no order.
         """
         if x.dim() == 0:
-            return NONE, True
+            return NONE
         if batch <= 1:
-            return (FIRST if x.shape[0] == batch else Layout(Order.FOLDED, x.shape[0])), True
+            return FIRST if x.shape[0] == batch else Layout(Order.FOLDED, x.shape[0])
         fits = _orders(x, batch, features_last)
         own = given(x)
         if x.requires_grad:  # it holds the batch somewhere
@@ -140,7 +142,7 @@ class Layouts:
             order = next(order for order in _ranked(x, resolved, own) if order in possible)
         rivals = (possible if alike else fits) - {order} - ({Order.NONE} if own or resolved else set())
         certain = (alike and seen.proven is not None) or order is Order.NONE or not rivals
-        return Layout(order, x.shape[0] // batch if order in _FOLDS else 1), certain
+        return Layout(order, x.shape[0] // batch if order in _FOLDS else 1, certain)
 
     def prove(self, name: str, rank: int, order: Order) -> None:
         """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features."""
@@ -182,7 +184,7 @@ def agreeing(plain: Tensor, weighed: Tensor, weights: Tensor) -> list[Order]:
     Args:
         plain: gradient of Σ_i loss_i for the output.
         weighed: gradient of Σ_i w_i·loss_i for it: w_i times the other, on the rows of example i.
-        weights: w, (B,), all different.
+        weights: w, (B,), powers of 2, so that the two agree to the last bit in any precision.
     """
     batch = len(weights)
     size = torch.linalg.vector_norm(plain)
@@ -196,6 +198,6 @@ def agreeing(plain: Tensor, weighed: Tensor, weights: Tensor) -> list[Order]:
         layout = Layout(order, rows // batch)
         a, b = layout.examples_first(plain), layout.examples_first(weighed)
         w = weights.to(a.dtype).view(-1, *(1,) * (a.dim() - 1))
-        if bool(torch.linalg.vector_norm(b - w * a) <= 1e-3 * size):
+        if bool(torch.linalg.vector_norm(b - w * a) <= 1e-5 * size):
             found.append(order)
     return found

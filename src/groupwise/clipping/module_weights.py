@@ -114,14 +114,14 @@ class LateLinear:
         self._added: tuple[Tensor, ...] = ()
         if group is None or member is None:
             return
-        layout, certain, batch = patches.layout_of(member, like, batch_first=True)
+        layout, batch = patches.layout_of(member, like, batch_first=True)
         if layout.order is Order.NONE:
             raise UserError(f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch.")
         group_pass = patches.flights.pass_of(group, member, batch, like.device)
         self._inputs = {}
         zeros = self._zeros(like, steps)
         added = LateFunction.apply(group_pass, member, layout, group_pass.probe, self._inputs, zeros)
-        group_pass.uncertain |= not certain
+        group_pass.uncertain |= not layout.certain
         self._added = added.unbind(1)
 
     def _zeros(self, like: Tensor, steps: int) -> Callable[[], Tensor]:

@@ -286,10 +286,10 @@ class Patches:
         if not x.requires_grad and not self._call.is_given(x) and self._is_constant(x):
             return None
         kind = "numbers" if x.is_floating_point() else "indices"
-        layout, certain = self.flights.layouts.of(f"{label}, which meets {kind},", x, batch, True, self._call.is_given, alike=False)
+        layout = self.flights.layouts.of(f"{label}, which meets {kind},", x, batch, True, self._call.is_given, alike=False)
         if layout.order is Order.NONE:
             return None
-        return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, certain)
+        return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
 
     def _is_constant(self, x: Tensor) -> bool:
         if self._constants is None:
@@ -317,22 +317,22 @@ class Patches:
         """A layer's output for an input x of any layout, with its parameters' values."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name))
-        layout, certain, batch = self.layout_of(member, x, batch_first)
+        layout, batch = self.layout_of(member, x, batch_first)
         if layout.order is Order.NONE:
             return self._without_batch(group, member, x, values, batch)
         inputs, values = autocast(member.rule.autocast, x, values)
         group_pass = self.flights.pass_of(group, member, batch, x.device)
-        group_pass.uncertain |= not certain
+        group_pass.uncertain |= not layout.certain
         y: Tensor = LayerFunction.apply(group_pass, member, layout, group_pass.probe, inputs, *values)
         return y
 
-    def layout_of(self, member: Member, x: Tensor, batch_first: bool) -> tuple[Layout, bool, int]:
-        """How a layer's input holds the batch, whether that is certain, and B."""
+    def layout_of(self, member: Member, x: Tensor, batch_first: bool) -> tuple[Layout, int]:
+        """How a layer's input holds the batch, and B."""
         known = self._call
         batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
         given = known.is_given if known is not None else lambda _: True
         any_order = member.rule.features_last and not batch_first
-        return *self.flights.layouts.of(member.label, x, batch, any_order, given), batch
+        return self.flights.layouts.of(member.label, x, batch, any_order, given), batch
 
     def _run_rows(self, group: GroupState, member: Member, rows: Tensor, values: list[Tensor | None]) -> Tensor:
         inputs, values = autocast(member.rule.autocast, rows, values)
