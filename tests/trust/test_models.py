@@ -88,7 +88,7 @@ def spoil_a_norm(engine):
 
 
 def spoil_a_count(engine):
-    engine._counts.within += 1
+    engine.reset()
 
 
 @pytest.mark.parametrize(

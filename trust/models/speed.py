@@ -18,9 +18,9 @@ from trust.models.rows import EXACT, Row
 LARGE = Size(batch=8, tokens=64, width=128, image=32, vocabulary=1000)
 SHORTEST = 0.02
 """Seconds of a plain step: the batch is doubled until it takes as long."""
-MOST_EXAMPLES = 2048
+MOST_EXAMPLES = 512
 ROUNDS = 5
-LONGEST = 6.0
+LONGEST = 3.0
 """Seconds that the private steps of one architecture in one mode may take; at least one is timed."""
 
 
