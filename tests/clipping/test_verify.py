@@ -57,12 +57,12 @@ class Counting:
 
 
 class LayerDrop(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
-        self.inner = nn.Linear(5, 5)
+        self.inner, self.rate = nn.Linear(5, 5), rate
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x) * (torch.rand(()) < 0.5)
+        return x + self.inner(x) * (torch.rand(()) >= self.rate)
 
 
 class Codebook(nn.Module):
@@ -344,6 +344,13 @@ def test_a_model_in_eval_mode_is_checked_as_it_trains():
     with pytest.raises(UserError, match="LayerDrop"):
         verify(engine, losses_of, EXAMPLES)
     assert not any(module.training for module in engine.model.modules())
+
+
+def test_a_layer_drop_at_rate_0_draws_but_does_nothing():
+    verify(*attached(LayerDrop(0.0)), EXAMPLES)
+    for rate in (0.001, 0.999, 1.0 - 2**-20):
+        with pytest.raises(UserError, match="LayerDrop"):
+            verify(*attached(LayerDrop(rate)), EXAMPLES)
 
 
 def test_examples_may_be_augmented_one_by_one_outside_of_the_model():

@@ -142,7 +142,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["layer", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "layer")]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_ordinary_models_pass(name, mode):
     torch.manual_seed(1)
@@ -159,3 +161,16 @@ def test_padding_is_what_the_texts_differ_in():
     _, losses = on_text("gpt2_tied", dropout=0.0, attention_dropout=0.0)
     assert PADDING not in EXAMPLES[:1] and len({LENGTHS[i] for i in EXAMPLES}) > 3
     torch.testing.assert_close(losses([3]), losses([0, 3])[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer", "wide_resnet", "gpt2_tied", "gpt2_lora_dropout", "roberta", "bert"])
+def test_so_they_do_in_bfloat16_within_wider_tolerances(name):
+    torch.manual_seed(1)
+    model, losses = MODELS[name]()
+
+    def rounded(examples: Sequence[int]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(examples).float()
+
+    with attach(model, per_layer(model), 0.3) as engine:
+        verify(engine, rounded, EXAMPLES, tolerance=0.3, loss_tolerance=0.05)

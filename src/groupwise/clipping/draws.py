@@ -1,6 +1,6 @@
 """Watch which random numbers a forward pass draws and in which module, or put their expectation in their place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,17 @@ class Draws(TorchDispatchMode):
         generators: told of generators that an operation is given by hand.
         calm: give the expectation instead of random numbers (a dropout mask that keeps all, a slope in the middle), so
             that an example meets the same numbers alone as among others. The model stays in training mode.
+        forced: a draw, and the number that it and its like give instead of random ones.
     """
 
-    def __init__(self, calls: Calls, generators: Generators, calm: bool = False) -> None:
+    def __init__(
+        self, calls: Calls, generators: Generators, calm: bool = False, forced: tuple[Draw, float] | None = None
+    ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
         self.uncalmed: list[Draw] = []
         """Those whose expectation is not known here; with `calm` only."""
-        self._calls, self._generators, self._calm = calls, generators, calm
+        self._calls, self._generators, self._calm, self._forced = calls, generators, calm, forced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,6 +60,8 @@ class Draws(TorchDispatchMode):
         shapes = tuple(tuple(t.shape) for t in tree_leaves(made) if isinstance(t, Tensor))
         draw = Draw(name, self._calls.innermost, shapes)
         self.taken.append(draw)
+        if self._forced is not None and self._forced[0] == draw and isinstance(made, Tensor):
+            made.fill_(self._forced[1])
         if self._calm and not (name in _CHANGED or "dropout_p" in given):
             if name in _EXPECTED and isinstance(made, Tensor):
                 expected = _EXPECTED[name](given)
@@ -66,8 +71,8 @@ class Draws(TorchDispatchMode):
         return made
 
 
-def shared_draw(some: Sequence[Draw], twice: Sequence[Draw]) -> Draw | None:
-    """The first draw that examples share, from a forward pass and another one with every row there twice.
+def shared_draws(some: Sequence[Draw], twice: Sequence[Draw]) -> Iterator[Draw]:
+    """The draws that examples share, from a forward pass and another one with every row there twice.
 
     What each example draws for itself has an axis that grows with the rows, or is drawn once an example. A permutation
     of the rows is one draw for all of them.
@@ -78,12 +83,12 @@ def shared_draw(some: Sequence[Draw], twice: Sequence[Draw]) -> Draw | None:
         if len(theirs) == 2 * len(ours) and sorted(d.shapes for d in ours * 2) == sorted(d.shapes for d in theirs):
             continue
         if len(ours) != len(theirs):
-            return (ours or theirs)[0]
+            yield (ours or theirs)[0]
+            continue
         for one, two in zip(ours, theirs, strict=True):
             own = one.name != "randperm" and any(map(_doubled, one.shapes, two.shapes))
             if not own and not _is_seed(one):
-                return one
-    return None
+                yield one
 
 
 def _doubled(one: Shape, two: Shape) -> bool:

@@ -58,9 +58,11 @@ class Runs:
         return losses
 
     @contextmanager
-    def drawing(self, calm: bool = False, border: Border | None = None) -> Iterator[Draws]:
-        """Inside, draws are noted (or calmed) and modules followed."""
-        with self.calls.followed(border), Draws(self.calls, self.generators, calm) as draws:
+    def drawing(
+        self, calm: bool = False, border: Border | None = None, forced: tuple[Draw, float] | None = None
+    ) -> Iterator[Draws]:
+        """Inside, draws are noted (or calmed, or one of them forced) and modules followed."""
+        with self.calls.followed(border), Draws(self.calls, self.generators, calm, forced) as draws:
             yield draws
         self.uncalmed = self.uncalmed or bool(draws.uncalmed)
 

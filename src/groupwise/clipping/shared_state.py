@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.calls import OUTSIDE
-from groupwise.clipping.draws import shared_draw
+from groupwise.clipping.draws import Draw, shared_draws
 from groupwise.clipping.generators import host_states, moved
 from groupwise.clipping.runs import Runs
 from groupwise.errors import UserError
@@ -91,11 +91,25 @@ def check_draws(runs: Runs, batch: Sequence[int], buffers: dict[str, Tensor]) ->
             f"alone: {REMEDY}."
         )
     runs.uncalmed = runs.uncalmed or host.drawn is not None
-    if (draw := shared_draw(some.taken, twice.taken)) is not None:
+    for draw in dict.fromkeys(shared_draws(some.taken, twice.taken)):
+        if _without_effect(runs, half, draw):
+            continue
         raise UserError(
             f"torch.{draw.name.strip('_')} draws numbers of shape {' and '.join(map(str, draw.shapes))} in "
             f"{draw.place} for all {len(half)} examples of a batch: examples must not share randomness, so {REMEDY}."
         )
+
+
+def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
+    """Whether numbers from 0 to 1 change nothing: a layer drop at rate 0 draws them all the same."""
+    if draw.name not in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"):
+        return False
+    losses = []
+    for value in (0.0, 0.5, 1 - 2**-24):
+        runs.generators.seed(0)
+        with torch.no_grad(), runs.drawing(forced=(draw, value)):
+            losses.append(runs.losses(examples))
+    return all(torch.equal(losses[0], other) for other in losses[1:])
 
 
 class _Host:
