@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.clipping import gate
-from groupwise.clipping.verify import verify
+from groupwise.clipping import gate, verify
 from tests.training.test_loop import (
     ADAPTIVE_BLOCK,
     ADAPTIVE_FLAT,

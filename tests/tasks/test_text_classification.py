@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import attach, flat, per_layer, verify
 from groupwise.clipping.reference import clipped_sums
-from groupwise.clipping.verify import verify
 from groupwise.config import DataConfig, LoraConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
 from groupwise.data.text import Labelled
 from groupwise.errors import UserError

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.clipping import attach, flat
-from groupwise.clipping.verify import verify
+from groupwise.clipping import attach, flat, verify
 from groupwise.errors import UserError
 from trust import planted
 from trust.planted import RESULT, main, measure

@@ -19,6 +19,7 @@ from groupwise.clipping.layers import WSConv2d
 from groupwise.clipping.measure import gradient_norms
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.rules import LayerRule, register_rule
+from groupwise.clipping.verification import verify
 
 __all__ = [
     "ClippingEngine",
@@ -37,4 +38,5 @@ __all__ = [
     "per_block",
     "per_layer",
     "register_rule",
+    "verify",
 ]

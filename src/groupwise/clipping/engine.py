@@ -19,7 +19,7 @@ from groupwise.clipping.layouts import UNSURE, Order, agreeing
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.paths import check_paths, layer_nodes
-from groupwise.clipping.reach import check_gradients, check_groups
+from groupwise.clipping.reach import Attached, check_groups
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -108,7 +108,7 @@ class ClippingEngine:
         self.squared_norms: dict[int, Tensor] = {}
         self._flights = Flights()
         self._checked = False
-        self._trains = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._direct = direct
         self.set_thresholds(thresholds)
@@ -121,6 +121,11 @@ class ClippingEngine:
     def thresholds(self) -> Tensor:
         """C_k that clips, (K,)."""
         return torch.stack([group.threshold for group in self.groups])
+
+    @property
+    def count_thresholds(self) -> Tensor:
+        """The thresholds that counts are taken at, (K,)."""
+        return self._counts.at.clone()
 
     def set_thresholds(
         self, clip: float | Sequence[float] | Tensor, count: Sequence[float] | Tensor | None = None
@@ -298,7 +303,7 @@ class ClippingEngine:
         Raises:
             UserError: a parameter used outside its layer, or frozen or thawed since `attach`.
         """
-        self._check_trains()
+        self._attached.check_same()
         check_paths(output, self._names, shards=self._direct)
 
     @contextmanager
@@ -320,7 +325,7 @@ class ClippingEngine:
             raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of on reweighted losses.")
         if not 0 <= absent <= examples:
             raise UserError(f"{absent} of {examples} examples cannot be absent: give a number from 0 to {examples}.")
-        self._check_trains()
+        self._attached.check_same()
         with self._backward(Phase.CLIP, examples, microbatch) as current:
             yield
             first = not self._checked
@@ -340,7 +345,7 @@ class ClippingEngine:
         Raises:
             UserError: no such forward pass; inside another one; a group that was not reached.
         """
-        self._check_trains()
+        self._attached.check_same()
         with self._backward(Phase.NORMS, examples, microbatch) as current:
             yield
             check_groups(self.groups, current, self._direct)
@@ -363,7 +368,7 @@ class ClippingEngine:
         """
         if len(self.groups) != 1:
             raise UserError(f"Reweighted losses clip one group; this engine has {len(self.groups)}: use backward_of.")
-        self._check_trains()
+        self._attached.check_same()
         with self._backward(Phase.SUMS, examples, microbatch) as current:
             current.factors = None if factors is None else _left_out(factors)
             yield
@@ -398,18 +403,10 @@ class ClippingEngine:
         if not losses.requires_grad:
             raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")
 
-    def _check_trains(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if self._trains.get(name) != parameter.requires_grad:
-                done = "thawed" if parameter.requires_grad else "frozen"
-                raise UserError(f"Parameter {name!r} was {done} after attaching: detach, then attach again.")
-
     def _check_reached(self, current: Round) -> None:
-        if not self._checked:
-            check_groups(self.groups, current, self._direct)
-            if not self._direct:  # shards may get their gradients later
-                check_gradients(self.model)
-            self._checked = True
+        check_groups(self.groups, current, self._direct)
+        self._attached.check_gradients()
+        self._checked = True
 
     # -- leaving no trace -----------------------------------------------------------------------------------------
 

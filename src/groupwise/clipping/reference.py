@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.factors import ClipRule, clip_factors
 from groupwise.clipping.partition import Partition
+from groupwise.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ def clipped_sums(
         partition: the groups.
         thresholds: C_k, (K,).
         clip_rule: the rule of the engine that is compared.
+
+    Raises:
+        UserError: a trainable parameter that no loss depends on.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -47,11 +51,21 @@ def clipped_sums(
     thresholds = torch.as_tensor(thresholds, dtype=next(iter(parameters.values())).dtype)
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype)
+    reached: set[str] = set()
     for column, example in enumerate(examples):
-        gradients = dict(zip(parameters, torch.autograd.grad(loss_of(example), list(parameters.values())), strict=True))
+        found = torch.autograd.grad(loss_of(example), list(parameters.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+        reached |= gradients.keys()
         for k, group in enumerate(members):
-            norms[k, column] = torch.stack([gradients[name].square().sum() for name in group]).sum().sqrt()
+            squares = [gradients[name].square().sum() for name in group if name in gradients]
+            norms[k, column] = torch.stack(squares).sum().sqrt() if squares else 0.0
+            if not norms[k, column].isfinite():
+                continue  # such an example is left out of the group
             factor = float(clip_rule(norms[k, column].view(1), thresholds[k]))
             for name in group:
-                sums[name] += factor * gradients[name]
+                if name in gradients:
+                    sums[name] += factor * gradients[name]
+    for name in parameters:
+        if name not in reached:
+            raise UserError(f"Parameter {name!r} trains, but no example's loss depends on it: freeze it, or use it.")
     return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64))

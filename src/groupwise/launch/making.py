@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from groupwise.clipping import ClippingEngine
-from groupwise.clipping.verify import verify
+from groupwise.clipping import ClippingEngine, verify
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PoissonSampler, PrivacyPlan, ShuffleSampler
@@ -20,6 +19,9 @@ from groupwise.training.task import Task
 
 SEEDS_APART = 1 << 32
 """Between the seeds of two replicas, so that no other run's `seed` is one of them."""
+
+CHECKED = 5
+"""Examples that the engine is compared with a slow loop on, before training."""
 
 
 def make_trainer(
@@ -47,7 +49,8 @@ def make_trainer(
         microbatch = min(ranks.gather(microbatch))
     if engine is not None:
         coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
-        verify(engine, task.losses, range(min(3, task.train_size)), **coarse)
+        some = examples_to_check(task.order(np.arange(task.train_size)))
+        verify(engine, task.losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
     make: type[Trainer] = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
@@ -73,6 +76,16 @@ def make_trainer(
         device=device,
         ranks=ranks,
     )
+
+
+def examples_to_check(order: np.ndarray) -> list[int]:
+    """Examples of different kinds, the longest first: the shortest, the first and the last, and some in between.
+
+    Args:
+        order: all examples, (N,), as `Task.order` puts them.
+    """
+    kinds = [order[0], order[-1], order.min(), order.max(), *(order[len(order) * part // 4] for part in (2, 1, 3))]
+    return list(dict.fromkeys(int(i) for i in kinds))[:CHECKED]
 
 
 def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import ClippingEngine
-from groupwise.clipping.verify import verify
+from groupwise.clipping import ClippingEngine, verify
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
-from groupwise.launch.making import SEEDS_APART, check_plan, make_noise, make_sampler
+from groupwise.launch.making import CHECKED, SEEDS_APART, check_plan, examples_to_check, make_noise, make_sampler
 from groupwise.models.sources import find_source
 from groupwise.pipeline.loading import empty_model, load_stage
 from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut
@@ -36,8 +35,6 @@ from groupwise.training.precision import autocast
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
 
-CHECKED = 3
-"""Examples that the engine is compared with the reference on, before training."""
 BUSY = 4
 """Microbatches for every stage, which keep the stages waiting for a fifth of the time at most (Huang et al., 2019)."""
 
@@ -124,8 +121,10 @@ def make_pipeline_trainer(
     examples = feed.order(np.arange(len(feed)))
     if engine is not None:
         coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
-        some = feed.microbatches(examples[:CHECKED], min(CHECKED, len(feed)))[0]
-        verify(engine, alone(stage, some, device), range(some.examples), **coarse)
+        chosen = np.array(examples_to_check(examples))
+        some = feed.microbatches(chosen, len(chosen))[0]
+        rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))
+        verify(engine, alone(stage, some, device), range(some.examples), rows=rows, **coarse)
     microbatch = config.train.microbatch
     if microbatch is None and state is None:
         two = feed.microbatches(examples[:2], min(2, len(feed)))[0]

@@ -1,0 +1,133 @@
+"""Prove that no example of a batch influences another: replace the others, and see its loss and norms unmoved."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from groupwise.clipping.calls import Fingerprints
+from groupwise.clipping.draws import FOLLOWING_VALUES
+from groupwise.clipping.runs import Outcome, Runs
+from groupwise.errors import UserError
+
+NEGLIGIBLE = 1e-5
+"""Of an example's whole gradient: a group's share below this is what rounding leaves of nothing (a bias in front of a
+normalisation, say), and is not compared."""
+LEAST_LOSS = 0.1
+"""A loss has the rounding of the numbers that it comes from, however small it is: smaller ones are compared as this."""
+
+Run = Callable[[bool], Outcome]
+"""One batch's forward pass, or both passes; draws calmed or not."""
+
+
+def check_apart(runs: Runs, batch: Sequence[int], tolerance: float, loss_tolerance: float) -> None:
+    """Run a batch without and with the engine, then with every second row replaced, then with the others replaced.
+
+    Args:
+        runs: of the model.
+        batch: indices of examples, the longest first where lengths differ: it pads all batches alike.
+        tolerance: relative, for norms.
+        loss_tolerance: relative, for losses.
+
+    Raises:
+        UserError: the model gives something else when it runs again, or an example's loss or norms follow the others'.
+    """
+
+    @cache
+    def first(calm: bool) -> Outcome:
+        return runs.clipped(batch, calm)
+
+    pair = _comparable(runs, lambda calm: runs.plain(batch, calm), first)
+    if pair is not None and bool(moved_losses(pair[0].losses, pair[1].losses, loss_tolerance).any()):
+        raise UserError(_not_a_function(runs, batch))
+    for turn in (0, 1):
+        kept = list(range(len(batch)))[turn::2]
+        other = [i if row in kept else _another(batch, i) for row, i in enumerate(batch)]
+        pair = _comparable(runs, first, lambda calm, other=other: runs.clipped(other, calm))  # type: ignore[misc]
+        if kept and pair is not None:
+            _check_kept(runs, batch, other, kept, pair, tolerance, loss_tolerance)
+
+
+def moved_losses(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
+    """Which losses (n,) differ by more than a share of themselves; two that are not finite are alike."""
+    before, after = before.double().cpu(), after.double().cpu()
+    apart = (before - after).abs() > tolerance * after.abs().clamp_min(LEAST_LOSS)
+    return apart | (before.isfinite() != after.isfinite())
+
+
+def slack(norms: Tensor, tolerance: float) -> Tensor:
+    """By how much the norms (K, n) of n examples may be off."""
+    return tolerance * norms + NEGLIGIBLE * norms.nan_to_num(0, 0, 0).norm(dim=0)
+
+
+def moved_norms(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
+    """Which norms (K, n) differ by more than a share of themselves; two that are not finite are alike."""
+    before, after = before.double(), after.double()
+    return ((before - after).abs() > slack(after, tolerance)) | (before.isfinite() != after.isfinite())
+
+
+def first_seen(one: Sequence[int], other: Sequence[int], kept: Sequence[int], runs: Runs, calm: bool) -> str:
+    """Where the kept rows of two batches part in a forward pass, as an insertion into a sentence; or nothing."""
+    taken = []
+    with torch.no_grad():
+        for batch in (one, other):
+            prints = Fingerprints(len(batch), kept)
+            runs.plain(batch, calm, prints.take)
+            taken.append(prints)
+    place = taken[0].first_difference(taken[1], 1e-4)
+    return "" if place is None else f" (first seen in {place})"
+
+
+def _comparable(runs: Runs, one: Run, two: Run) -> tuple[Outcome, Outcome] | None:
+    """Both with the same random numbers: calmed, where they may draw others, or None where that is in vain."""
+    a, b = one(False), two(False)
+    following = any(draw.name in FOLLOWING_VALUES for draw in a.draws)
+    if not following and [draw.shapes for draw in a.draws] == [draw.shapes for draw in b.draws]:
+        return a, b
+    a, b = one(True), two(True)
+    return None if runs.uncalmed else (a, b)
+
+
+def _another(batch: Sequence[int], example: int) -> int:
+    """The longest example, or for itself the next one that there is."""
+    return next((i for i in batch if i != example), example)
+
+
+def _check_kept(
+    runs: Runs,
+    batch: Sequence[int],
+    other: Sequence[int],
+    kept: Sequence[int],
+    pair: tuple[Outcome, Outcome],
+    tolerance: float,
+    loss_tolerance: float,
+) -> None:
+    before, after = pair
+    mixes = "a layer or the loss mixes the examples of a batch{}, so no example's influence is bounded."
+    for row in moved_losses(before.losses, after.losses, loss_tolerance).nonzero().flatten().tolist():
+        if row in kept:
+            a, b = float(before.losses[row]), float(after.losses[row])
+            raise UserError(
+                f"Example {batch[row]} has loss {a:.6g} among some examples and {b:.6g} among others: "
+                + mixes.format(first_seen(batch, other, kept, runs, calm=False))
+            )
+    for k, row in moved_norms(before.norms, after.norms, tolerance).nonzero().tolist():
+        if row in kept:
+            a, b, group = float(before.norms[k, row]), float(after.norms[k, row]), runs.engine.groups[k].name
+            raise UserError(
+                f"Example {batch[row]} has gradient norm {a:.6g} in group {group!r} among some examples and {b:.6g} "
+                "among others: a layer mixes the examples of a batch or puts them in another order"
+                f"{first_seen(batch, other, kept, runs, calm=False)}; every layer must take them as the first axis of "
+                "its input, in the order of the losses."
+            )
+
+
+def _not_a_function(runs: Runs, batch: Sequence[int]) -> str:
+    place = first_seen(batch, batch, range(len(batch)), runs, calm=False)
+    if place:
+        return (
+            f"The model gives other losses when it runs again on the same examples and random numbers{place}: no state "
+            "may change from one forward pass to the next, nor randomness come from a generator that cannot be seeded."
+        )
+    return "The model gives other losses with the engine than without: please report this."

@@ -1,0 +1,113 @@
+"""At every step: parameters that are no longer those that were attached, and groups that were left out, are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.errors import UserError
+
+MODES = {"flat": (flat, {}), "ghost": (flat, {"norms": "ghost"}), "layer": (per_layer, {}), "block": (per_block, {})}
+
+
+class Branches(nn.Module):
+    """Two blocks; the second one is left out, or adds 0, when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+        self.blocks, self.head, self.use = nn.ModuleList(blocks), nn.Linear(4, 2), "yes"
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        if self.use != "no":
+            x = x + self.blocks[1](x) * (self.use == "yes")
+        return self.head(x)
+
+
+@pytest.fixture(params=MODES)
+def stepped(request):
+    """An engine after its first step, and what makes another one."""
+    torch.manual_seed(0)
+    make_partition, options = MODES[request.param]
+    model, x = Branches(), torch.randn(3, 4)
+    engine = attach(model, make_partition(model), 0.1, **options)
+
+    def step():
+        model.zero_grad()
+        engine.reset()
+        engine.backward(model(x).square().sum(1))
+
+    step()
+    return engine, step
+
+
+def test_a_step_after_a_step_goes_on(stepped):
+    engine, step = stepped
+    step()
+    assert engine.examples == 3
+
+
+def test_another_parameter_in_its_place_is_refused(stepped):
+    engine, step = stepped
+    engine.model.head.weight = nn.Parameter(torch.ones(2, 4))
+    with pytest.raises(UserError, match=r"'head\.weight' was replaced by another tensor"):
+        step()
+
+
+def test_an_added_parameter_and_a_removed_one_are_refused(stepped):
+    engine, step = stepped
+    engine.model.more = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"'more\.weight' was added"):
+        step()
+    del engine.model.more
+    step()
+    engine.model.head.bias = None
+    with pytest.raises(UserError, match=r"'head\.bias' was taken out"):
+        step()
+
+
+def test_data_of_another_shape_or_precision_is_refused(stepped):
+    engine, step = stepped
+    engine.model.head.weight.data = torch.ones(3, 4)
+    with pytest.raises(UserError, match=r"'head\.weight' was made torch.float32 of shape \(3, 4\)"):
+        engine.check_output(torch.zeros(3, requires_grad=True))
+    engine.model.head.weight.data = torch.ones(2, 4)
+    step()
+    engine.model.bfloat16()
+    with pytest.raises(UserError, match=r"was made torch.bfloat16"):
+        engine.check_output(torch.zeros(3, requires_grad=True))
+
+
+def test_other_values_in_the_same_parameter_are_fine(stepped):
+    engine, step = stepped
+    engine.model.load_state_dict({name: torch.ones_like(p) for name, p in engine.model.state_dict().items()})
+    engine.model.head.weight.data = torch.zeros(2, 4)
+    step()
+
+
+def test_a_group_or_layer_that_a_later_step_leaves_out_is_refused_by_name(stepped):
+    engine, step = stepped
+    engine.model.use = "no"
+    with pytest.raises(UserError, match=r"'blocks\.1\.0\.weight'"):
+        step()
+    engine.model.use = "zero"  # the remedy
+    step()
+    assert engine.examples == 3 and all(float(p.grad.norm()) == 0 for p in engine.model.blocks[1].parameters())
+
+
+@pytest.mark.parametrize("partition", [flat, per_layer, per_block])
+def test_so_it_is_in_a_pipeline(partition):
+    model, x = Branches(), torch.randn(3, 4)
+    engine = attach(model, partition(model), 0.1)
+    for use in ("yes", "no"):
+        model.zero_grad()
+        model.use = use
+        with engine.forward_of(0):
+            losses = model(x).square().sum(1)
+        if use == "yes":
+            with engine.backward_of(0, 3):
+                losses.sum().backward()
+        else:
+            with pytest.raises(UserError, match=r"'blocks\.1\.0\.weight'"), engine.backward_of(0, 3):
+                losses.sum().backward()

@@ -1,0 +1,176 @@
+"""The check before training raises no false alarm: ordinary models in float32, with dropout on, pass it."""
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, flat, per_block, per_layer, verify
+from groupwise.config import LoraConfig
+from groupwise.models import wide_resnet
+from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, PADDING, Case, make_case
+
+Losses = Callable[[Sequence[int]], Tensor]
+LENGTHS = (9, 4, 7, 2, 6, 5, 9, 3)
+EXAMPLES = (0, 3, 7, 4, 1)
+"""The longest first, as tasks hand them over."""
+MODES = {"flat": (flat, {}), "ghost": (flat, {"norms": "ghost"}), "layer": (per_layer, {}), "block": (per_block, {})}
+
+
+class Residual(nn.Module):
+    """x + f(x), for each example with a probability of its own."""
+
+    def __init__(self, inner: nn.Module, survival: float) -> None:
+        super().__init__()
+        self.inner, self.survival = inner, survival
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = torch.rand(len(x), *[1] * (x.dim() - 1)) < self.survival if self.training else self.survival
+        return x + self.inner(x) * keep
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.mix, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.mix(x).chunk(3, dim=2))
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Noise(nn.Module):
+    """Gaussian noise of each example's own, from a generator of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 8)
+        for t in range(x.shape[1]):
+            h = F.dropout(self.cell(x[:, t], h), 0.1, self.training)
+        return self.out(h)
+
+
+class Pooled(nn.Module):
+    """The mean over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(42, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 7)), nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Dropout2d(0.2),
+        nn.Conv2d(8, 8, 3), nn.RReLU(), nn.Flatten(), nn.AlphaDropout(0.1), nn.Linear(48, 3),
+    )  # fmt: skip
+
+
+def transformer() -> nn.Module:
+    feed = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
+    attend = nn.Sequential(nn.LayerNorm(6), Attention(6, 2), nn.Dropout(0.1))
+    return nn.Sequential(Residual(attend, 0.9), Residual(feed, 0.8), nn.LayerNorm(6), Pooled(), nn.Linear(6, 3))
+
+
+def fallback() -> nn.Module:
+    scale = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    return nn.Sequential(scale, nn.Tanh(), Pooled(), Noise(), nn.Linear(6, 3))
+
+
+def frozen_backbone() -> nn.Module:
+    body = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).requires_grad_(False).eval()
+    return nn.Sequential(body, nn.Tanh(), Pooled(), nn.Dropout(0.1), nn.Linear(6, 3))
+
+
+def on_rows(make: Callable[[], nn.Module]) -> tuple[nn.Module, Losses]:
+    """Real numbers (7, 6) an example, three classes."""
+    model, x, y = make(), torch.randn(len(LENGTHS), 7, 6), torch.arange(len(LENGTHS)) % 3
+    return model, lambda examples: F.cross_entropy(model(x[list(examples)]), y[list(examples)], reduction="none")
+
+
+def on_images(**options: object) -> tuple[nn.Module, Losses]:
+    model, x, y = wide_resnet(depth=10, width=1, norm_groups=4, **options), torch.randn(8, 3, 16, 16), torch.arange(8)
+    return model, lambda examples: F.cross_entropy(model(x[list(examples)]), y[list(examples)], reduction="none")
+
+
+def on_text(name: str, **changes: object) -> tuple[nn.Module, Losses]:
+    """Rows of unequal length, padded to the longest of their batch."""
+    case = make_case(name, **{"dropout": 0.1, "attention_dropout": 0.1, **changes})
+    model = case.model.float().train()
+    rows = [torch.randint(5, 60, (length,)) for length in LENGTHS]
+    classes = None if case.classes is None else torch.arange(len(rows)) % 3
+
+    def losses(examples: Sequence[int]) -> Tensor:
+        part = [rows[i] for i in examples]
+        labels = None if classes is None else classes[list(examples)]
+        return Case(model, part, [1] * len(part), labels, case.first).losses()
+
+    return model, losses
+
+
+ADAPTERS = LoraConfig(rank=3, alpha=6.0, dropout=0.3, targets=LORA.targets)
+MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
+    "mlp": lambda: on_rows(mlp),
+    "convolutional": lambda: on_rows(convolutional),
+    "transformer": lambda: on_rows(transformer),
+    "recurrent": lambda: on_rows(Recurrent),
+    "fallback": lambda: on_rows(fallback),
+    "frozen_backbone": lambda: on_rows(frozen_backbone),
+    "wide_resnet": on_images,
+    "wide_resnet_classic": lambda: on_images(block_order="classic"),
+    **{name: lambda name=name: on_text(name) for name in [*CAUSAL, *CLASSIFIERS]},  # type: ignore[misc]
+    "gpt2_lora_dropout": lambda: on_text("gpt2_lora", lora=ADAPTERS),
+    "roberta_lora_dropout": lambda: on_text("roberta_lora", lora=LoraConfig(rank=3, alpha=6.0, dropout=0.3)),
+}
+
+
+@pytest.mark.parametrize(
+    "mode", ["layer", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "layer")]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_ordinary_models_pass(name, mode):
+    torch.manual_seed(1)
+    make_partition, options = MODES[mode]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="groupwise has no rule")
+        model, losses = MODELS[name]()
+        with attach(model, make_partition(model), 0.3, **options) as engine:
+            for rows in (5, 2):
+                assert verify(engine, losses, EXAMPLES, rows=rows) < 1e-3
+
+
+def test_padding_is_what_the_texts_differ_in():
+    _, losses = on_text("gpt2_tied", dropout=0.0, attention_dropout=0.0)
+    assert PADDING not in EXAMPLES[:1] and len({LENGTHS[i] for i in EXAMPLES}) > 3
+    torch.testing.assert_close(losses([3]), losses([0, 3])[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer", "wide_resnet", "gpt2_tied", "gpt2_lora_dropout", "roberta", "bert"])
+def test_so_they_do_in_bfloat16_within_wider_tolerances(name):
+    torch.manual_seed(1)
+    model, losses = MODELS[name]()
+
+    def rounded(examples: Sequence[int]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(examples).float()
+
+    with attach(model, per_layer(model), 0.3) as engine:
+        verify(engine, rounded, EXAMPLES, tolerance=0.3, loss_tolerance=0.05)
