@@ -16,7 +16,7 @@ REAL = ("task", "model", "data", "scale")
 """What makes it an audit of a real task."""
 DEVICE = ("clip=per_device", "clip=adaptive_device", "clip.grouping=device")
 DELTA = 1e-5
-EXAMPLES = 8
+EXAMPLES = 4
 """Of a real task, unless data.train_limit says otherwise: thousands of steps of all of them are taken."""
 MOST = {"layers": 20_000, "tied": 20_000, "lora": 4000, "codes": 1024}
 """Canaries of a model: a frozen layer of the adapters has as many weights as canaries squared."""

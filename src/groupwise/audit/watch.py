@@ -18,7 +18,7 @@ from groupwise.training.loop import Trainer
 
 AT_ONCE = 500
 """Canaries in one backward pass of the attacker."""
-MASKS = 32
+MASKS = 8
 """Of his own that the attacker averages over where there is dropout: he does not know those of the run."""
 
 
