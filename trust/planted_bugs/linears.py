@@ -33,12 +33,13 @@ class Given(Task):
     """Examples that are gradients: x (N, K, U, width). With dropout the last is taken first, as the longest text is."""
 
     def __init__(self, x: Tensor, dropout: float = 0.0) -> None:
-        self.x, self.train_size = x, len(x)
-        self.model = Linears(*x.shape[1:], dropout=dropout).to(x.dtype)
+        self.x, self.train_size, self._turned = x, len(x), dropout > 0
+        _, layers, uses, width = x.shape
+        self.model = Linears(layers, uses, width, dropout).to(x.dtype)
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         """As they are, or the other way round."""
-        return examples[::-1].copy() if self.model.dropout.p else examples
+        return examples[::-1].copy() if self._turned else examples
 
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """⟨w, x⟩ of each, (n,)."""
