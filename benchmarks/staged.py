@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -207,12 +208,16 @@ def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -
         optimizer.zero_grad()
         if engine is not None:
             engine.reset()
-        (runner.run_flat if method == "flat" else runner.run)(microbatches)
+        (runner.run_flat if method == "flat" else runner.run)(microbatches, nothing_random)
         if engine is not None:
             _release(engine, noise)
         optimizer.step()
 
     return step
+
+
+def nothing_random(_: int) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 def _microbatch(work: Work, first: Any) -> Microbatch:

@@ -34,6 +34,7 @@ MAY_IMPORT = {
         "audit",
         "launch",
         "pipeline",
+        "tasks",
         "training",
         "privacy",
         "clipping",

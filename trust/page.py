@@ -24,7 +24,8 @@ def audits(rows: Rows) -> str:
         lines: dict[tuple[str, ...], dict[str, str]] = {}
         for row in rows:
             if row["design"] == design:
-                of = (f"`{row['mode']}`", row["model"], row["noise"], row["quantile_budget"])
+                dropout = "" if row["dropout"] == "0" else f", dropout {row['dropout']}"
+                of = (f"`{row['mode']}`", row["model"] + dropout, row["noise"], row["quantile_budget"])
                 gaussian = row["epsilon_lower_gaussian"] and f" ({row['epsilon_lower_gaussian']})"
                 lines.setdefault(of, {})[row["epsilon_claimed"]] = row["epsilon_lower"] + gaussian
         table = markdown(head, [[*of, *(found.get(budget, "–") for budget in budgets)] for of, found in lines.items()])

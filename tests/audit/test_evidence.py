@@ -52,6 +52,14 @@ def test_a_canary_shows_as_much_as_the_plan_says_and_no_more(own_cache, model, o
     assert normal(absent) and normal(present)
 
 
+def test_behind_dropout_a_canary_shows_its_mean_over_masks(own_cache):
+    """Who is absent shows noise alone; who is there adds, in the mean, what the attacker's own masks say."""
+    setting = make_setting(["clip=fixed_layer", *QUICK], canaries=600, seed=3, dropout=0.3)
+    absent, present = standardised(setting)
+    assert normal(absent)
+    assert abs(present.mean()) < 5 / len(present) ** 0.5 < 0.5
+
+
 def test_an_example_that_is_clipped_too_little_would_be_seen(own_cache, monkeypatch):
     from groupwise.training import clipping
 

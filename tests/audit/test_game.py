@@ -8,7 +8,7 @@ from groupwise.audit.command import main
 from groupwise.audit.game import play
 from groupwise.audit.guessing import choose_guesses, count_right
 from groupwise.audit.options import make_setting
-from groupwise.audit.table import COLUMNS, MODES, cells, markdown, row_of
+from groupwise.audit.table import COLUMNS, MODES, everything, markdown, row_of
 from groupwise.audit.task import Present
 from groupwise.privacy import PoissonSampler, mechanism
 
@@ -25,6 +25,12 @@ def test_what_is_right_passes_and_shows_something(design):
     finding = play(make_setting(["clip=adaptive_layer", *QUICK], design=design, canaries=2000))
     assert finding.kept and finding.bound > 0.2 * finding.claimed
     assert (finding.gaussian is None) == (design == "poisson")
+
+
+def test_canaries_behind_dropout_show_nearly_as_much():
+    finding = play(make_setting(["clip=adaptive_layer", *QUICK], canaries=2000, dropout=0.1))
+    assert finding.kept and finding.bound > 0.2 * finding.claimed
+    assert row_of(finding)["dropout"] == "0.1"
 
 
 def test_noise_that_is_too_small_by_the_root_of_k_is_broken(monkeypatch):
@@ -95,7 +101,7 @@ def test_a_row_has_all_columns_and_the_table_shows_what_differs():
     rows[1]["mode"] = "another"
     assert all(tuple(row) == COLUMNS for row in rows)
     assert markdown(rows).splitlines()[0].startswith("| mode |") and "delta" not in markdown(rows)
-    assert len(list(cells())) == len({str(cell) for cell in cells()}) > 30
+    assert len(everything()) == len({str(cell) for cell in everything()}) > 100
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,17 @@ def test_a_row_has_all_columns_and_the_table_shows_what_differs():
         (["clip=none"], "nothing to audit"),
         (["privacy=shuffle"], "no guarantee"),
         (["privacy.epsilon=inf"], "Without noise"),
-        (["task=sst2"], "cannot be audited"),
+        (["model=gpt2_tiny"], "give task=sst2"),
+        (["task=sst2", "train.steps=3"], "cannot be audited"),
+        (["task=sst2", "--dropout", "0.1"], "model.dropout="),
+        (["task=sst2", "--canaries", "20"], "leave out --model, --canaries"),
+        (["task=sst2", "--plays", "1"], "--plays 1"),
+        (["task=sst2", "--design", "masks"], "--design masks needs masks"),
+        (["task=sst2", "data.train_limit=1"], "data.train_limit=2"),
+        (["task=samsum_pipeline"], "one process"),
+        (["--design", "worlds"], "give task=sst2"),
+        (["clip=flat", "--dropout", "1"], "--dropout 1"),
+        (["--design", "counts", "clip=adaptive_layer", "--dropout", "0.1"], "--dropout"),
         (["optim.learning_rate=3"], "cannot be audited"),
         (["clip"], "is not key=value"),
         (["clip=nothing"], "clip=nothing is not one of"),
@@ -123,7 +139,7 @@ def test_a_row_has_all_columns_and_the_table_shows_what_differs():
         (["--confidence", "1"], "--confidence 1"),
         (["--all", "clip=flat"], "--all chooses"),
         (["clip=per_device", "--model", "lora"], "pipeline"),
-        (["clip=flat", "noise=equal_budget", "task=samsum_pipeline"], "cannot be audited"),
+        (["clip=flat", "noise=equal_budget", "seed=3"], "cannot be audited"),
     ],
 )
 def test_what_cannot_be_audited_is_refused_in_one_sentence(arguments, says, capsys):

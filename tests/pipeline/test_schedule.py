@@ -2,7 +2,9 @@
 
 import gc
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,10 @@ from tests.pipeline.tiny import BATCHES, MICROBATCH, Case, Images, make_trainer
 
 COUNTS = [-(-len(BATCHES[step]) // MICROBATCH) for step in (0, 2)]
 """Microbatches of the steps that have examples."""
+
+
+def nothing_random(_: int) -> nullcontext:
+    return nullcontext()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,7 @@ def buffers(ranks: Ranks) -> dict:
         gc.collect()
         gc.disable()
         try:
-            trainer.runner.run(microbatches)
+            trainer.runner.run(microbatches, nothing_random)
             alive = sum(isinstance(thing, SteppedStage) for thing in gc.get_objects())
         finally:
             gc.enable()
@@ -119,14 +125,15 @@ def losses(ranks: Ranks) -> tuple:
     """Losses of a step, and of one without examples."""
     trainer = make_trainer(Case(), ranks)
     microbatches = trainer.feed.microbatches(trainer.sampler.indices(0), MICROBATCH, trainer.runner.least)
-    return trainer.runner.run(microbatches), trainer.runner.run([])
+    return trainer.runner.run(microbatches, nothing_random), trainer.runner.run([], nothing_random)
 
 
 def same_dropout(ranks: Ranks) -> float:
     """Flat clipping of one example, with dropout: the squared norm of this stage's part."""
     trainer = make_trainer(Case(grouping="flat", dropout=0.5), ranks, batches=((3,),))
     trainer.engine.set_thresholds(0.01)
-    trainer.runner.run_flat(trainer.feed.microbatches(trainer.sampler.indices(0), 1, 2))
+    microbatches = trainer.feed.microbatches(trainer.sampler.indices(0), 1, 2)
+    trainer.runner.run_flat(microbatches, partial(trainer._randomness, 0))
     return sum(float(p.grad.square().sum()) for p in trainer.runner.stage.parameters())
 
 
@@ -143,7 +150,7 @@ def left_out(ranks: Ranks) -> tuple:
                 (images == bad).flatten(1).all(1).view(-1, 1, 1, 1), torch.nan, prepare(images)
             )
             run = trainer.runner.run_flat if grouping == "flat" else trainer.runner.run
-            run(trainer.feed.microbatches(torch.tensor(batch).numpy(), 2, 2))
+            run(trainer.feed.microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
             counts = (trainer.engine.nonfinite, trainer.engine.examples)
             both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
         found.append(both)
@@ -168,7 +175,7 @@ def test_what_two_stages_run_and_keep(seen):
 
 def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):
     alone = make_trainer(Case(stages=1), Alone())
-    expected = alone.runner.run(alone.feed.microbatches(alone.sampler.indices(0), len(BATCHES[0])))
+    expected = alone.runner.run(alone.feed.microbatches(alone.sampler.indices(0), len(BATCHES[0])), nothing_random)
     assert seen[0]["losses"] == (None, None)
     found, none = seen[1]["losses"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -198,5 +205,5 @@ def test_what_goes_wrong_inside_a_pass_is_told_in_one_sentence():
 
         hook = trainer.runner.stage.register_forward_pre_hook(fail)
         with pytest.raises(UserError, match=sentence):
-            trainer.runner.run(microbatches)
+            trainer.runner.run(microbatches, nothing_random)
         hook.remove()

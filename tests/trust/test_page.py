@@ -9,7 +9,7 @@ from trust.page import PAGES, TABLES, audit_summary, audits, fill
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "trust.md"
-ROW = {"mode": "flat", "model": "layers", "noise": "global", "quantile_budget": "0", "design": "full"}
+ROW = {"mode": "flat", "model": "layers", "noise": "global", "quantile_budget": "0", "dropout": "0", "design": "full"}
 
 
 def row(claimed: str, lower: str, gaussian: str = "") -> dict[str, str]:
@@ -38,5 +38,6 @@ def test_a_bound_above_its_claim_is_counted_whichever_of_the_two_it_is() -> None
 
 
 def test_each_budget_has_its_column() -> None:
-    rows = [row("1", "0.5", "0.9"), {**row("8", "4"), "mode": "ghost"}]
+    rows = [row("1", "0.5", "0.9"), {**row("8", "4"), "mode": "ghost"}, {**row("8", "3"), "dropout": "0.1"}]
     assert "| `flat` | layers | global | 0 | 0.5 (0.9) | – |" in audits(rows)
+    assert "| `flat` | layers, dropout 0.1 | global | 0 | – | 3 |" in audits(rows)

@@ -20,6 +20,7 @@ QUICK = {
     "no_noise": 100,
     "one_stream": 100,
     "no_clipping": 100,
+    "public_masks": 100,
     "one_layer": 100,
     "tied_use": 100,
     "thresholds_first": 100,

@@ -18,6 +18,7 @@ from groupwise.training import loop
 from groupwise.training.loop import Trainer
 
 Bug = Callable[[], AbstractContextManager[object]]
+PUBLIC_SEED = 0
 
 
 def no_noise() -> AbstractContextManager[object]:
@@ -66,6 +67,18 @@ def one_noise_for_all_steps() -> AbstractContextManager[object]:
     """The step is left out of what the noise is a function of."""
     real = NoiseSource._digest
     return patch.object(NoiseSource, "_digest", lambda self, step, stream: real(self, 0, stream))
+
+
+def masks_from_the_public_seed() -> AbstractContextManager[object]:
+    """Dropout follows `seed`, so masks are dealt in the order of the batch and everybody can deal them again."""
+
+    @contextmanager
+    def public(*place: Any, **settings: Any) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(PUBLIC_SEED)
+            yield
+
+    return patch.object(loop, "secret_randomness", public)
 
 
 def no_clipping() -> AbstractContextManager[object]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.audit.two_worlds import Release, Score
@@ -103,9 +104,29 @@ def _shuffle_likelihood(plan: PrivacyPlan) -> Score:
     return score
 
 
+def _alternating(count: int, width: int) -> Tensor:
+    """Gradients (count, 1, 1, width) of length 1 along the diagonal, to and fro in turn."""
+    gradients = torch.full((count, 1, 1, width), width**-0.5, dtype=torch.float64)
+    gradients[1::2] *= -1
+    return gradients
+
+
+def _as_public_masks_move(gradients: Tensor, dropout: float) -> Callable[[PrivacyPlan], Score]:
+    """Along what the last of these gradients, taken first, changes in the clipped sum if masks are public."""
+
+    def clipped_sum(taken: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(bugs.PUBLIC_SEED)
+            rows = F.dropout(taken, dropout).flatten(1)
+        return (rows / rows.norm(dim=1, keepdim=True).clamp(min=1.0)).sum(0)
+
+    return _projection(clipped_sum(gradients.flip(0)) - clipped_sum(gradients[:-1].flip(0)))
+
+
 _ZEROS = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
 _TIED = torch.stack([_along(1000.0)[0, 0], 0.1 * torch.eye(WIDTH, dtype=torch.float64)[1]]).unsqueeze(0)
 _IN_FIRST_OF_TWO = torch.stack([_along(1.0)[0], _ZEROS[0]])
+_ALTERNATING = _alternating(64, 32)
 _APART = torch.tensor([1.0, *[0.0] * (WIDTH - 1), -1.0, *[0.0] * (WIDTH - 1)], dtype=torch.float64)
 
 CASES = (
@@ -147,6 +168,13 @@ CASES = (
         "two Poisson steps at rate 1/2; the difference of the two updates",
         bugs.one_noise_for_all_steps,
         Worst(_copies(1, _ZEROS), _along(), _fixed(), _two_steps_apart, steps=2, rate=0.5),
+    ),
+    Case(
+        "public_masks",
+        "masks from the public seed",
+        "full batch behind dropout 0.5; the canary comes first and moves the masks of 63 others; how far they moved",
+        bugs.masks_from_the_public_seed,
+        Worst(_ALTERNATING[:-1], _ALTERNATING[-1], _fixed(), _as_public_masks_move(_ALTERNATING, 0.5), dropout=0.5),
     ),
     Case(
         "no_clipping",

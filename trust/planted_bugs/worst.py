@@ -37,7 +37,7 @@ class Worst:
         canary: those of the one in which they differ, (K, U, width); it comes last.
         clip: the mode; thresholds are 1 where the case is.
         score: of a plan, the attacker.
-        steps: of one play. rate: ρ. replicas: R. microbatch: examples at once.
+        steps: of one play. rate: ρ. replicas: R. microbatch: examples at once. dropout: of entries of the gradients.
     """
 
     others: Tensor
@@ -48,6 +48,7 @@ class Worst:
     rate: float = 1.0
     replicas: int = 1
     microbatch: int = 64
+    dropout: float = 0.0
 
     def worlds(self, epsilon: float, delta: float, seed: int) -> Worlds:
         """The world without the canary and the one with it, under one plan, with independent noise."""
@@ -82,7 +83,7 @@ class Worst:
             debug=DebugConfig(noise_seed=seed),
         )
         torch.manual_seed(0)
-        task = Given(torch.cat([self.others, self.canary.unsqueeze(0)]))
+        task = Given(torch.cat([self.others, self.canary.unsqueeze(0)]), self.dropout)
         engine = make_engine(task.model, self.clip)
         trainer = make_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
         size = len(self.others) + canary

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from groupwise.audit.canaries import MODELS
-from groupwise.audit.options import DESIGNS, make_setting
+from groupwise.audit.options import DESIGNS, PLAYS, make_setting
 from groupwise.errors import ProcessFailed, UserError
 from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence
 
@@ -17,6 +17,8 @@ EXAMPLES = """examples:
   python -m groupwise.privacy.audit clip=flat privacy.epsilon=1 noise=weighted --design poisson
   python -m groupwise.privacy.audit clip=per_device pipeline.stages=2
   python -m groupwise.privacy.audit clip=adaptive_layer clip.quantile_budget=0.9 --design counts
+  python -m groupwise.privacy.audit clip=flat --dropout 0.1
+  python -m groupwise.privacy.audit task=sst2 model=roberta_tiny model.dropout=0.1 clip=adaptive_layer privacy.epsilon=3
   python -m groupwise.privacy.audit --all
 exit codes: 0 no bound above its claim, 1 a bound above its claim, 2 a mistake on the command line"""
 
@@ -32,11 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of clip, noise, privacy, as for run.py")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="clip=, noise=, privacy= as for run.py; or task="
+    )
     designs = "; ".join(f"{name}: {design.says}" for name, design in DESIGNS.items())
     parser.add_argument("--design", default="full", help=designs)
     parser.add_argument("--model", default="layers", help=f"one of {', '.join(MODELS)}")
     parser.add_argument("--canaries", type=int, help="how many (default: the design's)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="its rate in the canaries' model")
+    parser.add_argument("--plays", type=int, default=PLAYS, help="of each of two worlds, for a real task")
     parser.add_argument("--seed", type=int, default=0, help="of canaries and noise, so that an audit can be repeated")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound")
     parser.add_argument(
@@ -69,6 +75,8 @@ def _one(given: argparse.Namespace) -> int:
         canaries=given.canaries,
         seed=given.seed,
         confidence=given.confidence,
+        dropout=given.dropout,
+        plays=given.plays,
     )
     from groupwise.audit.game import play
     from groupwise.audit.table import describe
@@ -79,7 +87,8 @@ def _one(given: argparse.Namespace) -> int:
 
 
 def _all(given: argparse.Namespace) -> int:
-    if given.overrides or given.canaries or given.design != "full" or given.model != "layers":
+    beside = (given.canaries, given.dropout, given.design != "full", given.model != "layers", given.plays != PLAYS)
+    if given.overrides or any(beside):
         raise UserError("--all chooses modes, models and designs itself: give it --seed, --confidence and --out only.")
     from groupwise.audit.table import audit_all
 

@@ -11,9 +11,9 @@ import torch
 from groupwise.audit.canaries import make_canaries
 from groupwise.audit.evidence import Evidence, log_ratio
 from groupwise.audit.guessing import choose_guesses, count_right
+from groupwise.audit.options import DESIGNS, Setting
 from groupwise.audit.task import CanaryTask, Present
 from groupwise.audit.watch import Watcher, power_if_clipped
-from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.launch.making import make_trainer
 from groupwise.launch.run import plan_run
@@ -24,27 +24,11 @@ from groupwise.training.ranks import Alone
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is audited.
-
-    Args:
-        config: of a run; its batch, steps and optimiser are the design's.
-        model: a name in `canaries.MODELS`. design: a name in `options.DESIGNS`.
-    """
-
-    config: RunConfig
-    model: str
-    design: str
-    canaries: int
-    seed: int = 0
-    confidence: float = 0.95
-
-
-@dataclass(frozen=True)
 class Finding:
     """What came out.
 
     Args:
+        guesses, correct: of one run; of two worlds all plays, and None.
         bound: the ε that the guesses refute, at ``Setting.confidence``.
         gaussian: the same for a mechanism that is known to be one Gaussian release (a full batch, once), else None.
     """
@@ -52,10 +36,12 @@ class Finding:
     setting: Setting
     plan: PrivacyPlan
     guesses: int
-    correct: int
+    correct: int | None
     bound: float
     gaussian: float | None
     seconds: float
+    share: float | None = None
+    """Of two worlds: how long the example's mean gradient is, in what one example may add."""
 
     @property
     def claimed(self) -> float:
@@ -75,6 +61,12 @@ def play(setting: Setting) -> Finding:
         UserError: what cannot be audited.
     """
     began = time.monotonic()
+    if DESIGNS[setting.design].real:
+        from groupwise.audit.real import play_worlds
+
+        plan, told, share = play_worlds(setting)
+        bounds = (told.epsilon, told.gaussian_epsilon)
+        return Finding(setting, plan, 2 * told.plays, None, *bounds, time.monotonic() - began, share)
     if setting.config.pipeline.stages > 1:
         from groupwise.audit.staged import play_staged
 
@@ -119,7 +111,7 @@ def follow(setting: Setting, watcher: Watcher, plan: PrivacyPlan) -> list[Eviden
 def play_alone(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     """One process: the plan, and each step's evidence."""
     config, m = setting.config, setting.canaries
-    model = make_canaries(setting.model, m, level_of(setting), setting.seed)
+    model = make_canaries(setting.model, m, level_of(setting), setting.seed, setting.dropout)
     plain = copy.deepcopy(model)
     engine = make_engine(model, config.clip)
     if engine is None:
@@ -128,6 +120,6 @@ def play_alone(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     trainer = make_trainer(config, CanaryTask(model, m), engine, plan, torch.device("cpu"), Alone(), None)
     trainer.sampler = Present(trainer.sampler, present_canaries(setting))  # type: ignore[assignment]
     try:
-        return plan, follow(setting, Watcher(trainer, plain, lambda model, who: model(who), config, m), plan)
+        return plan, follow(setting, Watcher(trainer, plain, lambda model, who: model(who), setting), plan)
     finally:
         engine.detach()

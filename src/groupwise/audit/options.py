@@ -6,18 +6,42 @@ from pathlib import Path
 
 import groupwise
 from groupwise.audit.canaries import MODELS
-from groupwise.audit.game import Setting
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.launch.compose import compose_run
 
 CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 TAKEN = ("clip", "noise", "privacy", "pipeline", "train.microbatch")
+REAL = ("task", "model", "data", "scale")
+"""What makes it an audit of a real task."""
 DEVICE = ("clip=per_device", "clip=adaptive_device", "clip.grouping=device")
 DELTA = 1e-5
+EXAMPLES = 4
+"""Of a real task, unless data.train_limit says otherwise: thousands of steps of all of them are taken."""
 MOST = {"layers": 20_000, "tied": 20_000, "lora": 4000, "codes": 1024}
 """Canaries of a model: a frozen layer of the adapters has as many weights as canaries squared."""
 MOST_STAGES = 16
+PLAYS, MOST_PLAYS = 500, 1_000_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is audited.
+
+    Args:
+        config: of a run; its batch, steps and optimiser are the design's.
+        model: a name in `canaries.MODELS`, or of a real task and its model. design: a name in `DESIGNS`.
+        canaries: m. dropout: its rate in the canaries' model. plays: of each of two worlds, where that is the design.
+    """
+
+    config: RunConfig
+    model: str
+    design: str
+    canaries: int
+    seed: int = 0
+    confidence: float = 0.95
+    dropout: float = 0.0
+    plays: int = PLAYS
 
 
 @dataclass(frozen=True)
@@ -25,19 +49,22 @@ class Design:
     """How often canaries are drawn, and what is read of them.
 
     Args:
-        sample_rate: ρ. steps: T. canaries: m, unless asked otherwise.
+        sample_rate: ρ. steps: T. canaries: m, unless asked otherwise. real: of a task and model of a run.
     """
 
     sample_rate: float
     steps: int
     canaries: int
     says: str
+    real: bool = False
 
 
 DESIGNS = {
     "full": Design(1.0, 1, 4000, "one release of all canaries that are in the data"),
     "poisson": Design(0.25, 4, 4000, "four Poisson samples at rate 1/4"),
     "counts": Design(1.0, 1, 512, "one release, whose counts tell canaries apart: 512 layers"),
+    "worlds": Design(1.0, 1, 1, "a real task with and without one example, many times (task=...)", real=True),
+    "masks": Design(1.0, 1, 1, "the same, by somebody who deals dropout masks from the public seed", real=True),
 }
 
 
@@ -49,9 +76,11 @@ def make_setting(
     canaries: int | None = None,
     seed: int = 0,
     confidence: float = 0.95,
+    dropout: float = 0.0,
+    plays: int = PLAYS,
     conf: Path = CONF,
 ) -> Setting:
-    """What to audit, from ``clip=... privacy.epsilon=...`` and the like.
+    """What to audit, from ``clip=... privacy.epsilon=...`` and the like; with ``task=...`` a real task.
 
     Raises:
         UserError: what no audit of this kind can tell.
@@ -64,7 +93,22 @@ def make_setting(
         raise UserError(f"--confidence {confidence:g} must lie in [0.5, 1).")
     if seed < 0:
         raise UserError(f"--seed {seed} must be zero or more.")
+    if not 0.0 <= dropout < 1.0:
+        raise UserError(f"--dropout {dropout:g} must lie in [0, 1).")
+    if not 2 <= plays <= MOST_PLAYS:
+        raise UserError(f"--plays {plays} must be from 2 to {MOST_PLAYS}.")
+    if design == "full" and any(_is_of(item, REAL) for item in overrides):
+        design = "worlds"
     chosen = DESIGNS[design]
+    if chosen.real:
+        if model != "layers" or canaries or dropout:
+            raise UserError(
+                f"--design {design} is of a real task: leave out --model, --canaries and --dropout, and give task=, "
+                "model=, model.dropout= and model.attention_dropout=."
+            )
+        config = _compose_real(overrides, chosen, seed, conf)
+        name = f"{config.task} {config.model.name}".strip()
+        return Setting(config, name, design, 1, seed, confidence, config.model.dropout or 0.0, plays)
     m = canaries or (chosen.canaries if model != "lora" else min(chosen.canaries, 1500))
     if (design == "counts") != (model == "codes"):
         if design == "counts" and model != "layers":
@@ -72,25 +116,51 @@ def make_setting(
         if model == "codes":
             raise UserError("--model codes is what --design counts uses: give that.")
         model = "codes"
+    if model == "codes" and dropout:
+        raise UserError("--design counts reads canaries from bits that masks would flip: leave out --dropout.")
     if not 16 <= m <= MOST[model] or (model == "codes" and m & (m - 1)):
         power = ", and a power of two" if model == "codes" else ""
         raise UserError(f"--canaries {m} must be from 16 to {MOST[model]} with this model{power}.")
     _check_overrides(overrides)
-    config = compose_run(_overrides(overrides, chosen, m, seed), conf)
+    config = compose_run(_overrides(_beside(overrides), overrides, chosen, seed), conf)
     _check(config, design, model)
-    batch = max(1, round(chosen.sample_rate * m))
-    # A clipped canary then moves the weights by about one, well above their rounding.
+    set_rate(config, max(1, round(chosen.sample_rate * m)))
+    return Setting(config, model, design, m, seed, confidence, dropout)
+
+
+def _compose_real(overrides: Sequence[str], design: Design, seed: int, conf: Path) -> RunConfig:
+    """A few examples of the task, all in one release."""
+    if not any(_is_of(item, ("task",)) for item in overrides):
+        raise UserError("An audit of a real task needs its name: give task=sst2, task=cifar or another.")
+    _check_overrides(overrides, (*TAKEN, *REAL))
+    limit = [] if any(_is_of(item, ("data.train_limit",)) for item in overrides) else [f"data.train_limit={EXAMPLES}"]
+    scale = [] if any(_is_of(item, ("scale",)) for item in overrides) else ["scale=smoke"]
+    config = compose_run(_overrides([*scale, *limit], overrides, design, seed), conf)
+    _check(config, "full", "layers")
+    if design == DESIGNS["masks"] and not config.model.dropout:
+        raise UserError("--design masks needs masks: give model.dropout=0.1 or another rate, of a task with text.")
+    if config.pipeline.stages > 1:
+        raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
+    return config
+
+
+def set_rate(config: RunConfig, batch: float) -> None:
+    """A clipped example then moves the weights by about one, well above their rounding."""
     config.optim.learning_rate = batch / max(config.clip.threshold, config.clip.initial_threshold or 0.0)
-    return Setting(config, model, design, m, seed, confidence)
 
 
-def _overrides(given: Sequence[str], design: Design, canaries: int, seed: int) -> list[str]:
-    device = any(item in DEVICE or item.startswith("pipeline.") for item in given)
+def _beside(given: Sequence[str]) -> list[str]:
+    """A task to compose a configuration for canaries with; they take its place."""
+    if any(item in DEVICE or item.startswith("pipeline.") for item in given):
+        return ["task=samsum_pipeline", "scale=smoke", "pipeline.stages=2", "clip.threshold=1.0"]
+    return ["task=cifar", "scale=smoke"]
+
+
+def _overrides(first: Sequence[str], given: Sequence[str], design: Design, seed: int) -> list[str]:
     return [
-        *(["task=samsum_pipeline", "scale=smoke"] if device else ["task=cifar", "scale=smoke"]),
+        *first,
         "optim=sgd",
         f"privacy.delta={DELTA}",
-        *(["pipeline.stages=2", "clip.threshold=1.0"] if device else []),
         "train.microbatch=500",
         *given,
         "optim.schedule=constant",
@@ -106,15 +176,20 @@ def _overrides(given: Sequence[str], design: Design, canaries: int, seed: int) -
     ]
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
+def _is_of(item: str, keys: Sequence[str]) -> bool:
+    """Whether an override sets one of these keys, or one below it."""
+    key = item.lstrip("+~").partition("=")[0]
+    return any(key == taken or key.startswith(f"{taken}.") for taken in keys)
+
+
+def _check_overrides(overrides: Sequence[str], taken: Sequence[str] = TAKEN) -> None:
     for item in overrides:
-        key, equals, _ = item.lstrip("+~").partition("=")
-        if not equals:
+        if "=" not in item:
             raise UserError(f"{item} is not key=value: an audit takes overrides such as clip=flat privacy.epsilon=3.")
-        if not any(key == taken or key.startswith(f"{taken}.") for taken in TAKEN):
+        if not _is_of(item, taken):
             raise UserError(
-                f"{item} cannot be audited: canaries are their own task, model, data and steps; give overrides of "
-                "clip, noise, privacy, pipeline.stages and train.microbatch."
+                f"{item} cannot be audited: batch, steps and optimiser are the audit's own; give overrides of clip, "
+                "noise, privacy, pipeline.stages and train.microbatch, and for a real task of task, model, data, scale."
             )
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from groupwise.audit.canaries import LOUD, Picked
 from groupwise.audit.evidence import Evidence
-from groupwise.audit.game import Setting, follow, level_of, present_canaries
+from groupwise.audit.game import follow, level_of, present_canaries
+from groupwise.audit.options import Setting
 from groupwise.audit.task import CanaryTask, Present
 from groupwise.audit.watch import Watcher
 from groupwise.config import RunConfig
@@ -32,15 +33,16 @@ class CanaryStage(Stage):
 
     reads = ("labels",)
 
-    def __init__(self, index: int, count: int, canaries: int, level: float) -> None:
+    def __init__(self, index: int, count: int, canaries: int, level: float, dropout: float) -> None:
         super().__init__(index, count)
         self.level = LOUD * level * (index + 1)
         self.rows = nn.Embedding(canaries, WIDTH)
-        self.picked = Picked(canaries, 3)
+        self.dropout = nn.Dropout(dropout)
+        self.picked = Picked(canaries, 3, dropout=dropout)
 
     def own(self, who: Tensor) -> Tensor:
         """This stage's part of the losses, (b,)."""
-        return self.level * (self.rows(who).sum(1) + 0.5 * self.picked(who))
+        return self.level * (self.dropout(self.rows(who)).sum(1) + 0.5 * self.picked(who))
 
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
         """(b, 1) numbers of canaries, or (b, 2) of the stage before → (b, 2): all parts up to here, and zeros."""
@@ -70,7 +72,7 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     dist.init_process_group("gloo", init_method=place.meeting, rank=place.rank, world_size=place.world)
     ranks, m = Ranks(config.pipeline.stages), setting.canaries
     torch.manual_seed(setting.seed)
-    stage = CanaryStage(ranks.stage, ranks.stages, m, level_of(setting))
+    stage = CanaryStage(ranks.stage, ranks.stages, m, level_of(setting), setting.dropout)
     plain = copy.deepcopy(stage)
     engine = make_engine(stage, config.clip)
     assert engine is not None
@@ -78,7 +80,7 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     plan = plan_run(config, m, 1 if config.clip.grouping == "flat" else round(ranks.agree(here)[0]))
     trainer = make_pipeline_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
     trainer.sampler = Present(trainer.sampler, present_canaries(setting))  # type: ignore[assignment]
-    watcher = Watcher(trainer, plain, lambda model, who: model.own(who), config, m)  # type: ignore[operator]
+    watcher = Watcher(trainer, plain, lambda model, who: model.own(who), setting)  # type: ignore[operator]
     by_stage = ranks.gather(follow(setting, watcher, plan))
     dist.destroy_process_group()
     together = [sum(parts[1:], parts[0]) for parts in zip(*by_stage, strict=True)]

@@ -11,6 +11,8 @@ from groupwise.audit.game import Finding, play
 from groupwise.audit.options import make_setting
 
 EPSILONS = (1, 3, 8)
+ALL_PLAYS = 300
+DROPOUT = 0.1
 MODES = (
     "flat",
     "ghost",
@@ -27,6 +29,7 @@ COLUMNS = (
     "model",
     "noise",
     "quantile_budget",
+    "dropout",
     "design",
     "steps",
     "sample_rate",
@@ -41,35 +44,66 @@ COLUMNS = (
     "epsilon_lower",
     "epsilon_lower_gaussian",
 )
-Cell = tuple[str, str, Sequence[str]]
-"""design, model, overrides."""
+Cell = tuple[str, str, float, Sequence[str]]
+"""design, model, dropout, overrides; the model of a real task is among the overrides."""
 
 
 def cells() -> Iterator[Cell]:
     """What `--all` audits at each budget."""
     for mode in MODES:
         for design in ("full", "poisson"):
-            yield design, "layers", [f"clip={mode}"]
+            yield design, "layers", 0.0, [f"clip={mode}"]
     for mode in ("flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block"):
-        yield "full", "tied", [f"clip={mode}"]
-        yield "full", "lora", [f"clip={mode}"]
+        yield "full", "tied", 0.0, [f"clip={mode}"]
+        yield "full", "lora", 0.0, [f"clip={mode}"]
     for noise in ("equal_budget", "weighted"):
-        yield "full", "layers", ["clip=adaptive_layer", f"noise={noise}"]
+        yield "full", "layers", 0.0, ["clip=adaptive_layer", f"noise={noise}"]
     for budget in (0.1, 0.5):
-        yield "full", "layers", ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
-    yield "full", "layers", ["clip=fixed_layer", "clip.rule=automatic"]
+        yield "full", "layers", 0.0, ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
+    yield "full", "layers", 0.0, ["clip=fixed_layer", "clip.rule=automatic"]
     for budget in (0.1, 0.9):
-        yield "counts", "layers", ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
+        yield "counts", "layers", 0.0, ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
+
+
+def behind_dropout() -> Iterator[Cell]:
+    """And with masks, at each budget."""
+    for mode in ("flat", "adaptive_layer", "per_device"):
+        yield "full", "layers", DROPOUT, [f"clip={mode}"]
+    yield "full", "lora", DROPOUT, ["clip=fixed_block"]
+
+
+def of_real_tasks() -> Iterator[Cell]:
+    """At the largest budget alone: as many plays as there is time for show little of a small one."""
+    text = ["task=sst2", "model=roberta_tiny", f"model.dropout={DROPOUT}", f"model.attention_dropout={DROPOUT}"]
+    yield "worlds", "layers", 0.0, [*text, "clip=flat"]
+    yield "masks", "layers", 0.0, [*text, "clip=flat"]
+    yield "worlds", "layers", 0.0, ["task=cifar", "clip=flat"]
+
+
+def everything() -> list[tuple[int, Cell]]:
+    """(ε, cell), in the order in which they get their seeds: add new ones at the end, and old rows stay."""
+    each = [(epsilon, cell) for of_some in (cells, behind_dropout) for epsilon in EPSILONS for cell in of_some()]
+    return each + [(max(EPSILONS), cell) for cell in of_real_tasks()]
 
 
 def audit_all(out: Path, seed: int, confidence: float) -> int:
     """Audit all cells, each with its own seed; print a table and write it to ``out``. Returns the exit code."""
     rows: list[dict[str, str]] = []
     broken = 0
-    todo = [(epsilon, cell) for epsilon in EPSILONS for cell in cells()]
-    for number, (epsilon, (design, model, overrides)) in enumerate(todo, 1):
+    todo = everything()
+    for number, (epsilon, (design, model, dropout, overrides)) in enumerate(todo, 1):
         asked = [*overrides, f"privacy.epsilon={epsilon}"]
-        finding = play(make_setting(asked, design=design, model=model, seed=seed + number, confidence=confidence))
+        finding = play(
+            make_setting(
+                asked,
+                design=design,
+                model=model,
+                seed=seed + number,
+                confidence=confidence,
+                dropout=dropout,
+                plays=ALL_PLAYS,
+            )
+        )
         broken += not finding.kept
         rows.append(row_of(finding))
         print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)
@@ -91,6 +125,7 @@ def row_of(finding: Finding) -> dict[str, str]:
         "model": "pipeline" if config.pipeline.stages > 1 else setting.model,
         "noise": config.noise.allocation,
         "quantile_budget": f"{plan.quantile_budget:g}",
+        "dropout": f"{setting.dropout:g}",
         "design": setting.design,
         "steps": str(plan.steps),
         "sample_rate": f"{plan.sample_rate:g}",
@@ -98,7 +133,7 @@ def row_of(finding: Finding) -> dict[str, str]:
         "delta": f"{plan.delta:g}",
         "canaries": str(setting.canaries),
         "guesses": str(finding.guesses),
-        "correct": str(finding.correct),
+        "correct": "" if finding.correct is None else str(finding.correct),
         "confidence": f"{setting.confidence:g}",
         "seed": str(setting.seed),
         "epsilon_claimed": f"{finding.claimed:.4g}",
@@ -111,13 +146,22 @@ def describe(finding: Finding) -> str:
     """One audit in a few lines."""
     setting, plan = finding.setting, finding.plan
     row, share = row_of(finding), finding.bound / finding.claimed
+    if finding.share is None:
+        how = (
+            f"{finding.correct} of {finding.guesses} guesses right,",
+            f"{setting.canaries} canaries, {plan.steps} steps at rate {plan.sample_rate:g}",
+        )
+    else:
+        how = (
+            f"{setting.plays} plays of each",
+            f"of two worlds; the example adds {finding.share:.0%} of what one may, in the mean over masks",
+        )
     lines = [
-        f"clip={row['mode']}, {row['model']} model, noise={row['noise']}: "
+        f"clip={row['mode']}, {row['model']} model, dropout {row['dropout']}, noise={row['noise']}: "
         f"{plan.num_groups} groups, quantile budget {row['quantile_budget']}",
         f"  claimed      epsilon = {finding.claimed:.4g} at delta = {plan.delta:g} ({plan.accountant.upper()})",
-        f"  lower bound  epsilon > {finding.bound:.3f} at {setting.confidence:.0%}, {share:.0%} of the claim: "
-        f"{finding.correct} of {finding.guesses} guesses right,",
-        f"               {setting.canaries} canaries, {plan.steps} steps at rate {plan.sample_rate:g}",
+        f"  lower bound  epsilon > {finding.bound:.3f} at {setting.confidence:.0%}, {share:.0%} of the claim: {how[0]}",
+        f"               {how[1]}",
     ]
     if finding.gaussian is not None:
         lines.append(

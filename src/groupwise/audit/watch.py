@@ -7,22 +7,26 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.audit.evidence import Evidence, Floats, in_counts, in_gradients
+from groupwise.audit.options import Setting
 from groupwise.audit.task import by_canary, own_gradients
 from groupwise.clipping import automatic_factors, clip_factors
 from groupwise.clipping.factors import ClipRule
-from groupwise.config import ClipConfig, RunConfig
+from groupwise.config import ClipConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, PrivacyPlan, noise_stds
 from groupwise.training.loop import Trainer
 
 AT_ONCE = 500
 """Canaries in one backward pass of the attacker."""
+MASKS = 8
+"""Of his own that the attacker averages over where there is dropout: he does not know those of the run."""
 
 
 class Watcher:
     """Runs steps, and reads each canary out of what they release.
 
-    It knows all canaries, the configuration and the code, so every noise scale; not the noise, nor who is in the data.
+    It knows all canaries, the configuration and the code, so every noise scale; not the noise, nor the masks, nor who
+    is in the data.
 
     Args:
         trainer: with plain SGD, so that weights show the released gradients.
@@ -35,24 +39,24 @@ class Watcher:
         trainer: Trainer,
         plain: nn.Module,
         losses_of: Callable[[nn.Module, Tensor], Tensor],
-        config: RunConfig,
-        canaries: int,
+        setting: Setting,
     ) -> None:
         assert trainer.engine is not None and trainer.thresholds is not None
-        self._trainer, self._plain, self._losses_of, self._m = trainer, plain, losses_of, canaries
+        self._trainer, self._plain, self._losses_of, self._m = trainer, plain, losses_of, setting.canaries
+        self._masks = MASKS if setting.dropout else 1
         self._groups = trainer.engine.groups
         self._thresholds = trainer.thresholds
-        self._clip = config.clip
+        self._clip = setting.config.clip
         names = {id(p): name for name, p in trainer.task.model.named_parameters()}
         self._names = [[names[id(p)] for p in group.parameters] for group in self._groups]
-        self._rate = config.optim.learning_rate
+        self._rate = setting.config.optim.learning_rate
 
     def step(self, step: int) -> Evidence:
         """Let the trainer take step ``step``; what it says of every canary."""
         own, bits = self._expected()
         before = self._weights()
         raw = self._thresholds.state_dict()["thresholds"]
-        stds = self._stds()
+        stds = stds_of(self._trainer)
         self._trainer.step(step)
         batch = self._trainer.plan.expected_batch_size
         released = {name: (before[name] - after) * (batch / self._rate) for name, after in self._weights().items()}
@@ -69,8 +73,14 @@ class Watcher:
         return evidence
 
     def _expected(self) -> tuple[dict[str, Tensor], Floats]:
-        """What each canary adds: clipped gradients (m, d_p) by parameter, in float64, and bits b_k - ½, (m, K)."""
+        """What each canary adds in the mean over masks: as `_added`."""
         self._plain.load_state_dict(self._trainer.task.model.state_dict())
+        drawn = [self._added() for _ in range(self._masks)]
+        own = {name: torch.stack([added[name] for added, _ in drawn]).mean(0) for name in drawn[0][0]}
+        return own, np.mean([bits for _, bits in drawn], axis=0)
+
+    def _added(self) -> tuple[dict[str, Tensor], Floats]:
+        """What each canary adds: clipped gradients (m, d_p) by parameter, in float64, and bits b_k - ½, (m, K)."""
         own = own_gradients(self._losses_of, self._plain, self._m, AT_ONCE)
         own = {name: gradient.double() for name, gradient in own.items()}
         rule = _rule_of(self._clip)
@@ -84,18 +94,6 @@ class Watcher:
                 own[name] = own[name] * factors.unsqueeze(1)
         return own, bits
 
-    def _stds(self) -> list[float]:
-        """Of the noise on each group's sum, worked out from the plan alone."""
-        plan = self._trainer.plan
-        sizes = [sum(parameter.numel() for parameter in group.parameters) for group in self._groups]
-        return noise_stds(
-            self._thresholds.clip_thresholds,
-            sizes,
-            plan.gradient_noise_multiplier,
-            self._trainer.allocation,
-            groups_elsewhere=plan.num_groups - len(self._groups),
-        ).tolist()
-
     def _released_counts(self, thresholds: AdaptiveThresholds, raw: Tensor) -> Floats:
         """The noisy centred counts (K,), from how far the thresholds moved."""
         moved = torch.log(thresholds.state_dict()["thresholds"] / raw)
@@ -105,6 +103,19 @@ class Watcher:
     def _weights(self) -> dict[str, Tensor]:
         named = self._trainer.task.model.named_parameters()
         return {name: p.detach().double().clone() for name, p in named if p.requires_grad}
+
+
+def stds_of(trainer: Trainer) -> list[float]:
+    """Of the noise on each group's sum in the next step, worked out from the plan alone."""
+    assert trainer.engine is not None and trainer.thresholds is not None
+    plan, groups = trainer.plan, trainer.engine.groups
+    return noise_stds(
+        trainer.thresholds.clip_thresholds,
+        [sum(parameter.numel() for parameter in group.parameters) for group in groups],
+        plan.gradient_noise_multiplier,
+        trainer.allocation,
+        groups_elsewhere=plan.num_groups - len(groups),
+    ).tolist()
 
 
 def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:

@@ -17,9 +17,6 @@ from groupwise.training.optim import make_optimizer, make_schedule
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
 
-SEEDS_APART = 1 << 32
-"""Between the seeds of two replicas, so that no other run's `seed` is one of them."""
-
 CHECKED = 5
 """Examples that the engine is compared with a slow loop on, before training."""
 
@@ -54,8 +51,6 @@ def make_trainer(
     make: type[Trainer] = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
-        if ranks.replica > 0:
-            torch.manual_seed(config.seed + SEEDS_APART * ranks.replica)  # each replica drops out its own
         if config.parallel.kind == "fsdp":
             from groupwise.training.shards import ShardedTrainer, shard
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from groupwise.clipping import ClippingEngine, verify
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
-from groupwise.launch.making import CHECKED, SEEDS_APART, check_plan, examples_to_check, make_noise, make_sampler
+from groupwise.launch.making import CHECKED, check_plan, examples_to_check, make_noise, make_sampler
 from groupwise.models.sources import find_source
 from groupwise.pipeline.loading import empty_model, load_stage
 from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut
@@ -132,8 +132,6 @@ def make_pipeline_trainer(
         microbatch = min(ranks.gather(fits // stage.count))
         microbatch = min(microbatch, int(plan.expected_batch_size) // (BUSY * stage.count * ranks.replicas))
     ranks.copy_([*stage.parameters(), *stage.buffers()])
-    process = ranks.replica * ranks.stages + ranks.stage
-    torch.manual_seed(config.seed + SEEDS_APART * process)  # each drops out its own
     optimizer = make_optimizer(stage.parameters(), config.optim)
     runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
     return PipelineTrainer(

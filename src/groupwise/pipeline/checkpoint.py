@@ -30,7 +30,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
 
     Args:
         path: of checkpoint.pt; the stages' files go to a folder beside it, which it names.
-        own: the stage's state; "random" is a list by process, and all else is the same in every replica.
+        own: the stage's state, the same in every replica.
         common: what is the same on all stages; the main process's is kept, and must have "step".
 
     Raises:
@@ -40,7 +40,6 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
     problem = None
     if ranks.replica == 0:
         mine = {name: value for name, value in own.items() if name not in common}
-        mine["random"] = own["random"][ranks.stage :: ranks.stages]
         problem = _tried(_write, folder / _file(ranks.stage), mine)
     _agree(problem, ranks)
     if ranks.main:
@@ -52,7 +51,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
 
 
 def load(path: Path, state: Mapping[str, Any], ranks: Alone | Ranks, device: torch.device) -> dict[str, Any]:
-    """The stage's own state and what is common; "random" is a list by replica.
+    """The stage's own state and what is common.
 
     Args:
         path: of checkpoint.pt.

@@ -58,26 +58,30 @@ class StageRunner:
 
         hook = self.stage.register_forward_hook(look)
 
-    def run(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
+    def run(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
         """Add the stage's sums over these examples to the parameters' .grad, clipped on this device alone.
+
+        Args:
+            microbatches: of the step.
+            randomness: is around both passes of a microbatch, and each time the same for the same one.
 
         Returns:
             On the last stage the examples' losses (n,), in order and without fillers; None on the others.
         """
         engine = self.engine
         if engine is None:
-            return self._pass(microbatches, (_nothing, _nothing))
+            return self._pass(microbatches, (_nothing, _nothing), randomness)
 
         def clipped(i: int) -> AbstractContextManager[object]:
             return engine.backward_of(i, microbatches[i].examples, microbatches[i].absent)
 
-        return self._pass(microbatches, (engine.forward_of, clipped))
+        return self._pass(microbatches, (engine.forward_of, clipped), randomness)
 
-    def run_flat(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
+    def run_flat(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
         """As `run`, but one group over all stages: two passes, and one all-reduce of the examples' squared norms.
 
         The first pass gets norms alone. Then all stages know every example's whole norm and so its factor, and the
-        second pass has the losses multiplied by them. Dropout is the same in both.
+        second pass has the losses multiplied by them. `randomness` makes dropout the same in both.
         """
         engine = self.engine
         assert engine is not None and len(engine.groups) == 1, "one group over all stages is one group on each"
@@ -89,8 +93,7 @@ class StageRunner:
                 yield
             found.append(engine.squared_norms[0])
 
-        random = _random_state(self.device)
-        losses = self._pass(microbatches, (engine.forward_of, norms))
+        losses = self._pass(microbatches, (engine.forward_of, norms), randomness)
         if not microbatches:
             return losses
         squares = torch.stack(found)  # (microbatches, b)
@@ -99,18 +102,20 @@ class StageRunner:
         engine.count_norms(_present(squares, microbatches).unsqueeze(0))
         factors = engine.factors(squares.flatten()).view_as(squares)
         weighted = [_weigh(microbatch, row) for microbatch, row in zip(microbatches, factors, strict=True)]
-        _set_random_state(self.device, random)
 
         def sums(i: int) -> AbstractContextManager[object]:
             return engine.sums_of(i, weighted[i].examples, factors[i])
 
-        self._pass(weighted, (engine.forward_of, sums))
+        self._pass(weighted, (engine.forward_of, sums), randomness)
         return losses
 
-    def _pass(self, microbatches: Sequence[Microbatch], around: tuple[Around, Around]) -> Tensor | None:
+    def _pass(
+        self, microbatches: Sequence[Microbatch], passes: tuple[Around, Around], randomness: Around
+    ) -> Tensor | None:
         """All microbatches through the pipeline and back; on the last stage their losses (n,)."""
         if not microbatches:
             return torch.zeros(0, device=self.device) if self.stage.last else None
+        around = (_within(randomness, passes[0]), _within(randomness, passes[1]))
         through = self._alone if self.stage.count == 1 else self._stepped
         try:
             losses = through(microbatches, around)
@@ -138,6 +143,15 @@ class StageRunner:
         return torch.cat(found)
 
 
+def _within(outer: Around, inner: Around) -> Around:
+    @contextmanager
+    def both(i: int) -> Iterator[None]:
+        with outer(i), inner(i):
+            yield
+
+    return both
+
+
 def _nothing(_: int) -> AbstractContextManager[object]:
     return nullcontext()
 
@@ -151,17 +165,6 @@ def _present(rows: Tensor, microbatches: Sequence[Microbatch]) -> Tensor:
 def _weigh(microbatch: Microbatch, factors: Tensor) -> Microbatch:
     """The microbatch with its weights times factors (b,)."""
     return replace(microbatch, kwargs={**microbatch.kwargs, "weights": microbatch.kwargs["weights"] * factors})
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Where the generators stand that dropout draws from."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
 
 
 def _mistake(error: BaseException, stage: int) -> UserError | None:

@@ -8,6 +8,7 @@ one threshold.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,11 @@ class PipelineTrainer(Trainer):
         whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
         return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
 
-    def _accumulate(self, examples: np.ndarray) -> None:
+    def _accumulate(self, examples: np.ndarray, step: int) -> None:
         self._clear()
         run = self.runner.run_flat if self.one_group and self.engine is not None else self.runner.run
-        losses = run(self.feed.microbatches(self.ranks.share(examples), self.microbatch, self.runner.least))
+        microbatches = self.feed.microbatches(self.ranks.share(examples), self.microbatch, self.runner.least)
+        losses = run(microbatches, partial(self._randomness, step))
         if losses is not None:
             self._loss += losses.sum()
 

@@ -5,6 +5,7 @@ from groupwise.privacy.mechanism import release_gradients
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
 from groupwise.privacy.plan import PrivacyPlan, make_plan
 from groupwise.privacy.quantiles import AdaptiveThresholds, FixedThresholds
+from groupwise.privacy.randomness import secret_randomness
 from groupwise.privacy.report import EpsilonReport
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
 
@@ -21,5 +22,6 @@ __all__ = [
     "noise_stds",
     "noise_weights",
     "release_gradients",
+    "secret_randomness",
     "sensitivity",
 ]

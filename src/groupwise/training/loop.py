@@ -6,6 +6,7 @@ explicit sum is what DistributedDataParallel with `no_sync` would do, and a repl
 """
 
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from groupwise.privacy import (
     PrivacyPlan,
     ShuffleSampler,
     release_gradients,
+    secret_randomness,
 )
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.memory import ran_out
@@ -61,7 +63,7 @@ class Trainer:
         examples = self.task.order(self.sampler.indices(step))
         if self.engine is not None and self.thresholds is not None:
             self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
-        self._accumulate(examples)
+        self._accumulate(examples, step)
         counts = self._sum_over_replicas()
         noise_norm = self._release(step)
         rate = float(self.schedule.get_last_lr()[0])
@@ -80,18 +82,19 @@ class Trainer:
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
-    def _accumulate(self, examples: np.ndarray) -> None:
+    def _accumulate(self, examples: np.ndarray, step: int) -> None:
         """Sum the clipped gradients of this replica's share of the batch, as many examples at a time as fit.
 
         Where memory runs out, the same examples are begun again with half as many at a time; nothing has been released
         yet, and the step's noise is what it would have been.
         """
-        share, random = self.ranks.share(examples), self._random()
+        share = self.ranks.share(examples)
         while True:
             try:
                 self._clear()
                 for start in range(0, len(share), self.microbatch):
-                    self._backward(share[start : start + self.microbatch])
+                    with self._randomness(step, start):
+                        self._backward(share[start : start + self.microbatch])
                 return
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
@@ -102,8 +105,12 @@ class Trainer:
                 self._clear()
                 torch.cuda.empty_cache()  # pieces that halves do not fit into
             self.microbatch //= 2
-            self._set_random(random)
             print(f"warning: memory ran out; going on with {self.microbatch} examples at once.", file=sys.stderr)
+
+    def _randomness(self, step: int, start: int) -> AbstractContextManager[None]:
+        """Masks of the microbatch that begins at `start` in this process's share: secret, and nobody else's."""
+        process = self.ranks.replica * self.ranks.stages + self.ranks.stage
+        return secret_randomness(self.noise, step, start, process=process, device=self.device)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -167,7 +174,6 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "microbatch": self.microbatch,
-            "random": self.ranks.gather(self._random()),
             "noise_key": self.noise.key,
             "noise_is_secret": self.noise.is_secret,
             "plan": self.plan.to_dict(),
@@ -183,16 +189,6 @@ class Trainer:
         if self.thresholds is not None:
             self.thresholds.load_state_dict(state["thresholds"])
         self.microbatch = state["microbatch"]
-        self._set_random(state["random"][self.ranks.replica])
-
-    def _random(self) -> list[torch.Tensor]:
-        """This process's random state (dropout): the CPU's, and its GPU's where it has one."""
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else [])]
-
-    def _set_random(self, state: list[torch.Tensor]) -> None:
-        torch.set_rng_state(state[0].cpu())
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state[1].cpu(), self.device)
 
     # -- what a session asks for beside steps: every process calls these, and the main one writes -----------------
 

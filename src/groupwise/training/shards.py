@@ -102,16 +102,17 @@ class ShardedTrainer(Trainer):
         }
         super().load_state_dict({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}}, step)
 
-    def _accumulate(self, examples: np.ndarray) -> None:
+    def _accumulate(self, examples: np.ndarray, step: int) -> None:
         self._clear()
         share = self.ranks.share(examples)
         most = -(-len(examples) // self.ranks.replicas)
         try:
             for start in range(0, most, self.microbatch):
-                if start < len(share):
-                    self._backward(share[start : start + self.microbatch])
-                else:
-                    self._backward_nothing(examples[:1])
+                with self._randomness(step, start):
+                    if start < len(share):
+                        self._backward(share[start : start + self.microbatch])
+                    else:
+                        self._backward_nothing(examples[:1])
         except torch.cuda.OutOfMemoryError:
             raise UserError(
                 f"Microbatches of {self.microbatch} do not fit into the GPU's memory: lower train.microbatch."

@@ -1,0 +1,110 @@
+"""The run's secret key deals all randomness of a private step: dropout, stochastic depth, augmentation.
+
+Sensitivity compares two runs in which the examples that both have see the same masks. Masks from a public seed are
+dealt in the order of the batch, so one more example moves everybody else's, and the sums differ by far more than one
+clipped gradient. Masks that nobody can predict, each example's of one law whatever its place, can be paired one by one
+between the two runs; the argument, and what it asks of a model, is in ``docs/privacy.md``.
+
+The generators are statistical, not cryptographic, also where ``NoiseSource.secure`` holds. Torch's CPU generator keeps
+32 bits of a seed, few enough to try them all, so it gets a whole state (624 words of SHAKE-256 of the key). CUDA's
+takes 64 bits.
+"""
+
+import hashlib
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from groupwise.privacy.noise import NoiseSource
+
+WORDS = 624
+"""Of 32 bits each, in the state of the Mersenne twister (MT19937), which torch's CPU, Python and numpy all have."""
+_TORCH_STATE_BYTES = 5056
+
+
+@contextmanager
+def secret_randomness(
+    noise: NoiseSource, step: int, start: int = 0, *, process: int = 0, device: torch.device | str = "cpu"
+) -> Iterator[None]:
+    """Inside, the default generators of torch (CPU and ``device``), Python and numpy follow from the run's key.
+
+    They are a pure function of (key, step, process, start), independent between any two of these, and of the noise and
+    the batches. So a step that is replayed repeats its masks, and so does a second pass over the same microbatch.
+    Afterwards, and after an error, the generators are where they were: nothing that is drawn later, such as a text that
+    is shown, tells where they stood inside.
+
+    A backward pass that runs layers again (rematerialisation) belongs inside too: torch then restores the masks, and
+    draws them the way that they were drawn here.
+
+    Args:
+        noise: of the run, the same in all its processes. Masks of a predictable source are predictable.
+        step: of the run. start: of this microbatch, its first example's place in the process's share of the batch.
+        process: of the run, by number. device: of the model.
+    """
+    place = b"".join(int(number).to_bytes(8, "big", signed=True) for number in (step, process, start))
+    digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(12 * WORDS + 8)
+    words = np.frombuffer(digest, ">u4", 3 * WORDS).astype(np.uint32).reshape(3, WORDS)
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if cuda else []), _whole_masks():
+        try:
+            torch.set_rng_state(_torch_state(words[0]))
+            random.setstate((3, (*words[1].tolist(), WORDS), None))
+            np.random.set_state(("MT19937", words[2], WORDS, 0, 0.0))
+            if cuda:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(int.from_bytes(digest[-8:], "big", signed=True))
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _torch_state(words: NDArray[np.uint32]) -> torch.Tensor:
+    """What ``torch.set_rng_state`` takes, from a twister's words (624,), none of them used yet.
+
+    Layout, in machine order: seed u64, words left i32, seeded i32, next u64, 624 words as u64, caches of normals.
+    """
+    state = np.zeros(_TORCH_STATE_BYTES, np.uint8)
+    state[8:16].view(np.int32)[:] = 1  # one word "left" has torch make 624 new ones first, as any twister does
+    state[24 : 24 + 8 * WORDS].view(np.uint64)[:] = words
+    return torch.from_numpy(state)
+
+
+@contextmanager
+def _whole_masks() -> Iterator[None]:
+    """Inside, dropout on the CPU takes a word of the generator for every entry, on every make of CPU.
+
+    On Intel's, torch hands a whole mask to MKL's MCG31 with a seed of 31 bits, which are again few enough to try.
+    """
+    _hush()
+    library = _library()
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _library() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("bernoulli_.float", _bernoulli, "CPU")
+    return library
+
+
+@cache
+def _hush() -> None:
+    """Torch says once in a process that a kernel is replaced: hear it here, where that is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _library()._destroy()
+
+
+def _bernoulli(self: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    return self.copy_(torch.rand(self.shape, generator=generator) < p)

@@ -1,0 +1,61 @@
+"""Two worlds of a real task: what is right passes, and what is wrong is broken, on its own model, data and dropout."""
+
+import pytest
+import torch
+
+from groupwise.audit import real
+from groupwise.audit.game import play
+from groupwise.audit.options import make_setting
+from groupwise.audit.table import describe, row_of
+from groupwise.privacy import mechanism
+from trust.planted_bugs.bugs import masks_from_the_public_seed
+
+RATES = ("model.dropout=0.5", "model.attention_dropout=0.5")
+TEXT = ["task=sst2", "model=roberta_tiny", "clip=flat", "privacy.accountant=rdp", *RATES]
+IMAGES = ["task=cifar", "clip=fixed_layer", "privacy.accountant=rdp", "data.train_limit=2"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(own_cache):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("asked", [TEXT, IMAGES], ids=["sst2", "cifar"])
+def test_what_is_right_passes_and_what_is_wrong_is_broken(asked, monkeypatch):
+    """With a hundredth of the noise 30 plays of two worlds show more than an epsilon of one half."""
+    setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=30)
+    right = play(setting)
+    assert right.kept and right.share is not None and 0 < right.share <= 1
+    whole = mechanism.noise_stds
+    monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.01 * whole(*given, **more))
+    assert not play(setting).kept
+
+
+def test_a_row_names_task_model_dropout_and_plays():
+    finding = play(make_setting([*TEXT, "privacy.epsilon=1"], plays=4, seed=2))
+    row = row_of(finding)
+    assert (row["model"], row["dropout"], row["design"]) == ("sst2 roberta_tiny", "0.5", "worlds")
+    assert (row["canaries"], row["guesses"], row["correct"]) == ("1", "8", "")
+    assert "4 plays of each" in describe(finding) and "None" not in describe(finding)
+
+
+def test_one_more_example_moves_public_masks_by_many_thresholds_and_its_own_gradient_by_one_at_most():
+    """Such was the sensitivity of runs that dealt masks from the public seed: 9 thresholds, where noise is for one."""
+    setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=64"], design="masks", plays=2)
+    trainer = real._trainer(setting, 0)
+    first = int(real._everybody(trainer)[0])
+    threshold = float(trainer.thresholds.clip_thresholds[0])
+    assert real._public_difference(trainer, first, 0).norm() > 4 * threshold
+    assert real._mean_gradient(trainer, first).norm() <= threshold * (1 + 1e-6)
+
+
+@pytest.mark.slow
+def test_masks_from_the_public_seed_are_broken_on_a_real_model_and_ours_are_not():
+    setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=128"], design="masks", plays=150)
+    assert play(setting).kept
+    with masks_from_the_public_seed():
+        found = play(setting)
+    assert found.bound > 1.5

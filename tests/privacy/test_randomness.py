@@ -1,0 +1,159 @@
+"""Masks from the key: a whole state each, the same for the same place, another for any other, and no trace left."""
+
+import hashlib
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupwise.privacy import NoiseSource, secret_randomness
+from groupwise.privacy import randomness as under_test
+from groupwise.privacy.randomness import WORDS, _torch_state
+
+KEY = NoiseSource.from_key(bytes(range(32)))
+
+
+def drawn(noise=KEY, step=3, start=64, process=1):
+    """Something from every default generator: torch by a mask, Python, numpy."""
+    with secret_randomness(noise, step, start, process=process):
+        mask = F.dropout(torch.ones(40, 25), 0.5)
+        return mask, random.random(), np.random.random(3)
+
+
+def same(a, b):
+    return torch.equal(a[0], b[0]) and a[1] == b[1] and np.array_equal(a[2], b[2])
+
+
+def test_the_same_place_has_the_same_masks_whatever_was_drawn_before():
+    first = drawn()
+    torch.rand(10), random.random(), np.random.random()
+    assert same(drawn(), first)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"noise": NoiseSource.from_key(bytes(range(1, 33)))},
+        {"step": 4},
+        {"start": 65},
+        {"process": 0},
+        {"step": 1, "process": 3},
+    ],
+    ids=str,
+)
+def test_any_other_key_step_start_or_process_has_others(other):
+    mine, others = drawn(), drawn(**other)
+    agreeing = float((mine[0] == others[0]).float().mean())
+    assert abs(agreeing - 0.5) < 0.1  # 1000 fair coins: 6 standard deviations
+    assert mine[1] != others[1]
+    assert not np.array_equal(mine[2], others[2])
+
+
+def test_the_three_generators_do_not_repeat_each_other():
+    with secret_randomness(KEY, 0):
+        torchs = torch.empty(50, dtype=torch.int32).random_().tolist()
+        pythons = [random.getrandbits(32) & 0x7FFFFFFF for _ in range(50)]
+        numpys = (np.random.randint(0, 1 << 32, 50, dtype=np.uint32) & 0x7FFFFFFF).tolist()
+    assert len({*torchs, *pythons, *numpys}) == 150
+
+
+def test_afterwards_and_after_an_error_the_generators_are_where_they_were():
+    def state():
+        own = np.random.get_state()
+        return torch.get_rng_state().tolist(), random.getstate(), own[1].tolist(), own[2]
+
+    before, plain = state(), F.dropout
+    with secret_randomness(KEY, 0):
+        assert state() != before
+        drawn()
+    assert state() == before
+    with pytest.raises(KeyError), secret_randomness(KEY, 0):
+        torch.rand(5), random.random(), np.random.random()
+        raise KeyError
+    assert state() == before
+    assert F.dropout is plain
+
+
+def test_torchs_state_is_that_of_numpys_twister():
+    words = np.random.SeedSequence(5).generate_state(WORDS, np.uint32)
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(_torch_state(words))
+        found = torch.empty(3 * WORDS, dtype=torch.int32).random_().numpy()  # the low 31 bits of each word
+    assert np.array_equal(found, (twister.random_raw(3 * WORDS) & 0x7FFFFFFF).astype(np.int32))
+
+
+def test_a_mask_takes_a_whole_word_of_the_generator_for_every_entry():
+    """Not one 32-bit seed for all of it, as torch does on some processors."""
+    with secret_randomness(KEY, 0):
+        mask = F.dropout(torch.ones(5000), 0.3) != 0
+        after = torch.rand(1)
+    with secret_randomness(KEY, 0):
+        assert torch.equal(mask, torch.rand(5000) < 0.7)
+        assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("word", [1, 2, 300, WORDS - 1])
+def test_seeds_that_agree_in_all_but_one_of_their_words_have_other_masks(monkeypatch, word):
+    """So in their low 32 bits too, and in their high ones: all words are used."""
+    real = hashlib.shake_256
+
+    class Flipped:
+        def __init__(self, content):
+            self.content = content
+
+        def digest(self, length):
+            whole = bytearray(real(self.content).digest(length))
+            whole[4 * word + 3] ^= 0xFF
+            return bytes(whole)
+
+    expected = drawn()[0]
+    monkeypatch.setattr(under_test.hashlib, "shake_256", Flipped)
+    assert not torch.equal(drawn()[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_masks_have_the_law_that_was_asked_for(dtype):
+    """200000 coins each; wrong with probability 1e-6 if the law is right, and a rate off by 0.01 is always seen."""
+    with secret_randomness(KEY, 0):
+        for rate in (0.1, 0.5, 0.9):
+            kept = F.dropout(torch.ones(200_000, dtype=dtype), rate)
+            assert abs(float((kept != 0).double().mean()) - (1 - rate)) < 5 * (0.25 / 200_000) ** 0.5
+            assert float(kept.max()) == pytest.approx(1 / (1 - rate), rel=0.01)
+
+
+def test_masks_of_a_transposed_tensor_and_of_attention_are_masks():
+    with secret_randomness(KEY, 0):
+        x = torch.ones(30, 20).t()
+        assert 0 < int((F.dropout(x, 0.5) == 0).sum()) < 600
+        q = torch.ones(2, 3, 8, 4, requires_grad=True)
+        out = F.scaled_dot_product_attention(q, q, torch.ones(2, 3, 8, 4), dropout_p=0.5)
+        out.sum().backward()
+    assert not torch.allclose(out, torch.ones_like(out))
+    assert q.grad is not None
+
+
+def test_nothing_is_said_and_torchs_own_kernel_is_back_afterwards():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn()
+    torch.manual_seed(0)
+    ours = torch.rand(1000) < 0.5
+    torch.manual_seed(0)
+    assert not torch.equal(torch.empty(1000).bernoulli_(0.5) == 1, ours)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpus_masks_follow_from_the_key_too():
+    def mask(step):
+        with secret_randomness(KEY, step, device="cuda:0"):
+            return F.dropout(torch.ones(1000, device="cuda:0"), 0.5)
+
+    before = torch.cuda.get_rng_state("cuda:0")
+    assert torch.equal(mask(0), mask(0))
+    assert not torch.equal(mask(0), mask(1))
+    assert torch.equal(torch.cuda.get_rng_state("cuda:0"), before)
