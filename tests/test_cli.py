@@ -125,6 +125,17 @@ def test_a_mistake_found_while_running_is_one_sentence(tmp_path: Path, script: P
     assert (done.returncode, done.stderr) == (2, "error: no data: bring some.\n")
 
 
+def test_a_warning_is_one_sentence_without_the_code_that_it_came_from(tmp_path: Path) -> None:
+    script = tmp_path / "warns.py"
+    script.write_text(
+        "import sys, warnings\nfrom pathlib import Path\nfrom groupwise.launch.command import launch\n"
+        "def train(config):\n    warnings.warn('delta is large:\\ngive less')\n"
+        f"sys.exit(launch(Path({str(ROOT / 'conf')!r}), train))\n"
+    )
+    done = command(tmp_path, script=script)
+    assert (done.returncode, done.stderr) == (0, "warning: delta is large: give less\n")
+
+
 def test_a_bug_keeps_its_traceback(tmp_path: Path, script: Path) -> None:
     done = command(tmp_path, "seed=2", script=script)
     assert done.returncode == 1

@@ -64,5 +64,5 @@ def _interval(noise_multiplier: float, sample_rate: float, steps: int, delta: fl
     if epsilon > 10.0:
         return max(_INTERVAL, min(1e-6 * epsilon**2, 1e-4 * epsilon))
     spread = central_limit_mu(noise_multiplier, sample_rate, steps)
-    usual = _INTERVAL if delta <= 0.01 else 10.0 * _INTERVAL  # so large a δ needs no tails, and the steps' spread is wide
+    usual = _INTERVAL if delta <= 0.01 else 10.0 * _INTERVAL  # such a δ goes with widely spread losses
     return min(usual, spread * max(1e-5, min(1e-3, 0.1 / math.sqrt(steps))))
