@@ -110,7 +110,7 @@ def keep(data: Data, limit: int, seed: int = 0) -> Data:
 
 
 def place_of(text: str, key: int) -> float:
-    """Where in [0, 1) a text falls: like a uniform draw, but by that text and the public key alone, on every machine."""
+    """Where in [0, 1) a text falls: like a uniform draw, but by that text and the public key alone."""
     return int.from_bytes(hashlib.sha256(f"{key}\n{text}".encode()).digest()[:8]) / 2**64
 
 
