@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,8 @@ def command(folder: Path, *arguments: str, script: Path = ROOT / "run.py") -> su
     )
 
 
-def test_help_shows_groups_and_everyday_keys_at_once(tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_help_shows_groups_and_everyday_keys(tmp_path: Path) -> None:
     done = command(tmp_path, "--help")
-    assert time.monotonic() - began < 6  # 0.1 s on an idle machine, and 3 s is the promise
     assert done.returncode == 0
     for word in ("clip ", "adaptive_layer", "equal_budget", "privacy.epsilon", "paths.data"):
         assert word in done.stdout
