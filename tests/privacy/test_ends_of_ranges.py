@@ -8,6 +8,7 @@ from scipy.stats import binom
 
 from groupwise.errors import UserError
 from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds
+from groupwise.privacy.budget import split_noise
 from groupwise.privacy.calibration import calibrate
 from groupwise.privacy.closed import epsilon_revealed, nothing_shows
 from groupwise.privacy.gaussian import gaussian_delta, gaussian_epsilon
@@ -106,3 +107,10 @@ def test_rdp_never_falls_to_nothing_by_rounding():
     assert few > 0.0
     for sigma in (1e7, 1e9, 1e12):
         assert epsilon_rdp(sigma, RATE, 10**14, 1e-9) > 0.0
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-320])
+def test_a_share_of_the_budget_that_makes_the_counts_noise_infinite_is_refused(share):
+    with pytest.raises(UserError, match="the counts' noise infinite"):
+        split_noise(1.0, 16, share)
+    assert math.isfinite(split_noise(1.0, 16, 1e-300)[0])
