@@ -10,7 +10,18 @@ from typing import Any, get_args
 from groupwise.launch.keys import groups, key_types
 from groupwise.validation import CHOICES, PLACES
 from trust.bad_input_attempt import ROOT, Attempt
-from trust.bad_input_values import EMPTY, FRAGMENTS, HUGE, INJECTIONS, NOT_NUMBERS, PATHS, SENSIBLE, TEXTS, UNUSUAL
+from trust.bad_input_values import (
+    EMPTY,
+    ENDS,
+    FRAGMENTS,
+    HUGE,
+    INJECTIONS,
+    NOT_NUMBERS,
+    PATHS,
+    SENSIBLE,
+    TEXTS,
+    UNUSUAL,
+)
 
 CLIPS = (
     "none", "flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block", "adaptive_flat",
@@ -42,7 +53,7 @@ def config_attempts(seed: int, count: int) -> Iterator[Attempt]:
         for _ in range(count // len(KINDS)):
             given = make(draw)
             trains = "scale=smoke" in given and not any(part in word for word in given for part in SLOW)
-            trains = trains and not (kind == "huge" and given[-1].startswith(LONG))
+            trains = trains and not (kind in ("huge", "ends of ranges") and given[-1].startswith(LONG))
             yield Attempt(f"config: {kind}", given, trains=trains)
 
 
@@ -91,6 +102,17 @@ def _out_of_range(draw: random.Random) -> list[str]:
 
 def _huge(draw: random.Random) -> list[str]:
     return [*base(draw), f"{draw.choice(NUMBERS)}={draw.choice(HUGE)}"]
+
+
+BUDGET = ("privacy.epsilon", "privacy.delta", "privacy.noise_multiplier", "clip.quantile_budget", "train.sample_rate")
+"""Keys that the search for the noise follows to the ends of its range."""
+
+
+def _ends(draw: random.Random) -> list[str]:
+    key = draw.choice((draw.choice(BUDGET), draw.choice(NUMBERS)))
+    whole = ["privacy.epsilon=null"] if key == "privacy.noise_multiplier" else []
+    whole += ["train.batch_size=null"] if key == "train.sample_rate" else []
+    return [*base(draw), *whole, f"{key}={draw.choice(ENDS)}"]
 
 
 def _empty(draw: random.Random) -> list[str]:
@@ -162,6 +184,7 @@ KINDS: dict[str, Maker] = {
     "wrong type": _wrong_type,
     "out of range": _out_of_range,
     "huge": _huge,
+    "ends of ranges": _ends,
     "null": _null,
     "empty": _empty,
     "unicode": _unicode,

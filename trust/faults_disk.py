@@ -7,13 +7,14 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trust.faults_process import SEEDED, STEPS, Outcome, complete, left, logged, run_folder, same, start, wait_for
+from trust.faults_process import SEEDED, STEPS, Outcome, complete, halting, left, run_folder, same, start, wait_for
 
 NEEDED = 1_300_000
 """Bytes that a run takes at most: two checkpoints, one that is being written, and small files."""
@@ -79,11 +80,17 @@ def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> b
     results.mkdir()
     if step == 0:
         results.chmod(0o555)
-    process = start(results, *SEEDED, before=_obey)
-    if step and wait_for(process, lambda: logged(results) >= step):
+
+    def before() -> None:
+        _obey()
+        halting(step)()
+
+    process = start(results, *SEEDED, before=before)
+    if wait_for(process, process.standing):
         folder = run_folder(results)
         assert folder is not None
         folder.chmod(0o555)
+        process.send(signal.SIGCONT)
     process.wait()
     written = step == 0 and any(results.iterdir())
     for path in (results, *results.rglob("*")):

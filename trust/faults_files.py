@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trust.faults_process import SEEDED, STEPS, Outcome, complete, left, logged, run_folder, same, start, wait_for
+from trust.faults_process import SEEDED, STEPS, Outcome, complete, halting, left, run_folder, same, start, wait_for
 
 HARM = ("cut", "flip", "zeros", "empty", "gone", "more")
 
@@ -100,9 +100,8 @@ def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
 def _interrupted(work: Path, chance: random.Random, *settings: str) -> tuple[Path, dict[str, object]]:
     """A run that was killed on its way, and what it comes to."""
     results, whole = work / "interrupted", work / "whole"
-    process = start(results, *SEEDED, *settings)
-    step = chance.randrange(3, STEPS - 4)
-    assert wait_for(process, lambda: logged(results) >= step), process.errors
+    process = start(results, *SEEDED, *settings, before=halting(chance.randrange(3, STEPS - 4)))
+    assert wait_for(process, process.standing), process.errors
     process.send(signal.SIGKILL)
     process.wait()
     complete(whole, *SEEDED, *settings)

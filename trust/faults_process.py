@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,13 +63,20 @@ class Process:
     said: Path
     code: int | None = None
     """Exit code, or minus the signal that ended it."""
+    halted: bool = False
 
     def running(self) -> bool:
         if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            if pid and os.WIFSTOPPED(status):
+                self.halted = True
+            elif pid:
                 self.code = os.waitstatus_to_exitcode(status)
         return self.code is None
+
+    def standing(self) -> bool:
+        """Has `halting` made it stand still?"""
+        return self.halted
 
     def wait(self) -> int:
         """The exit code."""
@@ -181,6 +188,27 @@ def logged(results: Path) -> int:
         return 0 if folder is None else (folder / "metrics.jsonl").read_bytes().count(b"\n")
     except FileNotFoundError:
         return 0
+
+
+def halting(last: int) -> Callable[[], None]:
+    """To be called in a new process: the run stands still when it has logged the step `last`, until SIGCONT or SIGKILL.
+
+    A watcher from outside may look too late on a busy machine, and find the run done.
+    """
+
+    def halt() -> None:
+        from groupwise.training.record import RunRecord
+
+        log = RunRecord.log
+
+        def log_and_halt(self: RunRecord, step: int, metrics: Mapping[str, Any]) -> None:
+            log(self, step, metrics)
+            if step == last:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        RunRecord.log = log_and_halt  # type: ignore
+
+    return halt
 
 
 def wait_for(process: Process, happened: Callable[[], bool]) -> bool:

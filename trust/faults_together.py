@@ -11,7 +11,19 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
-from trust.faults_process import SEEDED, STEPS, Outcome, complete, left, logged, run_folder, same, start, wait_for
+from trust.faults_process import (
+    SEEDED,
+    STEPS,
+    Outcome,
+    complete,
+    halting,
+    left,
+    logged,
+    run_folder,
+    same,
+    start,
+    wait_for,
+)
 
 YEAR = 365 * 86400.0
 
@@ -21,9 +33,8 @@ def two(trials: int, work: Path, seed: int = 10) -> Outcome:
     expected, chance, lost = _undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         results, step = work / str(trial), chance.randrange(0, STEPS // 2)
-        first = start(results, *SEEDED)
-        assert wait_for(first, partial(_past, results, step)), first.errors
-        os.kill(first.pid, signal.SIGSTOP)  # or it might be done before the second is ready
+        first = start(results, *SEEDED, before=halting(step + 1))  # or it might be done before the second is ready
+        assert wait_for(first, first.standing), first.errors
         more = ("overwrite=true",) if trial % 3 == 2 else ()
         second = complete(results, *SEEDED, *more, said=work / f"second-{trial}")
         os.kill(first.pid, signal.SIGCONT)

@@ -172,7 +172,7 @@ def run_all(rank: int, world: int) -> list[tuple[dict[str, Tensor], list[float]]
 @pytest.fixture(scope="module")
 def results() -> list[Any]:
     """One pair of processes for all cases."""
-    return run_ranks(run_all, WORLD, timeout=150)
+    return run_ranks(run_all, WORLD)
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,26 @@ import pytest
 import torch
 
 from tests.launch.test_pipeline_runs import LONG, folder_of, start, wait_for_steps, weights
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harmed", ["stage-1.pt", "checkpoint.pt"])
 def test_it_ends_with_the_same_bits(tmp_path, harmed):
     whole = start(tmp_path / "whole", *LONG)
-    whole.communicate(timeout=300)
+    whole.communicate(timeout=PATIENCE)
     results = tmp_path / "broken"
     killed = start(results, *LONG)
     wait_for_steps(results, 3)
     killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=PATIENCE)
     folder = folder_of(results)
     newest = folder / torch.load(folder / "checkpoint.pt")["folder"] if harmed == "stage-1.pt" else folder
     content = bytearray((newest / harmed).read_bytes())
     content[len(content) // 2] ^= 1
     (newest / harmed).write_bytes(content)
     resumed = start(results, *LONG)
-    _, told = resumed.communicate(timeout=300)
+    _, told = resumed.communicate(timeout=PATIENCE)
     assert resumed.returncode == 0, told
     assert told.count("warning: ") == 1 and "going on from the one before it" in told
     one, other = weights(tmp_path / "whole"), weights(results)

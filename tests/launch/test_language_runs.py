@@ -1,7 +1,6 @@
 """Language tasks through the whole program: every mode at scale=smoke, exports, prompts, and what is refused."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,8 @@ def folder_of(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("task", [*CLASSIFICATION, *GENERATION])
-def test_every_task_trains_in_every_mode_in_seconds(tmp_path, task, mode, capsys):
-    began = time.process_time()
+def test_every_task_trains_in_every_mode(tmp_path, task, mode, capsys):
     row = run(smoke(tmp_path, task, f"clip={mode}"))
-    assert time.process_time() - began < 60
     folder = folder_of(tmp_path)
     assert (folder / "DONE").exists() and row["plan.steps"] == 4
     assert row["plan.private"] is (mode != "none")

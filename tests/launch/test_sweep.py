@@ -12,6 +12,7 @@ from groupwise.errors import UserError
 from groupwise.launch.compose import compose_run, register
 from groupwise.launch.sweep import plan_sweep
 from groupwise.training.identity import config_hash
+from tests.waiting import PATIENCE
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -101,7 +102,7 @@ def test_jobs_run_the_code_and_the_configuration_of_the_submission(checkout):
         file.write_text("broken [")
     (checkout.root / "sweeps" / "table.yaml").unlink()
     (checkout.root / "wait").unlink()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, rows(out)) == (0, ["ran flat 8.0 0 old", "ran flat 8.0 1 old"]), err
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.waiting import PATIENCE
+
 
 class _Worker:
     """A process that waits for work, and ends with this one."""
@@ -37,7 +39,7 @@ class _Worker:
 _workers: list[_Worker] = []
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """Run ``function(rank, world, *args)`` in ``world`` gloo processes of one thread each; their results, by rank.
 
     ``function`` stands at the top of its module and leaves no trace in its process; arguments and results can be

@@ -87,7 +87,7 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("run")
-    return folder, run_ranks(saves, WORLD, str(folder), timeout=120)
+    return folder, run_ranks(saves, WORLD, str(folder))
 
 
 def test_every_process_gets_its_own_state_back(ran):

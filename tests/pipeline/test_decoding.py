@@ -118,7 +118,7 @@ def failure(stage, tokenizer, prompts):
 
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(on_stages, 3, timeout=120)
+    return run_ranks(on_stages, 3)
 
 
 @pytest.fixture(scope="module")

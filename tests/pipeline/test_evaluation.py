@@ -78,7 +78,7 @@ def on_stages(rank, world):
 
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(on_stages, 2, timeout=120)
+    return run_ranks(on_stages, 2)
 
 
 @pytest.mark.parametrize("name", CALLS)

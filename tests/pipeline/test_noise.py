@@ -48,7 +48,7 @@ def on_four_processes(rank: int, world: int) -> dict:
 @pytest.fixture(scope="module")
 def drawn():
     """Case → what each process drew."""
-    found = run_ranks(on_four_processes, 4, timeout=150)
+    found = run_ranks(on_four_processes, 4)
     return {name: [own[name] for own in found] for name in found[0]}
 
 

@@ -160,7 +160,7 @@ def left_out(ranks: Ranks) -> tuple:
 @pytest.fixture(scope="module")
 def seen():
     """One start of two processes."""
-    return run_ranks(on_two_stages, 2, timeout=150)
+    return run_ranks(on_two_stages, 2)
 
 
 def test_what_two_stages_run_and_keep(seen):

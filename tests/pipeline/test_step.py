@@ -158,13 +158,13 @@ def _check(case: Case, ranks: list) -> None:
 
 def test_three_steps_on_two_processes_equal_the_loop_over_single_examples():
     cases = [case for case in CASES if case.stages == 2]
-    for case, *ranks in zip(cases, *run_ranks(run_cases, 2, {2: cases}, timeout=200), strict=True):
+    for case, *ranks in zip(cases, *run_ranks(run_cases, 2, {2: cases}), strict=True):
         _check(case, ranks)
 
 
 def test_three_steps_on_four_processes_equal_the_loop_over_single_examples():
     cases = [case for case in CASES if case.stages == 4]
-    found = run_ranks(run_cases, 4, {4: cases, 2: REPLICATED}, timeout=300)
+    found = run_ranks(run_cases, 4, {4: cases, 2: REPLICATED})
     for case, *ranks in zip(cases, *(own[: len(cases)] for own in found), strict=True):
         _check(case, ranks)
     for case, *ranks in zip(REPLICATED, *(own[len(cases) :] for own in found), strict=True):

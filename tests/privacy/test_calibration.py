@@ -240,13 +240,19 @@ class TestSearch:
         assert 0.999 <= found.epsilon_upper <= 1.0
         assert len(asked) <= 40
 
-    @pytest.mark.parametrize("curve", [lambda sigma: 2.0, lambda sigma: 0.5, lambda sigma: 2.0 if sigma < 3 else 0.5])
+    @pytest.mark.parametrize("curve", [lambda sigma: 2.0, lambda sigma: 0.5])
     def test_a_target_that_no_noise_meets_is_refused(self, search, curve):
         with pytest.raises(UserError, match="no noise multiplier"):
             search(curve)
 
+    @pytest.mark.parametrize("below", [0.5, 0.0])
+    def test_a_curve_that_leaps_over_the_target_is_met_from_below(self, search, below):
+        found, _ = search(lambda sigma: 2.0 if sigma < 3 else below)
+        assert found.epsilon_upper == below
+        assert 3.0 <= found.noise_multiplier <= 3.0 * (1 + 2e-6)
+
     def test_the_search_ends_at_the_bounds_that_it_names(self, monkeypatch, search):
-        for curve, low, high in ((lambda s: 2.0, 1e8, 1e9), (lambda s: 0.5, 1e-4, 1e-3)):
+        for curve, low, high in ((lambda s: 2.0, 1e11, 1e12), (lambda s: 0.5, 1e-9, 1e-8)):
             asked = []
             monkeypatch.setattr(
                 calibration,
@@ -255,7 +261,7 @@ class TestSearch:
             )
             with pytest.raises(UserError):
                 calibrate(1.0, 1e-5, 0.02, 300, "rdp", cache=False)
-            assert all(1e-4 < sigma < 1e9 for sigma in asked)
+            assert all(1e-9 < sigma < 1e12 for sigma in asked)
             assert any(low < sigma < high for sigma in asked)
 
     def test_the_very_target_is_an_answer_and_so_is_the_last_that_is_allowed(self, search):
@@ -273,9 +279,7 @@ def test_a_calibration_takes_two_to_four_bounds(monkeypatch, setting):
 
 def test_the_first_guess_is_the_central_limit():
     setting = (3.0, 1e-5, 0.02, 300)
-    sigma = calibration._central_limit_guess(
-        lambda s: gaussian_epsilon(1e-5, central_limit_mu(s, 0.02, 300)), setting[0]
-    )
+    sigma = calibration._first_guess(lambda s: gaussian_epsilon(1e-5, central_limit_mu(s, 0.02, 300)), setting[0])
     assert gaussian_epsilon(1e-5, central_limit_mu(sigma, 0.02, 300)) == pytest.approx(3.0, rel=1e-8)
 
 

@@ -59,9 +59,9 @@ def test_it_is_a_headline_and_three_more_lines_and_another_for_a_note():
     plan = make_plan(**SETTING, epsilon=3.0)
     lines = plan.statement().splitlines()
     assert len(lines) == 5 and lines[0].startswith("Privacy: ") and all(line.startswith("  ") for line in lines[1:])
-    noted = dataclasses.replace(plan, note="by another accountant").statement().splitlines()
+    noted = dataclasses.replace(plan, note="by the PLD accountant, since").statement().splitlines()
     assert noted[:3] == [lines[0].replace("RDP", "PLD"), *lines[1:3]]
-    assert noted[3:] == ["  Note: epsilon was found by another accountant.", *lines[3:]]
+    assert noted[3:] == ["  Note: epsilon was found by the PLD accountant, since.", *lines[3:]]
     assert len(make_plan(**SETTING, epsilon=math.inf).statement().splitlines()) == 2
 
 

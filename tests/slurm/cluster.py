@@ -20,10 +20,10 @@ WHY_NOT = "needs the one-node cluster of scripts/slurm: make test-slurm"
 
 def slurm(*command: str) -> str:
     """What a command of SLURM prints."""
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
-def until(true: Callable[[], Any], what: str, seconds: float = 240) -> Any:
+def until(true: Callable[[], Any], what: str, seconds: float = 900) -> Any:
     """Wait for something, and return it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -129,7 +129,7 @@ def test_jobs_of_a_lost_node_and_of_a_pushed_out_one_go_on(tmp_path):
 def test_a_cell_that_fails_and_one_that_is_cancelled_are_told_and_end_no_other(tmp_path):
     given = ["task=cifar", "scale=smoke", "clip=none", "train.device=cpu", "seed=0,1,2", "train.steps=400"]
     sweep = start(tmp_path, *given, "export=model", *SLURM)
-    _, told = sweep.communicate(timeout=300)
+    _, told = sweep.communicate(timeout=900)
     assert sweep.returncode == 2 and told.count("UserError") == 3, told
     failed = next(tmp_path.glob("sweeps/*/logs/*.log")).resolve().parent.name.split("_")[0]
     assert set(slurm("sacct", "-nXPo", "State", "-j", failed).split()) == {"FAILED"}
@@ -137,7 +137,7 @@ def test_a_cell_that_fails_and_one_that_is_cancelled_are_told_and_end_no_other(t
     sweep = start(tmp_path / "other", *given, *SLURM)
     first, second, third = cells_of(tmp_path / "other", sweep)
     slurm("scancel", second.under_way().job)
-    _, told = sweep.communicate(timeout=300)
+    _, told = sweep.communicate(timeout=900)
     assert sweep.returncode == 1 and "1 of 3 cells failed" in told, told
     assert "(state CANCELLED): see" in next(tmp_path.glob("other/sweeps/*/failed/*.txt")).read_text()
     assert (first.run / "DONE").is_file() and (third.run / "DONE").is_file() and not (second.run / "DONE").exists()

@@ -17,6 +17,7 @@ import torch
 
 from groupwise.errors import UserError
 from groupwise.training.checkpoint import load_checkpoint, load_newest, previous, save_checkpoint
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,10 +124,8 @@ def test_killed_at_any_moment_a_whole_checkpoint_remains(path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", writer, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
     )
-    deadline = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.137)
+    until(path.exists, "a checkpoint")
+    time.sleep(0.137)  # some more; how many does not matter
     process.send_signal(signal.SIGKILL)
     process.wait()
     state = load_checkpoint(path)

@@ -151,12 +151,12 @@ def _refused(ranks, name):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run_ranks(_on_two, 2, str(tmp_path_factory.mktemp("two")), timeout=240)
+    return run_ranks(_on_two, 2, str(tmp_path_factory.mktemp("two")))
 
 
 @pytest.fixture(scope="module")
 def four():
-    return run_ranks(_on_four, 4, timeout=240)
+    return run_ranks(_on_four, 4)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def _counting(messages):
 
 @pytest.fixture(scope="module")
 def processes():
-    return run_ranks(_two_by_two, 4, timeout=120)
+    return run_ranks(_two_by_two, 4)
 
 
 def test_a_process_knows_its_place(processes):

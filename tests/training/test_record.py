@@ -64,7 +64,7 @@ def test_the_row_is_flat_and_carries_its_provenance(config: RunConfig) -> None:
     assert row["hash"] == config_hash(config)
     assert (row["clip.name"], row["scale"], row["privacy.delta"]) == ("adaptive_layer", "paper", 1e-5)
     assert (row["plan.noise_multiplier"], row["system.wall_seconds"]) == (3.1, 12.5)
-    assert (row["data.sha256.images"], row["data.train_examples"]) == ("ab", 1437)
+    assert (row["nonprivate/data.sha256.images"], row["data.train_examples"]) == ("ab", 1437)
     assert row["seeds.noise_is_secret"] is True
     assert {"git.sha", "git.dirty", "versions.torch", "cpu_count", "platform"} <= set(row)
     assert row["data.name"] == "cifar10"  # the configuration's, which no description of the data hides

@@ -63,7 +63,7 @@ def _two(rank, world, folder):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    processes = run_ranks(_two, 2, str(folder), timeout=120)
+    processes = run_ranks(_two, 2, str(folder))
     folders = {name: next((folder / name / "runs").iterdir()) for name in ("whole", "stopped")}
     return processes, folders
 

@@ -100,11 +100,11 @@ def test_the_network_is_cut(monkeypatch, tmp_path):
 
 def test_a_seed_makes_the_same_attempts_and_another_seed_others():
     def given(seed):
-        return [attempt.arguments for attempt in config_attempts(seed, 280)]
+        return [attempt.arguments for attempt in config_attempts(seed, 300)]
 
     assert given(3) == given(3) != given(4)
-    assert len(given(3)) == 280
-    assert {attempt.kind for attempt in config_attempts(0, 280)} == {f"config: {kind}" for kind in KINDS}
+    assert len(given(3)) == 300
+    assert {attempt.kind for attempt in config_attempts(0, 300)} == {f"config: {kind}" for kind in KINDS}
 
 
 def test_a_prepared_file_is_the_same_each_time(tmp_path):

@@ -1,5 +1,6 @@
 """Texts of the language tasks by the task's name, and the choices among them: a held-out share, a smaller set."""
 
+import hashlib
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -56,9 +57,10 @@ def load_paired(task: str, root: Path, *, train_file: str | None = None) -> Pair
 def hold_out(data: Data, share: float, seed: int = 0) -> Data:
     """Set a random `share` of the training set aside, and validate on it instead; for tuning (0.2 in appendix A.2).
 
-    The split is fixed by `seed`, and what remains keeps its order. Where texts are paired, whole sources are set aside
-    until they make up the share, so no source is on both sides. The test set stays as it is; of several validation
-    sets only the new one is left.
+    The split is fixed by `seed`, and what remains keeps its order. Labelled rows are chosen by their number alone,
+    exactly `share` of them. Where texts are paired, whole sources are, each by its own text alone, so that no source is
+    on both sides and no row decides on which side another one's source is; they make up about the share. The test set
+    stays as it is; of several validation sets only the new one is left.
 
     Raises:
         UserError: a share that leaves one of the two sides empty.
@@ -73,14 +75,12 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
         rest = [i for i in range(count) if i not in held]
         return replace(data, train=_rows(data.train, rest), valid={"": _rows(data.train, sorted(held))}, source=source)
     requests = by_source(data.train)
-    sources: set[str] = set()
-    for i in _order(len(requests), seed):
-        if wanted <= 0:
-            break
-        sources.add(requests[i].source)
-        wanted -= len(requests[i].references)
-    if len(sources) == len(requests):
-        raise UserError(f"data.holdout={share} leaves no source to train on: all are one and the same; leave it out.")
+    sources = {request.source for request in requests if place_of(request.source, seed) < share}
+    if not 0 < len(sources) < len(requests):
+        raise UserError(
+            f"data.holdout={share} leaves no source to train on, or none to validate on, of {len(requests)}: give "
+            "another share, or leave it out."
+        )
     return replace(
         data,
         train=[pair for pair in data.train if pair[0] not in sources],
@@ -91,6 +91,8 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
 
 def keep(data: Data, limit: int, seed: int = 0) -> Data:
     """Keep a random choice of `limit` training examples, fixed by `seed`, in their order; fewer are part of more.
+
+    It goes by the rows' numbers, and never looks at what is in them.
 
     Raises:
         UserError: a limit below 1.
@@ -105,6 +107,11 @@ def keep(data: Data, limit: int, seed: int = 0) -> Data:
     if isinstance(data, LabelledText):
         return replace(data, train=_rows(data.train, chosen), source=source)
     return replace(data, train=[data.train[i] for i in chosen], source=source)
+
+
+def place_of(text: str, key: int) -> float:
+    """Where in [0, 1) a text falls: like a uniform draw, but by that text and the public key alone."""
+    return int.from_bytes(hashlib.sha256(f"{key}\n{text}".encode()).digest()[:8]) / 2**64
 
 
 def _order(count: int, seed: int) -> list[int]:

@@ -19,7 +19,7 @@ from groupwise.launch.cell import run_cell
 from groupwise.launch.compose import register, to_run_config
 from groupwise.launch.keys import groups
 from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence, too_long
-from groupwise.launch.outcome import INTERRUPTED, MISTAKE, exit_code, report, report_sweep
+from groupwise.launch.outcome import INTERRUPTED, MISTAKE, exit_code, report, report_sweep, tell_warnings
 from groupwise.launch.snapshot import handed_on, run_from
 from groupwise.launch.sweep import plan_sweep
 from groupwise.launch.sweep_folder import begin_sweep
@@ -47,6 +47,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
             failed.append(error)  # not raised: Hydra would add words of its own
             return None
 
+    tell_warnings()
     try:
         register()
         arguments = _parse(sys.argv[1:])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 from groupwise.errors import ProcessFailed, UserError, told
 from groupwise.launch.sweep_folder import CELLS, failures, name_of, read_cells, unfinished
@@ -19,6 +21,26 @@ def report(error: Exception) -> None:
         print(f"error: {told(error)}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+
+
+def tell_warnings() -> None:
+    """From now on what a user is warned of is one sentence on stderr, without the line of code that it came from."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is UserWarning:
+            print(f"warning: {' '.join(str(message).split())}", file=file or sys.stderr)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
 
 
 def exit_code(kinds: Iterable[str]) -> int:

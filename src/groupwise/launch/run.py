@@ -14,6 +14,7 @@ from groupwise.privacy import PrivacyPlan, make_plan
 from groupwise.tasks import make_task
 from groupwise.training.checkpoint import load_newest
 from groupwise.training.clipping import make_engine
+from groupwise.training.leaving import neighbours_of
 from groupwise.training.loop import Trainer
 from groupwise.training.memory import memory_told
 from groupwise.training.ranks import Alone, Ranks
@@ -65,6 +66,8 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     engine = make_engine(task.model, config.clip)
     plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
+    if plan.noise_multiplier > 0 and (config.data.train_limit or config.data.holdout):
+        print(f"  Neighbouring data sets differ by {neighbours_of(config)}.")
     if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
         print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
     taken_up, state = _take_up(record, device, ranks) if resumable else (None, None)

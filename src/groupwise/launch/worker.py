@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
+from groupwise.launch.outcome import tell_warnings
 from groupwise.launch.place import Place
 
 Work = Callable[[RunConfig, Place], dict[str, Any]]
@@ -52,6 +54,9 @@ def live() -> None:
     interrupt_on(signal.SIGTERM)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    if not place.main:
+        warnings.simplefilter("ignore", UserWarning)  # all would be warned of the same
+    tell_warnings()
     code, kind = 0, "done"
     value: Any = None
     try:

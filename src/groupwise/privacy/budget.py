@@ -20,4 +20,8 @@ def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float
     if quantile_budget == 0.0:
         return 0.0, noise_multiplier
     count = noise_multiplier * math.sqrt(num_groups / (4.0 * quantile_budget))
+    if not math.isfinite(count):
+        raise UserError(
+            f"quantile_budget is {quantile_budget}; so small a share makes the counts' noise infinite: give more."
+        )
     return count, noise_multiplier / math.sqrt(1.0 - quantile_budget)

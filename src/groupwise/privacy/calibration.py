@@ -8,10 +8,24 @@ from typing import Any
 
 from groupwise.cache import read_cache, write_cache
 from groupwise.errors import UserError
-from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds
+from groupwise.privacy.accounting import (
+    CLOSED_ABOVE,
+    MOST_STEPS,
+    SMALLEST_DELTA,
+    EpsilonBounds,
+    check_accountant,
+    check_release,
+    epsilon_bounds,
+)
+from groupwise.privacy.closed import epsilon_revealed
 from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
+from groupwise.privacy.prv import LARGEST, LARGEST_DELTA, MAX_ERROR, RELATIVE_ERROR, SMALLEST, estimate_prv
 
 TOLERANCE = 1e-3
+LEAST, MOST = 1e-9, 1e12
+"""Between these a σ is looked for."""
+PATIENCE, CLOSEST = 10, 1e-6
+"""After so many tries the bracket is halved, until its ends are no further apart than this share: as good as one."""
 _CODE_VERSION = 1
 
 
@@ -30,7 +44,8 @@ def calibrate_noise_multiplier(
     """Return σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
-    above. Takes 2 to 4 evaluations; the answer is cached on disk under all arguments and the libraries' versions.
+    above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 2 to 4 evaluations;
+    the answer is cached on disk under all arguments and the libraries' versions.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
     return calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache).noise_multiplier
@@ -70,10 +85,13 @@ def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accoun
     def central_limit(noise_multiplier: float) -> float:
         return gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps))
 
-    guess = _central_limit_guess(central_limit, epsilon)
-    if accountant == "prv":
-        from groupwise.privacy.prv import MAX_ERROR, RELATIVE_ERROR, estimate_prv
+    def closed(noise_multiplier: float) -> float:
+        return epsilon_revealed(noise_multiplier, sample_rate, steps, delta).upper
 
+    shape = central_limit if epsilon <= CLOSED_ABOVE else closed
+    guess = _first_guess(shape, epsilon)
+    usual = SMALLEST <= epsilon <= LARGEST and SMALLEST_DELTA <= delta <= LARGEST_DELTA and steps <= MOST_STEPS
+    if accountant == "prv" and usual:
         # Estimates cost a tenth of a bound: walk with them, aiming below the target by the bound's own width.
         aim = epsilon - min(MAX_ERROR, RELATIVE_ERROR * epsilon)
         guess, _ = _solve(lambda sigma: estimate_prv(sigma, sample_rate, steps, delta), aim, guess, central_limit)
@@ -84,14 +102,14 @@ def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accoun
         bounds[noise_multiplier] = epsilon_bounds(noise_multiplier, sample_rate, steps, delta, accountant)
         return bounds[noise_multiplier].upper
 
-    sigma, proven = _solve(upper, epsilon, guess, central_limit)
+    sigma, proven = _solve(upper, epsilon, guess, shape)
     return Calibration(sigma, proven, bounds[sigma].note)
 
 
 def _solve(
     curve: Callable[[float], float], target: float, guess: float, shape: Callable[[float], float]
 ) -> tuple[float, float]:
-    """Find σ with ``curve(σ)`` in [(1 - TOLERANCE)·target, target]; ``curve`` falls as σ grows.
+    """Find σ with ``curve(σ)`` in [(1 - TOLERANCE)·target, target], or the least below where the curve leaps over that.
 
     Each try moves along the line through the last two points on log-log axes (along ``shape`` after the first),
     kept inside the bracket that the values seen so far allow.
@@ -100,8 +118,9 @@ def _solve(
     low, high = 0.0, math.inf
     sigma = guess
     last: tuple[float, float] | None = None
-    for _ in range(60):
-        value = curve(sigma)
+    seen: dict[float, float] = {}
+    for tries in range(60):
+        value = seen[sigma] = curve(sigma)
         if (1.0 - TOLERANCE) * target <= value <= target:
             return sigma, value
         low, high = (max(low, sigma), high) if value > target else (low, min(high, sigma))
@@ -110,12 +129,14 @@ def _solve(
         last = point
         step = (aim - point[1]) / slope if slope < -1e-3 else math.copysign(0.5, point[1] - aim)
         sigma = math.exp(point[0] + min(max(step, -1.0), 1.0))
-        if not low < sigma < high:
+        if not low < sigma < high or (tries >= PATIENCE and low > 0.0 and high < math.inf):
             sigma = high / 2.0 if low == 0.0 else low * 2.0 if high == math.inf else math.sqrt(low * high)
-        if not 1e-4 < sigma < 1e9:
+        if high <= low * (1.0 + CLOSEST) and high in seen:
+            return high, seen[high]  # the curve falls past the target at once, as where δ begins to cover all
+        if not LEAST < sigma < MOST:
             break
     raise UserError(
-        f"no noise multiplier between 0.0001 and 1e9 was found for epsilon {target:.6g}; "
+        f"no noise multiplier between {LEAST:g} and {MOST:g} was found for epsilon {target:.6g}; "
         "give a larger epsilon, fewer steps or a smaller batch."
     )
 
@@ -130,8 +151,8 @@ def _nearby(curve: Callable[[float], float], sigma: float) -> tuple[tuple[float,
     return points[0], points[1]
 
 
-def _central_limit_guess(curve: Callable[[float], float], epsilon: float) -> float:
-    low, high = math.log(0.05), math.log(1e8)
+def _first_guess(curve: Callable[[float], float], epsilon: float) -> float:
+    low, high = (math.log(0.05), math.log(1e8)) if epsilon <= CLOSED_ABOVE else (math.log(LEAST), math.log(1e3))
     for _ in range(40):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if curve(math.exp(middle)) > epsilon else (low, middle)

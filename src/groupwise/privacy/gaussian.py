@@ -36,7 +36,8 @@ def central_limit_mu(noise_multiplier: float, sample_rate: float, steps: int) ->
     """
     if sample_rate >= 1.0:
         return math.sqrt(steps) / noise_multiplier
-    return sample_rate * math.sqrt(steps * math.expm1(min(noise_multiplier**-2, 500.0)))
+    precision = 1.0 / noise_multiplier
+    return sample_rate * math.sqrt(steps * math.expm1(min(precision * precision, 500.0)))
 
 
 def _mills_ratio(x: float) -> float:

@@ -53,7 +53,7 @@ class PrivacyPlan:
     def __post_init__(self) -> None:
         _check_setting(self)
         sigma = self.noise_multiplier
-        if not 0.0 <= sigma < math.inf or math.isnan(self.epsilon) or self.epsilon <= 0.0:
+        if not 0.0 <= sigma < math.inf or math.isnan(self.epsilon) or self.epsilon < 0.0:
             raise UserError(
                 f"the plan has epsilon {self.epsilon} and noise multiplier {sigma}; make it with make_plan, which "
                 "calibrates the one from the other."

@@ -5,7 +5,7 @@ import math
 import warnings
 from typing import Any
 
-from groupwise.privacy.accounting import EpsilonBounds, check_mechanism
+from groupwise.privacy.accounting import COMPOSITION_FAILURES, EpsilonBounds, check_mechanism
 from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
 
 # ε is bracketed to ±0.2 % (at most ±0.01, so that large ε are as tight as the published tables), unless the grid
@@ -14,6 +14,8 @@ RELATIVE_ERROR = 2e-3
 MAX_ERROR = 1e-2
 MAX_GRID = 2**22
 COARSE = 0.03
+SMALLEST, LARGEST, LARGEST_DELTA = 0.04, 50.0, 0.01
+"""The ε and δ for which PRV answers within seconds; outside, PLD is as tight and takes a tenth of one."""
 
 
 def epsilon_prv(
@@ -29,26 +31,41 @@ def epsilon_prv(
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     steps = int(steps)
+    if eps_error is None and (reason := _out_of_reach(noise_multiplier, sample_rate, steps, delta)):
+        return _stand_in(noise_multiplier, sample_rate, steps, delta, reason)
     try:
         if eps_error is None:
             eps_error = _default_error(noise_multiplier, sample_rate, steps, delta)
         return _twice(noise_multiplier, sample_rate, steps, delta, eps_error)[0]
-    except _FAILURES as failure:
-        return _stand_in(noise_multiplier, sample_rate, steps, delta, failure)
+    except COMPOSITION_FAILURES as failure:
+        reason = f"the PRV accountant failed ({type(failure).__name__}: {failure})"
+        return _stand_in(noise_multiplier, sample_rate, steps, delta, reason)
 
 
 def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
     """Return ε without a bound, from a grid ten times coarser: right to about 0.01 %, in a tenth of a second."""
-    try:
-        return _coarse(noise_multiplier, sample_rate, int(steps), delta)[0].estimate
-    except _FAILURES:
-        from groupwise.privacy.pld import epsilon_pld
+    steps = int(steps)
+    if not _out_of_reach(noise_multiplier, sample_rate, steps, delta):
+        try:
+            return _coarse(noise_multiplier, sample_rate, steps, delta)[0].estimate
+        except COMPOSITION_FAILURES:
+            pass
+    from groupwise.privacy.pld import epsilon_pld
 
-        return epsilon_pld(noise_multiplier, sample_rate, int(steps), delta)
+    return epsilon_pld(noise_multiplier, sample_rate, steps, delta)
 
 
-# What prv_accountant 0.2.0 raises when its quadrature of the mean, its domain or its grid gives out.
-_FAILURES = (RuntimeError, ValueError, AssertionError, FloatingPointError, OverflowError, MemoryError)
+def _out_of_reach(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> str:
+    """Why PRV would take minutes, or give out in the end, at so small or so large an ε; empty where it does well."""
+    if delta > LARGEST_DELTA:
+        return f"the PRV accountant gives out for a delta above {LARGEST_DELTA:g}"
+    if gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps)) < SMALLEST:
+        return f"the PRV accountant takes minutes for an epsilon below {SMALLEST:g}"
+    from groupwise.privacy.rdp import epsilon_rdp
+
+    if epsilon_rdp(noise_multiplier, sample_rate, steps, delta) > LARGEST:
+        return f"the PRV accountant gives out for an epsilon as large as {LARGEST:g}"
+    return ""
 
 
 def _default_error(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
@@ -71,7 +88,7 @@ def _twice(
     delta_error = delta / 1000.0
     try:
         return _compose(noise_multiplier, sample_rate, steps, delta, eps_error, delta_error)
-    except _FAILURES:
+    except COMPOSITION_FAILURES:
         # "Discrete mean differs significantly": a domain cut too short; a smaller δ error widens it.
         return _compose(noise_multiplier, sample_rate, steps, delta, eps_error, delta_error / 100.0)
 
@@ -124,11 +141,8 @@ def _smooth_grid(half_width: float, eps_error: float, per_mesh: float) -> tuple[
     return half_width * per_mesh / (points / 2 - 1.5), points
 
 
-def _stand_in(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, failure: BaseException
-) -> EpsilonBounds:
+def _stand_in(noise_multiplier: float, sample_rate: float, steps: int, delta: float, reason: str) -> EpsilonBounds:
     from groupwise.privacy.pld import epsilon_pld_bounds
 
     bounds = epsilon_pld_bounds(noise_multiplier, sample_rate, steps, delta)
-    note = f"by the PLD accountant, since the PRV accountant failed ({type(failure).__name__}: {failure})"
-    return EpsilonBounds(bounds.lower, bounds.estimate, bounds.upper, note)
+    return EpsilonBounds(bounds.lower, bounds.estimate, bounds.upper, f"by the PLD accountant, since {reason}")

@@ -15,6 +15,11 @@ ORDERS = (
 )
 
 
+MOST_NOISE = 1e5
+"""Of σ/ρ. Above it the rounding of a sum near 1 swallows what one step costs, about ρ²α/2σ², and may show less than
+nothing; more noise costs no more than this much."""
+
+
 def epsilon_rdp(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
     """Return an upper bound on ε at ``delta`` by Rényi DP (Mironov, Talwar & Zhang 2019), add/remove adjacency.
 
@@ -25,6 +30,7 @@ def epsilon_rdp(noise_multiplier: float, sample_rate: float, steps: int, delta: 
 
     from groupwise.privacy.pld import training_event
 
+    noise_multiplier = min(noise_multiplier, MOST_NOISE * sample_rate)
     accountant = rdp.RdpAccountant(orders=ORDERS)
     with _orders_left_out_in_silence():
         accountant.compose(training_event(noise_multiplier, sample_rate), int(steps))

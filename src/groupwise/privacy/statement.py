@@ -20,8 +20,9 @@ def plan_statement(plan: "PrivacyPlan") -> str:
 
 
 def _headline(plan: "PrivacyPlan") -> str:
-    # A note means that PLD stood in for PRV.
-    accountant = "PLD" if plan.note else plan.accountant.upper()
+    accountant = plan.accountant.upper()
+    if plan.note:  # it says who stood in for the accountant that was asked
+        accountant = next((name for name in ("PLD", "RDP") if f"by the {name} " in plan.note), "closed form")
     figure = f"epsilon = {plan.epsilon:.4g} at delta = {plan.delta:g} ({accountant}, upper bound)"
     if plan.sampling == "shuffle":
         return (

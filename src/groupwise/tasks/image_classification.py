@@ -139,7 +139,10 @@ def _describe(data: ImageData, train_size: int) -> dict[str, Any]:
 
 
 def _first_of_each_class(labels: Tensor, limit: int | None) -> Tensor:
-    """Indices of `limit` examples, the first of each class in turn, in the order of the data; None takes all."""
+    """Indices of `limit` examples, the first of each class in turn, in the order of the data; None takes all.
+
+    One more row of a class may push another out, so what is promised is for neighbours after this choice.
+    """
     if limit is None or limit >= len(labels):
         return torch.arange(len(labels))
     if limit < 1:

@@ -206,12 +206,22 @@ def save_network(
         folder.mkdir(parents=True, exist_ok=True)
         with _without_bars():
             model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        _forget_last_call(tokenizer)
         tokenizer.save_pretrained(folder)
         digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
         note = {"note": ADAPTERS_ONLY, "base": _base(model)} if hasattr(model, "peft_config") else {}
         write_json(folder / "provenance.json", {"sha256": digests, **note, **provenance})
     except OSError as error:
         raise UserError(f"export={folder} cannot be written ({error}): give another folder.") from error
+
+
+def _forget_last_call(tokenizer: Any) -> None:
+    """A fast tokeniser keeps how it cut and padded last, and writes it into tokenizer.json: whether an example was too
+    long would be read there."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from groupwise.training.identity import (
     load_config,
     save_config,
 )
+from groupwise.training.leaving import row_of_data
 from groupwise.training.provenance import environment, git_state
 from groupwise.training.sums import SUMS, write_sums
 
@@ -196,10 +197,10 @@ class RunRecord:
         }
         git = {key: value for key, value in self.git().items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self._read("environment.json")}
-        for name in ("data", "seeds"):
-            if (self.folder / f"{name}.json").is_file():
-                parts[name] = {**self._read(f"{name}.json")}
-        for key, value in flatten(parts).items():
+        if (self.folder / "seeds.json").is_file():
+            parts["seeds"] = self._read("seeds.json")
+        data = self._read("data.json") if (self.folder / "data.json").is_file() else {}
+        for key, value in flatten({**parts, **row_of_data(data)}).items():
             row.setdefault(key, value)
         row |= metrics
         self.write("result", row)

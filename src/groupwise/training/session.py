@@ -17,7 +17,7 @@ import torch
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.training.identity import stable_config
+from groupwise.training.leaving import neighbours_of, provenance_of
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.ranks import Alone, Ranks
@@ -225,7 +225,7 @@ def _close(
         record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
     trainer.save_model(record.folder / "model.pt")
     if record.config.export is not None:
-        export(record, trainer, final)
+        export(record, trainer, final, private)
     if not main:
         return {}
     row = record.finish(
@@ -234,6 +234,7 @@ def _close(
             **plan.to_dict(),
             "spent_epsilon": spent["epsilon"],
             "private": private,
+            "neighbours_differ_by": neighbours_of(record.config),
             "replayed_steps": replayed,
         },
         system={**_system(trainer, seconds, throughput), **machine},
@@ -248,22 +249,14 @@ def _close(
     return row
 
 
-def export(record: RunRecord, trainer: AnyTrainer, final: dict[str, float]) -> None:
-    """Write the model to `export=FOLDER` for other programs, with where it came from."""
+def export(record: RunRecord, trainer: AnyTrainer, final: dict[str, float], private: bool) -> None:
+    """Write the model to `export=FOLDER` for other programs, with what may be told of where it came from."""
     folder = Path(str(record.config.export)).expanduser()
     if not trainer.ranks.main:
         trainer.export(folder, {})
         return
-    trainer.export(
-        folder,
-        {
-            "hash": record.hash,
-            "config": stable_config(record.config),
-            "git": {key: record.git()[key] for key in ("sha", "dirty")},
-            "data": trainer.task.describe_data(),
-            "metrics": final,
-        },
-    )
+    description = trainer.task.describe_data()
+    trainer.export(folder, provenance_of(record.config, trainer.plan, private, record.git(), description, final))
     print(f"Exported: {folder}")
 
 

@@ -9,6 +9,7 @@ import re
 from groupwise.launch.verify.check import CannotTell, Disagrees, same
 from groupwise.launch.verify.record import Record
 from groupwise.training.identity import flatten
+from groupwise.training.leaving import row_of_data
 from groupwise.training.sums import SUMS, sha256_of, summed_files
 
 NEVER = ("checkpoint*", ".*.partial")
@@ -62,7 +63,8 @@ def row(record: Record) -> str:
     result = record.json("result")
     same(result, record.stable, "result.json", "config.yaml")
     git = {key: value for key, value in record.json("git").items() if key != "untracked"}
-    parts = {"git": git, "system": record.json("system"), **record.json("environment"), "data": record.json("data")}
+    described = row_of_data(record.json("data"))
+    parts = {"git": git, "system": record.json("system"), **record.json("environment"), **described}
     count = len(record.stable)
     if not record.in_context:
         privacy = record.json("privacy")

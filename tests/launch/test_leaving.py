@@ -1,0 +1,94 @@
+"""Nothing in an exported folder comes from the training data without noise, byte by byte and field by field."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.launch.compose import compose_run
+from groupwise.launch.run import run
+from groupwise.training.identity import stable_config
+from groupwise.training.leaving import row_of_data
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = {
+    "dataset_size", "expected_batch_size", "steps", "epsilon", "delta", "num_groups", "quantile_budget",
+    "noise_multiplier", "count_noise_multiplier", "gradient_noise_multiplier", "adjacency", "sampling", "accountant",
+    "note", "private", "neighbours_differ_by",
+}  # fmt: skip
+TOP = {"sha256", "hash", "config", "git", "privacy", "metrics"}
+COMMON = [f"a{'n entirely' if i % 3 else ''} {'fine' if i % 2 else 'dull'} film number {i}\t{i % 2}" for i in range(40)]
+SHORT, LONG = "so\t0", " ".join(f"one {i} more" for i in range(60)) + "\t1"
+
+
+def exported(folder: Path, own: str, *overrides: str):
+    """Train privately on the common rows and one row of its own; returns the exported folder, row and config."""
+    files = folder / "data" / "glue" / "SST-2"
+    files.mkdir(parents=True)
+    for name, rows in (("train", [own, *COMMON]), ("dev", COMMON[:8])):
+        (files / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    config = compose_run(
+        ["task=sst2", "scale=smoke", "clip=fixed_layer", "data.name=files", f"paths.data={folder / 'data'}",
+         f"paths.results={folder / 'results'}", f"export={folder / 'out'}", "debug.noise_seed=3", "optim=sgd",
+         "train.steps=2", "privacy.accountant=rdp", "model.pool=first", *overrides],
+        ROOT / "conf",
+    )  # fmt: skip
+    row = run(config)
+    return folder / "out", row, config
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def frozen(monkeypatch):
+    """Weights that no step moves: then what is released is equal on any two training sets."""
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+
+
+@pytest.mark.parametrize("more", [(), ("data.holdout=0.2",)])
+def test_with_equal_releases_two_neighbours_export_the_same_bytes(tmp_path, frozen, more):
+    """The one has a short example where the other has a long one; their files' SHA-256, the longest example, the count
+    of cut ones, training metrics and drawn batches all differ."""
+    one, row, config = exported(tmp_path / "one", SHORT, *more)
+    other, another, _ = exported(tmp_path / "other", LONG, *more)
+    differ = {key for key in row if row[key] != another[key]}
+    assert {"nonprivate/train_loss", "nonprivate/data.longest", "nonprivate/data.cut_examples"} <= differ or more
+    assert contents(one) == contents(other)
+
+    told = json.loads((one / "provenance.json").read_text())
+    assert set(told) == TOP and set(told["git"]) == {"sha", "dirty"} and set(told["privacy"]) == PLAN
+    assert told["config"] == json.loads(json.dumps(stable_config(config)))
+    assert told["privacy"]["private"] is False, "the noise was seeded"
+    assert list(told["sha256"]) == ["model.safetensors"]
+    choice = "data.holdout=0.2 and data.train_limit=64" if more else "data.train_limit=64"
+    assert told["privacy"]["neighbours_differ_by"] == f"one of the N examples that {choice} left to train on"
+    assert row["plan.neighbours_differ_by"] == told["privacy"]["neighbours_differ_by"]
+    held_out = set() if more else {"valid/accuracy", "valid/loss"}
+    assert set(told["metrics"]) == held_out
+
+
+def test_all_that_differs_in_the_row_without_noise_says_so(tmp_path, frozen):
+    """What is measured of the machine, in `system.`, may differ too: docs/privacy.md says why."""
+    _, row, _ = exported(tmp_path / "one", SHORT)
+    _, another, _ = exported(tmp_path / "other", LONG)
+    differ = {key for key in row | another if row.get(key) != another.get(key)}
+    own = {"finished_at", "paths.data", "paths.results"}
+    assert all(key.startswith(("nonprivate/", "system.")) for key in differ - own), differ
+
+
+def test_without_noise_the_data_are_named_as_the_weights_give_them_away(tmp_path):
+    out, _, _ = exported(tmp_path, SHORT, "clip=none")
+    told = json.loads((out / "provenance.json").read_text())
+    assert set(told) == {*TOP, "data"} and told["data"]["sha256"] and "nonprivate/train_loss" in told["metrics"]
+    assert told["privacy"]["epsilon"] == "inf" and told["privacy"]["private"] is False
+
+
+def test_what_a_new_task_says_of_its_data_is_held_back_until_it_is_known_to_be_public():
+    described = {"train_examples": 3, "longest": 9, "sha256": {"x": "0"}, "source": "40 rows", "mean_length": 2.5}
+    assert set(row_of_data(described)) == {
+        "data.train_examples", "nonprivate/data.longest", "nonprivate/data.sha256", "nonprivate/data.source",
+        "nonprivate/data.mean_length",
+    }  # fmt: skip

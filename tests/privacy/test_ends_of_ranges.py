@@ -1,0 +1,116 @@
+"""ε and σ where numerical composition gives out: next to no noise or budget, odd δ, countless steps."""
+
+import math
+import warnings
+
+import pytest
+from scipy.stats import binom
+
+from groupwise.errors import UserError
+from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds
+from groupwise.privacy.budget import split_noise
+from groupwise.privacy.calibration import calibrate
+from groupwise.privacy.closed import epsilon_revealed, nothing_shows
+from groupwise.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from groupwise.privacy.plan import make_plan
+from groupwise.privacy.prv import epsilon_prv
+from groupwise.privacy.rdp import epsilon_rdp
+
+RATE, STEPS, DELTA = 0.1, 100, 1e-5
+
+
+@pytest.mark.parametrize("epsilon", [1e-15, 1e-8, 1e-4, 0.01, 200.0, 1e4, 1e8, 1e15])
+def test_the_smallest_and_largest_targets_are_met_in_a_few_evaluations(epsilon):
+    found = calibrate(epsilon, DELTA, RATE, STEPS)
+    assert found.epsilon_upper <= epsilon and found.note
+    if epsilon > 1e-9:  # below, rounding alone moves it by more
+        assert found.epsilon_upper >= 0.99 * epsilon
+    assert epsilon_bounds(found.noise_multiplier, RATE, STEPS, DELTA).upper == found.epsilon_upper
+
+
+def test_without_sampling_the_smallest_are_the_analytic_gaussians():
+    for epsilon in (1e-8, 1e-3, 0.02, 1e5, 1e12):
+        sigma = calibrate(epsilon, DELTA, 1.0, STEPS).noise_multiplier
+        exact = gaussian_epsilon(DELTA, math.sqrt(STEPS) / sigma)
+        assert exact <= epsilon
+        assert exact >= 0.99 * epsilon or epsilon == 1e-8
+
+
+@pytest.mark.parametrize("sigma", [60.0, 300.0, 2000.0])
+def test_pld_stands_in_for_small_epsilon_and_agrees_with_the_slow_prv(sigma):
+    stood_in = epsilon_bounds(sigma, RATE, 10, DELTA)
+    assert "PLD" in stood_in.note
+    slow = epsilon_prv(sigma, RATE, 10, DELTA, eps_error=0.02 * stood_in.upper)
+    assert slow.note == ""
+    assert slow.lower <= stood_in.upper <= slow.upper
+    assert stood_in.upper == pytest.approx(slow.estimate, rel=5e-3)
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("sigma", [1e-7, 1e-4, 0.01, 1e4, 1e9, 1e15])
+def test_every_noise_multiplier_has_an_epsilon_and_no_accountant_warns(accountant, sigma):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = make_plan(
+            dataset_size=5000, expected_batch_size=500, steps=STEPS, delta=DELTA, noise_multiplier=sigma,
+            accountant=accountant,
+        )  # fmt: skip
+    assert 0.0 <= plan.epsilon < math.inf
+    assert plan.spent(STEPS).epsilon <= plan.epsilon
+    assert "closed form" in plan.statement() or 1e-4 < sigma < 1e9
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("sigma", [5e-324, 1e-160])
+def test_no_noise_to_speak_of_is_refused_in_a_sentence(accountant, sigma):
+    with pytest.raises(UserError, match="too little noise for any finite epsilon"):
+        epsilon_bounds(sigma, RATE, STEPS, DELTA, accountant)
+
+
+@pytest.mark.parametrize("delta", [0.99, 0.5, 0.02, 1e-11, 1e-13, 1e-100, 1e-320])
+def test_any_delta_has_its_noise(delta):
+    found = calibrate(1.0, delta, RATE, STEPS)
+    assert 0.99 <= found.epsilon_upper <= 1.0
+    assert ("RDP" in found.note) == (delta < 1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 10**9, 10**15, 2**62])
+@pytest.mark.parametrize("sigma", [1e-3, 1e9])
+def test_as_many_steps_as_there_are(steps, sigma):
+    bounds = epsilon_bounds(sigma, 1e-5, steps, DELTA)
+    assert 0.0 <= bounds.upper < math.inf
+
+
+@pytest.mark.parametrize("sigma", [0.02, 0.3, 2.0])
+@pytest.mark.parametrize("rate", [0.001, 0.3])
+def test_the_revealed_bound_covers_the_mixture_over_the_number_of_draws(sigma, rate):
+    """That mixture's δ, added up term by term, is at most the δ that was asked for."""
+    steps = 40
+    epsilon = epsilon_revealed(sigma, rate, steps, DELTA).upper
+    total = sum(binom.pmf(k, steps, rate) * gaussian_delta(epsilon, math.sqrt(k) / sigma) for k in range(1, steps + 1))
+    assert total <= DELTA
+    assert epsilon_bounds(sigma, rate, steps, DELTA).lower <= epsilon
+
+
+@pytest.mark.parametrize(("sigma", "steps"), [(1e3, 1), (5e3, 100), (2e4, 1000)])
+def test_nothing_shows_only_where_the_exact_total_variation_is_below_delta(sigma, steps):
+    mu = math.sqrt(steps) / sigma
+    exact = gaussian_delta(0.0, mu)  # the total variation of T releases without sampling
+    assert nothing_shows(sigma, 1.0, steps, mu / math.sqrt(2.0) * (1 + 1e-9))
+    assert exact < mu / math.sqrt(2.0)
+    assert not nothing_shows(sigma, 1.0, steps, 0.999 * exact)
+
+
+def test_rdp_never_falls_to_nothing_by_rounding():
+    """At such noise a step costs less than the rounding of the sums that it is found by."""
+    few = epsilon_rdp(1e4, RATE, 10**6, 1e-9)
+    assert few > 0.0
+    for sigma in (1e7, 1e9, 1e12):
+        assert epsilon_rdp(sigma, RATE, 10**14, 1e-9) > 0.0
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-320])
+def test_a_share_of_the_budget_that_makes_the_counts_noise_infinite_is_refused(share):
+    with pytest.raises(UserError, match="the counts' noise infinite"):
+        split_noise(1.0, 16, share)
+    assert math.isfinite(split_noise(1.0, 16, 1e-300)[0])
