@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.config import LoraConfig, ModelConfig
-from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import choose_trainable
 

@@ -11,7 +11,6 @@ from groupwise.clipping.joint import Outer
 from groupwise.clipping.rules import gram, ws_conv
 from groupwise.clipping.rules.conv import Conv2dRule
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
-from groupwise.errors import UserError
 from tests.clipping.conftest import CASES, make_case
 
 FALLBACKS = [name for name in CASES if name.startswith(("fallback", "parametrized"))]

@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import ClippingEngine, Partition, attach, flat, per_layer
-from groupwise.clipping.verify import verify
+from groupwise.clipping import ClippingEngine, Partition, attach, flat, per_layer, verify
 from groupwise.errors import UserError, told
 from trust.models.architecture import Architecture, Size, Subject
 from trust.models.arithmetic import in_double

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from groupwise.clipping import ClippingEngine, gate
 from groupwise.clipping.factors import keep_finite
-from groupwise.clipping.gate import GroupPass, GroupState
+from groupwise.clipping.gate import GroupState
+from groupwise.clipping.joint import Entry
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, allocation, quantiles
 from groupwise.training import loop
 from groupwise.training.loop import Trainer
@@ -98,14 +100,26 @@ def first_layer_unclipped() -> AbstractContextManager[object]:
 
 def tied_use_missed() -> AbstractContextManager[object]:
     """Of a weight that is used several times in a forward pass, the norm knows one use only."""
-    real = GroupPass.receive
+    real = gate.stack_calls
 
-    def receive(self: GroupPass, member: Any, saved: Any, g: Any) -> Tensor:
-        known = bool(self.entries)
-        squares = real(self, member, saved, g)
-        return torch.zeros_like(squares) if known else squares
+    def stack_calls(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+        every, stacked = real(entries)
+        unnoticed: list[Any] = [_Unnoticed(entry.rule) for entry in stacked[1:]]
+        later = [replace(entry, rule=rule) for entry, rule in zip(stacked[1:], unnoticed, strict=True)]
+        return every[:1], [*stacked[:1], *later]
 
-    return patch.object(GroupPass, "receive", receive)
+    return patch.object(gate, "stack_calls", stack_calls)
+
+
+class _Unnoticed:  # as much of a rule as a closing group asks for
+    """A rule whose layer adds to the sums, and nothing to the norms."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule
+
+    def book_keep(self, *call: Any) -> tuple[Tensor, Any]:
+        squares, finish = self._rule.book_keep(*call)
+        return torch.zeros_like(squares), finish
 
 
 def tied_uses_as_if_separate() -> AbstractContextManager[object]:

@@ -234,7 +234,11 @@ class ClippingEngine:
         """See from gradients which rows of a layer's output are whose, where shapes alone do not tell."""
         open_passes = self._flights.open.values()
         folded = any(group_pass.batch != len(losses) for group_pass in open_passes)
-        if len(losses) < 2 or self._flights.round is not None or not (folded or any(group_pass.uncertain for group_pass in open_passes)):
+        if (
+            len(losses) < 2
+            or self._flights.round is not None
+            or not (folded or any(group_pass.uncertain for group_pass in open_passes))
+        ):
             return
         nodes = [node for node in layer_nodes(losses) if folded or not getattr(node, "layout", UNSURE).certain]
         if not nodes:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from groupwise.clipping.factors import ClipRule, keep_finite
 from groupwise.clipping.joint import Entry, cross_terms, stack_calls
-from groupwise.clipping.layouts import FIRST, Layout, Layouts, Order
+from groupwise.clipping.layouts import FIRST, Layout, Order
 from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved, Wanted
 from groupwise.clipping.rules.folded import FoldedRule
 from groupwise.errors import UserError
@@ -165,9 +165,7 @@ class GroupPass:
             return rule, saved, g
         if not rule.features_last:
             return FoldedRule(rule, layout), saved, g
-        arranged = (
-            layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
-        )
+        arranged = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
         return rule, tuple(arranged), layout.examples_first(g)
 
     def reported(self, squares: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Joint norms: a parameter that several layers, or several calls of one layer, use has one gradient an example.
 
-With uses a and b the norm is ‖a + b‖² = ‖a‖² + ‖b‖² + 2⟨a, b⟩. Adding the uses as if they were separate parameters would
-under-state the norm by up to √2 for two uses: a privacy bug. Calls of one layer whose rows may follow each other (T
-steps of a recurrence are one sequence) become one call, which costs what a sequence costs. For all others members
+With uses a and b the norm is ‖a + b‖² = ‖a‖² + ‖b‖² + 2⟨a, b⟩. Adding the uses as if they were separate parameters
+would under-state the norm by up to √2 for two uses: a privacy bug. Calls of one layer whose rows may follow each other
+(T steps of a recurrence are one sequence) become one call, which costs what a sequence costs. For all others members
 report the squares, and this file the rest.
 """
 

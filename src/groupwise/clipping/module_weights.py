@@ -26,9 +26,7 @@ class ModuleWeights:
     def __init__(self, module: nn.Module, patches: Any) -> None:
         self._module, self._patches = module, patches
 
-    def linear(
-        self, x: Tensor, weight: str, bias: str | None, rows: Rows = None, bias_rows: Rows = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: str, bias: str | None, rows: Rows = None, bias_rows: Rows = None) -> Tensor:
         """x W[rows]ᵀ + b[rows], (B, ..., d) -> (B, ..., p); `bias_rows` where the bias alone is used in part."""
         group, member, values = self._product("linear", [(weight, rows), (bias, bias_rows or rows)])
         if group is None or member is None:
@@ -66,7 +64,13 @@ class ModuleWeights:
         if name is None:
             return None
         owner, _, local = name.rpartition(".")
-        return self._module.get_submodule(owner)._parameters.get(local)
+        holder = self._module.get_submodule(owner)
+        if local not in holder._parameters:
+            raise UserError(
+                f"{type(self._module).__name__} computes its {name!r} (by weight_norm, say), and its weights must be "
+                "parameters: take the computation off, or freeze them."
+            )
+        return holder._parameters[local]
 
     def _product(
         self, kind: str, names: list[tuple[str | None, Rows]], padding_idx: int | None = None
@@ -91,8 +95,8 @@ class ModuleWeights:
             return None, None, values
         if any(group is not groups[0] for group in groups):
             raise UserError(
-                f"{type(self._module).__name__} has {names[0][0]!r} and {names[1][0]!r} in two clipping groups: put the "
-                "weight and the bias of one product into the same group."
+                f"{type(self._module).__name__} has {names[0][0]!r} and {names[1][0]!r} in two clipping groups: put "
+                "the weight and the bias of one product into the same group."
             )
         return groups[0], self._patches.parts.member(kind, groups[0], tuple(uses)), values
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from groupwise.clipping.costs import Shared
 from groupwise.clipping.discovery import Layer
 from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import DirectFunction, GroupPass, GroupState, LayerFunction, Member, autocast
+from groupwise.clipping.gate import DirectFunction, GroupState, LayerFunction, Member, autocast
 from groupwise.clipping.layouts import FIRST, BatchAxis, Layout, Order
 from groupwise.clipping.module_weights import ModuleWeights
 from groupwise.clipping.parts import Parts, Use
@@ -148,8 +148,9 @@ class Patches:
         self._at = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         for layer in layers:
             if layer.rewritten is not None and not direct:
-                run = partial(self._run_rewritten, layer.module, layer.rewritten)
-                self._replace(layer.module, torch.compiler.disable(run))
+                self._replace(
+                    layer.module, torch.compiler.disable(partial(self._run_rewritten, layer.module, layer.rewritten))
+                )
             elif layer.rule is not None:
                 group, member = members[layer.name]
                 run = self._run_direct if direct else self._run_layer
@@ -245,7 +246,9 @@ class Patches:
 
         first, rest = (args[:1], args[1:]) if recurrent else (args, ())
         args = (*tree_map(lambda t: plain(t, axis), first), *tree_map(lambda t: plain(t, 1), rest))
-        kwargs = {k: tree_map(lambda t, k=k: plain(t, 1 if k == "hx" and recurrent else axis), v) for k, v in kwargs.items()}
+        kwargs = {
+            k: tree_map(lambda t, k=k: plain(t, 1 if k == "hx" and recurrent else axis), v) for k, v in kwargs.items()
+        }
         made = forward(weights, module, *args, **kwargs)
         if len(copies) < len(tensors) or any(copy.shape[axis] != 1 for copy in copies if copy.dim() > axis):
             return made
@@ -286,7 +289,9 @@ class Patches:
         if not x.requires_grad and not self._call.is_given(x) and self._is_constant(x):
             return None
         kind = "numbers" if x.is_floating_point() else "indices"
-        layout = self.flights.layouts.of(f"{label}, which meets {kind},", x, batch, True, self._call.is_given, alike=False)
+        layout = self.flights.layouts.of(
+            f"{label}, which meets {kind},", x, batch, True, self._call.is_given, alike=False
+        )
         if layout.order is Order.NONE:
             return None
         return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
@@ -316,7 +321,9 @@ class Patches:
     ) -> Tensor:
         """A layer's output for an input x of any layout, with its parameters' values."""
         if isinstance(x, PerExample):
-            return PerExample.of_rows(self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name))
+            return PerExample.of_rows(
+                self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name)
+            )
         layout, batch = self.layout_of(member, x, batch_first)
         if layout.order is Order.NONE:
             return self._without_batch(group, member, x, values, batch)

@@ -1,10 +1,10 @@
 """Gives every example a copy of its own of a parameter, behind the parameter's own shape.
 
-Where a module computes with a parameter by itself (`x * self.scale`, `torch.cat([self.token.expand(b, -1, -1), x], 1)`),
-no layer stands in between that could keep the examples' gradients apart. There the engine puts a `PerExample` in the
-parameter's place: to the module it has the parameter's shape, but it holds B equal copies, one an example (expanded, so
-that they take no memory). Operations on it alone stay B-fold; as soon as it meets a tensor that holds the batch, example
-i gets the i-th copy. The gradient of the copies, (B, *shape), then is the per-example gradient, for any operation.
+Where a module computes with a parameter by itself (`x * self.scale`, `torch.cat([self.token, x], 1)`), no layer stands
+in between that could keep the examples' gradients apart. There the engine puts a `PerExample` in the parameter's place:
+to the module it has the parameter's shape, but it holds B equal copies, one an example (expanded, so that they take no
+memory). Operations on it alone stay B-fold; as soon as it meets a tensor that holds the batch, example i gets the i-th
+copy. The gradient of the copies, (B, *shape), then is the per-example gradient, for any operation.
 
 The same holds for what a layer makes of an input without a batch axis, such as `wpe(torch.arange(T))`.
 """
@@ -75,12 +75,14 @@ class PerExample(torch.Tensor):
         """From computed copies (B, *shape)."""
         return cls(lambda: rows, rows[0].detach(), origin)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its name and shape."""
         return f"PerExample({self.origin.label}, {tuple(self.like.shape)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Nothing reaches it: `__torch_function__` takes every operation apart before."""
         raise UserError(f"A parameter that a module uses by itself went into {func}, which cannot be clipped.")
 
@@ -109,7 +111,9 @@ class PerExample(torch.Tensor):
         if not any(places):
             return _alone(func, leaves, spec, origin)
         place = max((p for p in places if p is not None), key=lambda p: p.each)
-        if name in _BROADCASTS or (name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves if isinstance(leaf, Tensor))):
+        if name in _BROADCASTS or (
+            name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves if isinstance(leaf, Tensor))
+        ):
             args, kwargs = tree_unflatten(_aligned(leaves, places, name), spec)
             made = func(*args, **kwargs)
         else:
@@ -179,9 +183,10 @@ def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
 def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """What layers with a rule do as well is done by that rule: it needs no copy's gradient."""
     if func is F.linear:
-        x, weight, bias = (*args, *(kwargs.get(key) for key in ("input", "weight", "bias")[len(args) :]))
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        weight, bias = given["weight"], given.get("bias")
         if _is_source(weight) and (bias is None or _is_source(bias)):
-            return weight.origin.linear(x, bias)
+            return weight.origin.linear(given["input"], bias)
     if func is F.embedding and _is_source(args[1]):
         names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -214,9 +219,7 @@ class Meeting(torch.autograd.Function):
 def _aligned(leaves: list[Any], places: list[BatchAxis | None], name: str) -> list[Any]:
     """Copies with their examples on the batch axis of the tensors that they meet."""
     rank = max(leaf.dim() for leaf in leaves if isinstance(leaf, Tensor))
-    place = next(
-        p.moved(rank - leaf.dim()) for leaf, p in zip(leaves, places, strict=True) if p is not None
-    )
+    place = next(p.moved(rank - leaf.dim()) for leaf, p in zip(leaves, places, strict=True) if p is not None)
     return [align(leaf, rank, place, name) if isinstance(leaf, PerExample) else leaf for leaf in leaves]
 
 
@@ -236,7 +239,7 @@ def align(copies: PerExample, rank: int, place: BatchAxis, name: str) -> Tensor:
     if size != batch * place.each:
         raise UserError(
             f"{copies.origin.label} has {size} rows where it meets (in {name}) a batch of {batch} examples with "
-            f"{place.each} rows each, so it cannot be told whose they are: freeze it, or give it one row or one for each."
+            f"{place.each} rows each, so it cannot be told whose they are: freeze it, or give it one row."
         )
     own = rows.unflatten(axis + 1, (batch, place.each)).diagonal(dim1=0, dim2=axis + 1)  # (..., each, ..., B)
     return own.movedim(-1, axis).flatten(axis, axis + 1)
@@ -245,7 +248,7 @@ def align(copies: PerExample, rank: int, place: BatchAxis, name: str) -> Tensor:
 def _example_by_example(
     func: Any, leaves: list[Any], places: list[BatchAxis | None], place: BatchAxis, spec: Any, origin: Origin
 ) -> Any:
-    """Any other operation: each example's rows with its copy. The result has the examples where the inputs have them."""
+    """Any other operation: each example's rows with its copy. The result has the examples where the inputs do."""
     at, values, axes = [], [], []
     for i, (leaf, p) in enumerate(zip(leaves, places, strict=True)):
         if isinstance(leaf, PerExample):

@@ -5,6 +5,7 @@ into shards; the clipped sums are added up over the replicas on their way there.
 from a stream of its own, so that together they add one noise to the whole gradient.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,8 @@ def _inside(layer: str, block: str) -> bool:
 def _check(engine: ClippingEngine) -> None:
     """Refuse what a layer that is whole only while it works cannot clip, in the words of the configuration."""
     for group in engine.groups:
-        tied = [member.name for member in group.members if member.shared]
+        uses = Counter(place for member in group.members for place in member.places if place is not None)
+        tied = [member.name for member in group.members if any(uses[p] > 1 for p in member.places if p is not None)]
         if tied:
             raise UserError(
                 f"Layer {tied[0]!r} shares a parameter with another, which parallel.kind=fsdp cannot clip: untie them "

@@ -5,7 +5,6 @@ run of rows that reads the same tensor. Batch is the first axis inside, whatever
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +116,9 @@ def _project(weights: Weights, module: nn.MultiheadAttention, *inputs: Tensor) -
 def _extended(weights: Weights, module: nn.MultiheadAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values (B, heads, S, E / heads) with the frozen ones and zeros that the module appends."""
     if module.bias_k is not None:
-        k, v = (torch.cat([x, _as_heads(weights.each(name, len(x)), x)], 2) for x, name in ((k, "bias_k"), (v, "bias_v")))
+        k, v = (
+            torch.cat([x, _as_heads(weights.each(name, len(x)), x)], 2) for x, name in ((k, "bias_k"), (v, "bias_v"))
+        )
     return (F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))) if module.add_zero_attn else (k, v)
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from groupwise.clipping.costs import Choices, Shared
 from groupwise.errors import UserError
@@ -117,11 +118,13 @@ def find_rule(module: nn.Module) -> type[LayerRule] | None:
     own = set(module._parameters)
     for rule in _RULES:
         if rule.handles(module) and own <= set(rule.parameter_names):
-            computed = [
-                name for name in rule.parameter_names if name not in own and getattr(module, name, None) is not None
-            ]
-            return None if computed else rule  # a weight that is computed (parametrisations) is not a parameter
+            # A weight that is computed is no parameter. It is not looked at: computing it may change buffers.
+            return None if any(_is_computed(module, name) for name in rule.parameter_names) else rule
     return None
+
+
+def _is_computed(module: nn.Module, name: str) -> bool:
+    return is_parametrized(module, name) or (name not in module._parameters and module.__dict__.get(name) is not None)
 
 
 def sum_of_squares(gradients: Gradients) -> Tensor:

@@ -61,7 +61,11 @@ class EmbeddingRule(LayerRule):
         first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)  # which of its distinct indices, from 0
         slots = torch.empty_like(order).scatter_(1, order, first)
         slots += torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
-        sums = torch.zeros_like(g, memory_format=torch.contiguous_format).flatten(0, 1).index_add_(0, slots.flatten(), g.flatten(0, 1))
+        sums = (
+            torch.zeros_like(g, memory_format=torch.contiguous_format)
+            .flatten(0, 1)
+            .index_add_(0, slots.flatten(), g.flatten(0, 1))
+        )
         return torch.linalg.vector_norm(sums.view(len(g), -1), dim=1).square_()
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
