@@ -117,11 +117,12 @@ audit: $(STAMP) ## attack every clipping mode at three budgets, and show how muc
 verify: $(STAMP) ## account for a finished run anew from its record: make verify RUN=results/runs/<hash>
 	$(BIN)/python -m groupwise.launch.verify $(RUN)
 
-trust: $(STAMP) ## all evidence of docs/trust.md: audits, planted bugs, faults, bad input, mutants (MUTANTS); hours
+trust: $(STAMP) ## all evidence of docs/trust.md: audits, planted bugs, faults, bad input, norms, mutants (MUTANTS); hours
 	$(BIN)/python -m groupwise.privacy.audit --all
 	$(BIN)/python -m trust.planted
 	$(BIN)/python -m trust.faults
 	$(BIN)/python -m trust.bad_input
+	$(BIN)/python -m trust.norms
 	$(BIN)/python -m trust.mutation privacy $(MUTANTS)
 	$(BIN)/python -m trust.mutation clipping $(MUTANTS)
 	$(BIN)/python -m trust.page
