@@ -15,7 +15,7 @@ BY_NAME = {case.name: case for case in CASES}
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_way_is_within_what_is_allowed(name: str) -> None:
     for law in ("one spike", "all equal"):
-        row = measure(BY_NAME[name], law, 500_000)
+        row = measure(BY_NAME[name], law, 1_000_000)
         assert row.good, row
 
 
