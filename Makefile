@@ -117,12 +117,13 @@ audit: $(STAMP) ## attack every clipping mode at three budgets, and show how muc
 verify: $(STAMP) ## account for a finished run anew from its record: make verify RUN=results/runs/<hash>
 	$(BIN)/python -m groupwise.launch.verify $(RUN)
 
-trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md: audits, planted bugs, faults, architectures, mutants (MUTANTS) …; hours
+trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md: audits, planted bugs, faults, norms, architectures, mutants (MUTANTS) …; hours
 	$(BIN)/python -m groupwise.privacy.audit --all
 	$(BIN)/python -m trust.planted
 	$(BIN)/python -m trust.faults
 	$(BIN)/python -m trust.bad_input
 	$(BIN)/python -m trust.models
+	$(BIN)/python -m trust.norms
 	$(BIN)/python -m trust.mutation privacy $(MUTANTS)
 	$(BIN)/python -m trust.mutation clipping $(MUTANTS)
 	$(BIN)/python -m trust.page

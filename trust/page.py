@@ -60,6 +60,20 @@ def plain(rows: Rows) -> str:
     return markdown([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
 
 
+def norms(rows: Rows) -> str:
+    """One line a formula and size: the worst of all laws in each column, and the law that is worst for the norm."""
+    by_layer: dict[tuple[str, str], Rows] = {}
+    for row in rows:
+        by_layer.setdefault((row["formula"], row["entries"]), []).append(row)
+    lines = []
+    for (formula, entries), of in by_layer.items():
+        worst = max(of, key=lambda row: float(row["understated"]))
+        over = max((row["over_threshold"] for row in of), key=float)
+        lines.append([formula, f"{int(entries):,}", worst["law"], worst["understated"], over])
+    head = ["formula", "entries", "law", "most that a norm is under-stated", "most that a threshold is exceeded"]
+    return markdown(head, lines)
+
+
 def mutants(rows: Rows) -> str:
     """The packages first, then their files."""
     return plain(sorted(rows, key=lambda row: (row["file"] != "all", row["package"], row["file"])))
@@ -73,6 +87,7 @@ TABLES: Tables = (
     ("planted", "planted", planted),
     ("faults", "faults", plain),
     ("bad_input", "bad_input", plain),
+    ("norms", "norms", norms),
     ("mutation", "mutation", mutants),
 )
 PAGES: dict[Path, Tables] = {PAGE: TABLES, MODELS: (("summary", "models", summary), ("models", "models", tables))}

@@ -30,7 +30,7 @@ def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partit
             assert output.dtype == plain.dtype
         torch.testing.assert_close(output.float(), plain.float(), rtol=0.05, atol=0.05)
         engine.backward(output.float().flatten(1).square().sum(1))
-        assert all(squares.dtype == torch.float32 for squares in engine.squared_norms.values())
+        assert all(squares.dtype == torch.float64 for squares in engine.squared_norms.values())
         sums = {name: p.grad.clone() for name, p in case.model.named_parameters() if p.requires_grad}
     case.model.zero_grad()
     case.model(case.inputs).flatten(1).square().sum().backward()
@@ -104,7 +104,7 @@ def test_each_part_of_a_standardised_norm_is_moved_towards_the_larger_by_its_rou
     epsilon, terms = 0.01, []
     by_products = formula == "gram"
 
-    def slack(sizes: Tensor, longest: int) -> Tensor:
+    def slack(sizes: Tensor, longest: int, dtype: torch.dtype | None = None) -> Tensor:
         terms.append(longest)
         return torch.full_like(sizes, epsilon)
 
@@ -217,9 +217,9 @@ def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypa
 
     seen, real = [], joint.rounding_slack
 
-    def slack(sizes: Tensor, terms: int) -> Tensor:
+    def slack(sizes: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
         seen.append(terms)
-        return real(sizes, terms) + 1.0
+        return real(sizes, terms, dtype) + 1.0
 
     for layer, x in ((nn.Linear(4, 4), torch.randn(3, 2, 4)), (nn.Conv1d(4, 4, 3, padding=1), torch.randn(3, 4, 5))):
         model = Thrice(layer)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.factors import may_ask
+from groupwise.clipping.squared_norms import LEAST_SQUARE
 from groupwise.errors import UserError
 
 
@@ -31,7 +32,7 @@ class Counts:
         squares = self._stack(squared_norms)
         norms = squares.clamp_min(0).sqrt_()
         self.within += (norms <= self.at.to(norms.dtype).unsqueeze(1)).sum(1)
-        self.left_out += (~(squares < math.inf)).sum(1)
+        self.left_out += (~(squares.to(self.at.dtype) < math.inf)).sum(1)  # as `GroupState.factors` has it
         self.examples += examples
 
     def check_fillers(self, squared_norms: Mapping[int, Tensor], absent: int, wait: bool) -> None:
@@ -40,7 +41,7 @@ class Counts:
         On other devices than a CPU it looks only if it may `wait`.
         """
         tails = self._stack({k: squares[-absent:] for k, squares in squared_norms.items()})
-        if (wait or may_ask(tails)) and bool(((tails > 0) & (tails < math.inf)).any()):
+        if (wait or may_ask(tails)) and bool(((tails > LEAST_SQUARE) & (tails < math.inf)).any()):
             raise UserError(f"The last {absent} examples of the microbatch are fillers: multiply their losses by 0.")
 
     def reset(self) -> None:

@@ -19,6 +19,7 @@ from groupwise.clipping.layouts import UNSURE, Order, agreeing
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.paths import check_paths, layer_nodes
+from groupwise.clipping.precision import full_float32
 from groupwise.clipping.reach import Attached, check_groups
 from groupwise.errors import UserError
 
@@ -282,7 +283,7 @@ class ClippingEngine:
     def _backward(self, phase: Phase, examples: int, *microbatch: Hashable) -> Iterator[Round]:
         """Inside, layers report; afterwards the passes that took part are over."""
         try:
-            with self._flights.backward(phase, examples, *microbatch) as current:
+            with self._flights.backward(phase, examples, *microbatch) as current, full_float32():
                 yield current
         finally:
             self._shared.clear()
@@ -380,7 +381,7 @@ class ClippingEngine:
 
     def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
         """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
-        return self.groups[group].factors(squared_norms)
+        return self.groups[group].factors(squared_norms).to(self.groups[group].threshold.dtype)
 
     def count_norms(self, squared_norms: Tensor) -> None:
         """Count the examples of a whole batch by squared norms (K, n) from elsewhere: of the whole model, say, for flat

@@ -25,6 +25,7 @@ from groupwise.clipping.joint import Entry, cross_terms, stack_calls
 from groupwise.clipping.layouts import FIRST, Layout, Order
 from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved, Wanted
 from groupwise.clipping.rules.folded import FoldedRule
+from groupwise.clipping.squared_norms import LEAST_SQUARE
 from groupwise.errors import UserError
 
 
@@ -99,7 +100,8 @@ class GroupState:
     def factors(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) -> clip factors (n,), 0 where a norm is not finite."""
         threshold = self.threshold if self.threshold.dtype == squares.dtype else self.threshold.to(squares.dtype)
-        return keep_finite(self.clip_rule(squares.clamp_min(0).sqrt_(), threshold), squares)
+        factors = self.clip_rule(squares.clamp_min(LEAST_SQUARE).sqrt_(), threshold)
+        return keep_finite(factors, squares.to(self.threshold.dtype))
 
 
 class GroupPass:
@@ -298,7 +300,7 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group_pass: GroupPass, device: torch.device, *parameters: Tensor) -> Tensor:
         ctx.group_pass = group_pass
-        return torch.zeros(group_pass.batch, device=device, dtype=group_pass.group.threshold.dtype)
+        return torch.zeros(group_pass.batch, device=device, dtype=torch.float64)  # so that norms add up in float64
 
     @staticmethod
     @torch.autograd.function.once_differentiable

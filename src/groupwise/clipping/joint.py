@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.clipping.rules.base import LayerRule, rounding_slack, upcast
+from groupwise.clipping.products import inner_products
+from groupwise.clipping.rules.base import LayerRule, rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.hf_conv1d import HFConv1DRule
 from groupwise.clipping.rules.linear import LinearRule
+from groupwise.clipping.squared_norms import squared_row_norms
 
 CHUNK_FLOATS = 1 << 24
 """Numbers that the per-example gradients of one chunk may hold where they have to be materialised."""
@@ -41,7 +43,7 @@ class Outer:
 
     def inner(self, other: "Outer") -> Tensor:
         """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,), not under-stated."""
-        products = (_products(self.left, other.left) * (self.right @ other.right.mT)).sum((1, 2))
+        products = (_products(self.left, other.left) * inner_products(self.right, other.right)).sum((1, 2))
         return products + rounding_slack(self._size() * other._size(), max(self.right.shape[1:]))
 
     def _size(self) -> Tensor:
@@ -104,7 +106,7 @@ def _outer(entry: Entry, local: int) -> Outer | None:
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """(B, T, S) inner products of rows; an integer tensor stands for one-hot rows."""
     if a.is_floating_point() and b.is_floating_point():
-        return a @ b.mT
+        return inner_products(a, b)
     if not a.is_floating_point() and not b.is_floating_point():
         return a.unsqueeze(2) == b.unsqueeze(1)
     if b.is_floating_point():
@@ -134,9 +136,9 @@ def _materialized_cross_terms(uses: list[tuple[Entry, int]], like: Tensor) -> Te
             gradients.append(gradient.reshape(len(gradient), -1))
         longest = max(gradient.shape[1] for gradient in gradients)
         gradients = [torch.nn.functional.pad(gradient, (0, longest - gradient.shape[1])) for gradient in gradients]
-        squares = torch.stack([gradient.square().sum(1) for gradient in gradients]).sum(0)
-        joint = torch.stack(gradients).sum(0).square().sum(1)
-        parts.append(joint - squares + rounding_slack(squares, size))
+        squares = sum_of_squares(tuple(gradients))
+        joint = squared_row_norms(torch.stack(gradients).sum(0))
+        parts.append(joint - squares + rounding_slack(squares, size, gradients[0].dtype))
     return torch.cat(parts)
 
 

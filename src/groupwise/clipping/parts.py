@@ -51,7 +51,9 @@ class Parts:
             rule: LayerRule
             with torch.device("meta"):
                 if kind == "embedding":
-                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx), self._shared)
+                    rule = EmbeddingRule(
+                        nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx), self._shared
+                    )
                 else:
                     rule = LinearRule(nn.Linear(weight.shape[1], weight.shape[0], uses[1] is not None), self._shared)
             places = tuple(None if u is None else u.place for u in uses)

@@ -8,15 +8,32 @@ LEAST_SPLIT = 1 << 22
 """Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""
 
 
+LONGEST_SUM = 1024
+"""Numbers of two rows that are multiplied and added up in one go. A library may add them up one after the other, which
+can lose more of a long sum than `rounding_slack` allows for."""
+
+
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d), long rows a part at a time."""
+    if a.shape[2] <= LONGEST_SUM:
+        return torch.bmm(a, b.mT)
+    parts = zip(a.split(LONGEST_SUM, 2), b.split(LONGEST_SUM, 2), strict=True)
+    first, other = next(parts)
+    products = torch.bmm(first, other.mT)
+    for part, other in parts:
+        torch.baddbmm(products, part, other.mT, out=products)
+    return products
+
+
 def self_products(x: Tensor) -> Tensor:
     """XXᵀ (B, T, T) of x (B, T, d); on a CPU the upper right quarter is copied from the lower left."""
     rows = x.shape[1]
     if x.device.type != "cpu" or rows < 32 or x.numel() * rows < LEAST_SPLIT:
-        return torch.bmm(x, x.mT)
+        return inner_products(x, x)
     half = rows // 2
     products = x.new_empty(x.shape[0], rows, rows)
-    products[:, half:] = torch.bmm(x[:, half:], x.mT)
-    products[:, :half, :half] = torch.bmm(x[:, :half], x[:, :half].mT)
+    products[:, half:] = inner_products(x[:, half:], x)
+    products[:, :half, :half] = inner_products(x[:, :half], x[:, :half])
     products[:, :half, half:] = products[:, half:, :half].mT
     return products
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from groupwise.clipping.costs import Choices, Shared
+from groupwise.clipping.squared_norms import squared_row_norms
 from groupwise.errors import UserError
 
 Saved = tuple[Tensor | None, ...]
@@ -84,7 +85,7 @@ class LayerRule(ABC):
         raise UserError(f"{type(self).__name__} says that its calls stack, but not how: give it `stack`.")
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        """‖g_k^(i)‖² over the wanted parameters, (B,), float32 or better."""
+        """‖g_k^(i)‖² over the wanted parameters, (B,), float64."""
         return sum_of_squares(self.per_example_gradients(saved, g, wanted))
 
     @abstractmethod
@@ -129,17 +130,28 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 def sum_of_squares(gradients: Gradients) -> Tensor:
     """‖g^(i)‖² over all parameters, (B,), from their per-example gradients (B, *shape); None where not wanted."""
-    return torch.stack([r.reshape(len(r), -1).square().sum(1) for r in gradients if r is not None]).sum(0)
+    return torch.stack([squared_row_norms(rows) for rows in gradients if rows is not None]).sum(0)
 
 
-def rounding_slack(absolute: Tensor, terms: int) -> Tensor:
+def rounding_slack(absolute: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
     """How far rounding may have pushed down a sum of products whose absolute values add up to `absolute`.
 
     Squared norms that come out of cancelling terms (Gram matrices, closed forms, cross terms) are raised by this much,
     so that no norm is under-stated: 4·√n·eps, for inner products of n terms, holds with high probability (Higham and
-    Mary 2019). Where nothing cancels it is a relative 1e-5 or less in float32.
+    Mary 2019) where roundings are independent, and, as `inner_products` adds up a few terms at a time, by measurement
+    where they are not: all terms equal. Where nothing cancels it is a relative 1e-5 or less in float32.
+    `dtype` is what the sum was computed in, if that is not the type of `absolute`.
     """
-    return absolute * (4 * terms**0.5 * torch.finfo(absolute.dtype).eps)
+    return absolute * (4 * terms**0.5 * torch.finfo(dtype or absolute.dtype).eps)
+
+
+def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
+    """What the square of a materialised norm is raised by, (B,), where the clipped sum is made by another product.
+
+    x and g (B, ...) are the two sides of one example's gradient, a sum of `terms` outer products. The second product
+    rounds otherwise than the first, by up to 4·√n·eps·‖x‖‖g‖: nothing, unless the outer products cancel almost wholly.
+    """
+    return squared_row_norms(x) * squared_row_norms(g) * (16 * terms * torch.finfo(g.dtype).eps ** 2)
 
 
 def chunk_floats(like: Tensor) -> int:

@@ -29,10 +29,12 @@ from groupwise.clipping.rules.base import (
     in_format_of,
     numbers,
     register_rule,
+    second_product_slack,
     upcast,
 )
 from groupwise.clipping.rules.gram import norms_from_products
 from groupwise.clipping.rules.unfold import Geometry
+from groupwise.clipping.squared_norms import squared_row_norms
 
 LEAST_KERNEL_INPUT = 20480
 """On a CPU torch gives one example of fewer numbers to a convolution kernel that is slower than unfolding."""
@@ -94,7 +96,7 @@ class ConvRule(LayerRule):
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         if not self._wants_weights(wanted):
-            return bias_rows(g).square().sum(1)
+            return squared_row_norms(bias_rows(g))
         way = self._way(saved, g.shape)
         if way == "gram":
             step = max(1, chunk_floats(g) // self._product_numbers(saved, g))
@@ -103,7 +105,8 @@ class ConvRule(LayerRule):
         else:
             terms = self._terms(saved)
             total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g, way)])
-        return total + bias_rows(g).square().sum(1) if wanted[1] else total
+            total += self._slack_of_sums(saved, g)
+        return total + squared_row_norms(bias_rows(g)) if wanted[1] else total
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, weight = saved[:2]
@@ -122,7 +125,7 @@ class ConvRule(LayerRule):
         for rows in self._materialized(saved, g, way):
             square = self._squares(terms, rows, wanted)
             here = slice(start, start := start + len(rows))
-            part = clip(square if biases is None else square + biases[here].square().sum(1))
+            part = clip(square if biases is None else square + squared_row_norms(biases[here]))
             factors.append(part)
             weights = add_weighed_rows(weights, part, rows)
         bias = None if biases is None else weigh_rows(torch.cat(factors), biases)
@@ -140,7 +143,7 @@ class ConvRule(LayerRule):
             kept[start : (start := start + len(rows))] = rows
         biases = bias_rows(g) if wanted[1] else None
         total = torch.cat(squares)
-        return total if biases is None else total + biases.square().sum(1), partial(
+        return total if biases is None else total + squared_row_norms(biases), partial(
             self._weigh_kept, (None, None, *saved[2:]), kept, biases, wanted=wanted
         )
 
@@ -171,7 +174,14 @@ class ConvRule(LayerRule):
 
     def _squares(self, terms: Any, rows: Tensor, wanted: Wanted) -> Tensor:
         """Squared norms (n,) from gradients (n, p, K) of the weight used."""
-        return torch.linalg.vector_norm(rows.flatten(1), dim=1).square_()
+        return squared_row_norms(rows)
+
+    def _slack_of_sums(self, saved: Saved, g: Tensor) -> Tensor:
+        """What squared norms (B,) are raised by where sums are not made from the gradients that were measured."""
+        x = saved[0]
+        assert x is not None
+        taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
+        return taps * second_product_slack(upcast(x), upcast(g), math.prod(g.shape[2:]))
 
     def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """The same, (B,), from XXᵀ and GGᵀ."""

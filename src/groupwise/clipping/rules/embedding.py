@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import scale_rows
-from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule, upcast
+from groupwise.clipping.rules.base import (
+    Gradients,
+    LayerRule,
+    Saved,
+    Wanted,
+    register_rule,
+    second_product_slack,
+    upcast,
+)
+from groupwise.clipping.squared_norms import squared_row_norms
 
 
 @register_rule
@@ -61,12 +70,9 @@ class EmbeddingRule(LayerRule):
         first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)  # which of its distinct indices, from 0
         slots = torch.empty_like(order).scatter_(1, order, first)
         slots += torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
-        sums = (
-            torch.zeros_like(g, memory_format=torch.contiguous_format)
-            .flatten(0, 1)
-            .index_add_(0, slots.flatten(), g.flatten(0, 1))
-        )
-        return torch.linalg.vector_norm(sums.view(len(g), -1), dim=1).square_()
+        sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, slots.flatten(), g.flatten(0, 1))
+        slack = second_product_slack(torch.ones_like(indices, dtype=g.dtype), g, g.shape[1])
+        return squared_row_norms(sums.view(g.shape)) + slack
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         indices, g = self.rows(saved, g)

@@ -26,10 +26,13 @@ from groupwise.clipping.rules.base import (
     chunk_floats,
     numbers,
     register_rule,
+    second_product_slack,
+    sum_of_squares,
     upcast,
 )
 from groupwise.clipping.rules.gram import gram_norms
 from groupwise.clipping.rules.per_example import weigh_gradients
+from groupwise.clipping.squared_norms import floor, squared_row_norms
 
 THIN = 1 << 18
 """Weights of so few numbers (low-rank adapters) are formed the faster way round, and turned when they are done."""
@@ -80,23 +83,25 @@ class LinearRule(LayerRule):
         x, g = self.rows(saved, g)
         weight_wanted, bias_wanted = wanted
         if not weight_wanted:
-            return g.sum(1).square().sum(1)
+            return squared_row_norms(g.sum(1))
         if x.shape[1] == 1:
-            lengths = torch.linalg.vector_norm(x, dim=(1, 2)).square_()
-            return (lengths.add_(1) if bias_wanted else lengths) * torch.linalg.vector_norm(g, dim=(1, 2)).square_()
+            left, right = squared_row_norms(x) + floor(x), squared_row_norms(g) + floor(g)
+            return (left.add_(1) if bias_wanted else left) * right
         if self._materializes(x, g):
-            return torch.cat([_square(*part) for part in self._materialized(x, g, bias_wanted)])
+            squares = torch.cat([sum_of_squares(part) for part in self._materialized(x, g, bias_wanted)])
+            return squares + second_product_slack(x, g, x.shape[1])
         return gram_norms(x, g, bias_wanted, self.shared.products)
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, g = self.rows(saved, g)
         weights = None if factors is None else factors.to(g.dtype)
+        x, g = drop_zero_rows(factors, x), drop_zero_rows(factors, g)
+        weight = bias = None
+        if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
+            bias = g.sum((0, 1)) if weights is None else weights @ g.sum(1)
         if weights is not None and x.shape[1] > 1:
             weights = weights.repeat_interleave(x.shape[1])
-        x, g = drop_zero_rows(factors, x).flatten(0, 1), drop_zero_rows(factors, g).flatten(0, 1)
-        weight = bias = None
-        if wanted[1]:
-            bias = g.sum(0) if weights is None else weights @ g
+        x, g = x.flatten(0, 1), g.flatten(0, 1)
         if wanted[0]:
             if weights is not None:  # the smaller of the two is scaled
                 x, g = (self._scaled(x, weights), g) if x.shape[1] <= g.shape[1] else (x, self._scaled(g, weights))
@@ -110,7 +115,7 @@ class LinearRule(LayerRule):
             return super().clipped_sum(saved, g, clip, wanted)
         weight = bias = None
         for weights, biases in self._materialized(x, rows, wanted[1]):
-            factors = clip(_square(weights, biases))
+            factors = clip(sum_of_squares((weights, biases)))
             weight = add_weighed_rows(weight, factors, weights)
             bias = None if biases is None else add_weighed_rows(bias, factors, biases)
         assert weight is not None
@@ -129,7 +134,7 @@ class LinearRule(LayerRule):
             assert weight is not None
             return self._turned(weight), bias
 
-        return _square(*kept), finish
+        return sum_of_squares(kept), finish
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, g = self.rows(saved, g)
@@ -178,13 +183,6 @@ def _ways(b: int, t: int, d: int, p: int, once: bool) -> dict[str, Work]:
         if once
         else Work(outer=product, matmul=product, bytes=2 * gradients + scaling),
     }
-
-
-def _square(weights: Tensor | None, biases: Tensor | None) -> Tensor:
-    """Squared norms (n,) of gradients (n, *shape)."""
-    assert weights is not None
-    square = torch.linalg.vector_norm(weights.flatten(1), dim=1).square_()
-    return square if biases is None else square + biases.square().sum(1)
 
 
 def _as_rows(t: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import may_ask
 from groupwise.clipping.layers import STANDARDIZATION_EPS, WSConv2d, standardize_weight
-from groupwise.clipping.products import self_products
+from groupwise.clipping.products import inner_products, self_products
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, rounding_slack, upcast
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 from groupwise.clipping.rules.gram import norms_from_products
+from groupwise.clipping.squared_norms import squared_row_norms
 
 LEAST_GAIN = 1e-3
 """Outputs are divided by the gain to find ⟨G, ŵ⟩; below this the gradients are materialised instead."""
@@ -78,7 +79,7 @@ class WSConv2dRule(ConvRule):
         ones = x.new_ones(1, 1, *self.module.kernel_size, dtype=rows.dtype)
         shape = self._geometry
         windows = F.conv2d(upcast(x).sum(1, keepdim=True), ones, None, shape.stride, shape.padding, shape.dilation)
-        total = torch.bmm(windows.flatten(2), rows).squeeze(1)  # (B, p): ΣG
+        total = inner_products(windows.flatten(2), rows.mT).squeeze(1)  # (B, p): ΣG
         along, size = (rows * positions_first(y)).sum(1), torch.bmm(lengths, rows.abs()).squeeze(1)
         if bias is not None:
             along = along - upcast(bias) * rows.sum(1)
@@ -91,21 +92,25 @@ class WSConv2dRule(ConvRule):
             removed = (total.abs() / k**0.5 - slack).clamp_min(0).square()
             removed = removed + active * (along.abs() - slack).clamp_min(0).square()
             squares = (whole - removed @ scale.square()).clamp_min(0)
-        return squares + (along.abs() + slack).square().sum(1) if wanted[2] else squares
+        return squares + squared_row_norms(along.abs() + slack) if wanted[2] else squares
+
+    def _slack_of_sums(self, saved: Saved, g: Tensor) -> Tensor:
+        scale = self._scales(saved)[1]  # the map from G to the gradients of weight and gain lengthens by no more
+        return super()._slack_of_sums(saved, g) * (scale.square().amax().double() + 1)
 
     def _terms(self, saved: Saved) -> tuple[Tensor, ...]:
-        """ŵ (p, 1, K), (gain·s)² and a, (p,)."""
+        """ŵ (p, 1, K), (gain·s)² and a, (p,) in float64."""
         standard, scale, active = self._scales(saved)
-        return standard.unsqueeze(1), scale.square(), active
+        return standard.unsqueeze(1), scale.double().square(), active.double()
 
     def _squares(self, terms: tuple[Tensor, ...], rows: Tensor, wanted: Wanted) -> Tensor:
         standard, scale_squared, active = terms
-        along = torch.bmm(standard, rows.permute(1, 2, 0)).squeeze(1).square()  # (p, n): ⟨G, ŵ⟩²; a product is fastest
-        squares = rows.new_zeros(rows.shape[0])
+        along = inner_products(standard, rows.transpose(0, 1)).squeeze(1).double().square()  # (p, n): ⟨G, ŵ⟩²
+        squares = along.new_zeros(rows.shape[0])
         if wanted[0]:
-            whole = torch.linalg.vector_norm(rows, dim=2).square_().t()
-            across = whole - rows.sum(2).t().square() / rows.shape[2] - active.unsqueeze(1) * along
-            across = across.clamp_min_(0) + rounding_slack(whole, rows.shape[2])
+            whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2]).t()
+            across = whole - rows.sum(2).t().double().square() / rows.shape[2] - active.unsqueeze(1) * along
+            across = across.clamp_min_(0) + rounding_slack(whole, rows.shape[2], rows.dtype)
             squares = scale_squared @ across
         return squares + along.sum(0) if wanted[2] else squares
 

@@ -1,0 +1,222 @@
+"""No norm is under-stated by more than 1e-6, and no clipped example exceeds its threshold by more, in float32."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, automatic_factors, flat, per_layer
+from groupwise.clipping.precision import full_float32
+from groupwise.clipping.products import inner_products
+from groupwise.clipping.rules.base import rounding_slack
+from groupwise.clipping.rules.gram import gram_norms
+from groupwise.clipping.squared_norms import BLOCK, LEAST_SQUARE, floor, squared_row_norms
+from trust.norms import ALLOWED, LAWS
+
+
+def understated(rows: Tensor, squares: Tensor) -> float:
+    return float((1 - (squares.double() / rows.flatten(1).double().square().sum(1)).sqrt()).max())
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("shape", [(1, 4_000_003), (3, 1000, 1024)])
+def test_norms_of_millions_of_numbers(law, shape):
+    torch.manual_seed(0)
+    rows = LAWS[law](shape)
+    assert understated(rows, squared_row_norms(rows)) <= ALLOWED
+
+
+@pytest.mark.parametrize("law", ["normal", "one spike", "all equal"])
+def test_the_laws_show_what_is_lost_by_adding_up_one_by_one(law):
+    rows = LAWS[law]((1, 8_000_000))
+    assert understated(rows, torch.linalg.vector_norm(rows, dim=1).square()) > 10 * ALLOWED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_norms_of_a_hundred_million_numbers(law):
+    torch.manual_seed(0)
+    rows = LAWS[law]((1, 100_000_000))
+    exact = sum(float(part.double().square_().sum()) for part in rows[0].split(1 << 22)) ** 0.5
+    assert 1 - float(squared_row_norms(rows).sqrt()) / exact <= ALLOWED
+
+
+def test_the_worst_block_is_within_its_bound():
+    for number in torch.linspace(1, 2, 500).tolist():
+        rows = torch.full((1, BLOCK), number)
+        assert understated(rows, squared_row_norms(rows)) <= 8.1e-7
+
+
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_every_number_of_a_row_counts_once(size, kind):
+    rows = torch.randn(4, size, dtype=kind)
+    squares = squared_row_norms(rows)
+    assert squares.dtype == torch.float64 and squares.shape == (4,)
+    tolerance = 1e-12 if kind == torch.float64 else 1e-6
+    torch.testing.assert_close(squares, rows.double().square().sum(1), rtol=tolerance, atol=0)
+    assert squared_row_norms(rows[:0]).shape == (0,)
+
+
+def test_the_layout_of_images_changes_nothing():
+    rows = torch.randn(3, 5, 6, 7)
+    last = rows.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(squared_row_norms(last), squared_row_norms(rows), rtol=1e-6, atol=0)
+
+
+def test_what_is_no_number_or_too_large_has_no_finite_norm():
+    rows = torch.ones(3, 200)
+    rows[0, 3], rows[1, 4], rows[2, 5] = float("nan"), float("inf"), 1e20
+    assert not bool((squared_row_norms(rows) < float("inf")).any())
+
+
+def test_the_floor_is_above_what_underflows():
+    rows = torch.full((2, 3, 100), 1e-19)
+    assert float(rows.double().square().sum((1, 2))[0]) < floor(rows) < 1e-35
+
+
+def clipped(layer: nn.Module, x: Tensor, g: Tensor, threshold: float, **options: object) -> tuple[float, float]:
+    """The norm that is stated for one example, and the length of what it adds."""
+    with attach(layer, flat(layer), threshold, **options) as engine:  # type: ignore[arg-type]
+        engine.backward((layer(x) * g).flatten(1).sum(1))
+        stated = float(engine.per_example_norms[0, 0])
+    return stated, sum(float(p.grad.double().square().sum()) for p in layer.parameters()) ** 0.5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("positions", [1, 4])
+def test_squares_too_small_for_float32_do_not_hide_a_long_gradient(positions):
+    """Output gradients of 1e-23 have no squares, and with inputs of 1e18 make entries of 1e-5."""
+    layer = nn.Linear(50, 30, bias=False)
+    nn.init.zeros_(layer.weight)
+    x, g = torch.full((1, positions, 50), 1e18), torch.full((1, positions, 30), 1e-23)
+    stated, added = clipped(layer, x, g, 1e-5, formula="gram")
+    true = positions * 1e-5 * 1500**0.5
+    assert stated >= true * (1 - ALLOWED) and added <= 1e-5 * (1 + ALLOWED)
+
+
+@pytest.mark.parametrize("rule", [None, automatic_factors(1e-20)])
+def test_thresholds_below_what_float32_can_square_still_hold(rule):
+    layer = nn.Linear(3, 2, bias=False)
+    x, g = torch.ones(1, 2, 3), torch.full((1, 2, 2), 1e-24)
+    options = {} if rule is None else {"clip_rule": rule}
+    assert clipped(layer, x, g, 1e-26, formula="materialize", **options)[1] <= 1e-26
+
+
+def test_an_example_that_is_too_long_for_float32_is_left_out():
+    layer = nn.Linear(3, 2, bias=False)
+    nn.init.zeros_(layer.weight)
+    x = torch.full((1, 3), 1e15)
+    with attach(layer, per_layer(layer), 1.0) as engine:
+        engine.backward((layer(x) * torch.full((1, 2), 1e15)).sum(1))
+        assert engine.nonfinite == 1
+    assert not bool(layer.weight.grad.any())
+
+
+def test_fillers_are_fillers_though_their_norms_are_raised():
+    layer = nn.Linear(300, 20)
+    with attach(layer, per_layer(layer), 1.0, formula="gram") as engine:
+        for weight, good in ((0.0, True), (1e-3, False)):
+            engine.reset()
+            with engine.forward_of(0):
+                losses = layer(torch.full((3, 8, 300), 100.0)).sum((1, 2)) * torch.tensor([1.0, 1.0, weight])
+            if good:
+                with engine.backward_of(0, 3, absent=1):
+                    losses.sum().backward()
+                assert engine.squared_norms[0].shape == (2,) and engine.examples == 2
+            else:
+                with pytest.raises(Exception, match="fillers"), engine.backward_of(0, 3, absent=1):
+                    losses.sum().backward()
+    assert LEAST_SQUARE == 1e-20
+
+
+@pytest.mark.parametrize("positions", [2, 4, 8, 31])
+def test_slack_covers_long_sums_of_equal_products(positions):
+    """Where every rounding goes the same way, which numbers do that is found by trying."""
+    for number in torch.linspace(1, 2, 60):
+        x, g = torch.full((1, positions, 16384), float(number)), torch.full((1, positions, 8192), float(number))
+        true = number.double() ** 4 * positions**2 * 16384 * 8192
+        assert float(gram_norms(x, g, False)) >= true * (1 - 2 * ALLOWED)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_that_cancel_are_clipped_though_they_are_made_by_another_product_than_the_norm(seed):
+    """Output gradients that add up to zero: what is left is rounding, and another product leaves something else."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    model.forward = lambda x: torch.cat([model[0](x), model[1](x)])  # type: ignore[method-assign]
+    x, g = torch.ones(1, 64, 256), torch.randn(1, 64, 256)
+    g[:, -1] -= g.sum(1)
+    with attach(model, flat(model), 1e-7, formula="materialize") as engine:
+        engine.backward((model[0](x) * g).sum((1, 2)) + (model[1](x) * g).sum((1, 2)))
+    added = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
+    assert 0 < added <= 1e-7 * (1 + ALLOWED)
+
+
+@pytest.mark.parametrize("width", [1, 1024, 1025, 2048, 3000])
+def test_inner_products_of_long_rows_are_whole(width):
+    a, b = torch.randn(2, 3, width, dtype=torch.float64), torch.randn(2, 5, width, dtype=torch.float64)
+    torch.testing.assert_close(inner_products(a, b), a @ b.mT, rtol=1e-12, atol=1e-12)
+
+
+def test_slack_is_of_the_precision_that_was_computed_in():
+    double = torch.ones(1, dtype=torch.float64)
+    assert float(rounding_slack(double, 4, torch.float32)) == 8 * torch.finfo(torch.float32).eps
+    assert float(rounding_slack(double, 4)) == 8 * torch.finfo(torch.float64).eps
+
+
+def test_a_bias_adds_up_positions_before_examples():
+    """65536 equal numbers, one after the other, would be off by up to 7e-4."""
+    layer = nn.Linear(1, 3)
+    layer.weight.requires_grad_(False)
+    with attach(layer, per_layer(layer), 1.0) as engine:
+        engine.backward((layer(torch.zeros(1, 65536, 1)) * 1.3).sum((1, 2)))
+    assert float(layer.bias.grad.double().square().sum().sqrt()) == pytest.approx(1.0, rel=ALLOWED)
+
+
+def test_norms_of_many_layers_add_up_in_float64():
+    """One layer has norm 1; float32 would drop the square of each of the 2000 others."""
+    layers = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2001)])
+    sizes = [1.0, *[1e-4] * 2000]
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([layer(size * x) for layer, size in zip(self.layers, sizes, strict=True)], 1).sum(1)
+
+    model = Sum()
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(torch.ones(1, 1)))
+        assert float(engine.squared_norms[0][0]) == pytest.approx(1 + 2000 * 1e-8, rel=1e-8)
+
+
+class Watch(torch.autograd.Function):
+    """Notes the precision of convolutions while a backward pass runs."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        Watch.seen.append(torch.backends.cudnn.conv.fp32_precision)
+        return g
+
+
+@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
+def test_a_backward_pass_has_full_float32_and_leaves_the_settings_alone(norms):
+    model = nn.Linear(3, 2)
+    settings = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    Watch.seen.clear()
+    with attach(model, flat(model), 1.0, norms=norms) as engine:
+        engine.backward(Watch.apply(model(torch.randn(4, 3))).sum(1))
+    assert set(Watch.seen) == {"ieee"}
+    with pytest.raises(ZeroDivisionError), full_float32():
+        raise ZeroDivisionError
+    assert [setting.fp32_precision for setting in settings] == before

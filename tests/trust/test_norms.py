@@ -1,0 +1,60 @@
+"""Every way to a norm is measured, and none under-states it or exceeds a threshold by more than 1e-6."""
+
+import csv
+
+import pytest
+
+from groupwise.clipping.rules import base
+from trust import norms
+from trust.norms import ALLOWED, LAWS, RESULT, Row, main, measure
+from trust.norms_cases import CASES, LARGEST, Case
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_way_is_within_what_is_allowed(name: str) -> None:
+    for law in ("one spike", "all equal"):
+        row = measure(BY_NAME[name], law, 1_000_000)
+        assert row.good, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Linear: gradients", "no rule (fallback)"])
+def test_layers_of_a_hundred_million_parameters(name: str) -> None:
+    row = measure(BY_NAME[name], "all equal", LARGEST)
+    assert row.entries > 0.99 * LARGEST and row.good, row
+
+
+def test_a_norm_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = base.squared_row_norms
+    monkeypatch.setattr(base, "squared_row_norms", lambda rows: real(rows) * (1 - 6e-6))
+    row = measure(BY_NAME["no rule (fallback)"], "normal", 1000)
+    assert not row.good
+    assert row.understated == pytest.approx(3e-6, rel=0.2) and row.over_threshold == pytest.approx(3e-6, rel=0.2)
+
+
+def test_another_way_than_the_case_is_about_is_refused() -> None:
+    case = BY_NAME["Linear: Gram"]
+    with pytest.raises(RuntimeError, match="chose gram, not materialize"):
+        measure(Case(case.name, case.build, case.entries, case.attach, "materialize"), "normal", 1000)
+
+
+def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(norms, "RESULT", tmp_path / "trust" / "norms.csv")
+    case = BY_NAME["LayerNorm"]
+    monkeypatch.setattr(norms, "CASES", (Case(case.name, case.build, (1000, 4000)),))
+    assert main(["--most", "2000"]) == 0 and not norms.RESULT.exists()
+    assert len(capsys.readouterr().out.splitlines()) == len(LAWS)
+    assert main([]) == 0
+    assert len(norms.RESULT.read_text().splitlines()) == 1 + 2 * len(LAWS)
+    monkeypatch.setattr(norms, "measure", lambda case, law, entries: Row(case.name, entries, law, 0.0, 2e-6))
+    assert main([]) == 1
+
+
+def test_the_committed_table_has_every_way_and_is_good() -> None:
+    with RESULT.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["formula"], row["law"]) for row in rows} == {(name, law) for name in BY_NAME for law in LAWS}
+    assert all(max(float(row["understated"]), float(row["over_threshold"])) <= ALLOWED for row in rows)
+    assert max(int(row["entries"]) for row in rows) > 0.99 * LARGEST
