@@ -57,8 +57,8 @@ def moved_losses(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
 
 
 def slack(norms: Tensor, tolerance: float) -> Tensor:
-    """By how much the norms (K, n) of n examples may be off."""
-    return tolerance * norms + NEGLIGIBLE * norms.nan_to_num(0, 0, 0).norm(dim=0)
+    """By how much the norms (K, n) of n examples may be off; the last is what rounding may add to a norm of 0."""
+    return tolerance * norms + 1e-12 + NEGLIGIBLE * norms.nan_to_num(0, 0, 0).norm(dim=0)
 
 
 def moved_norms(before: Tensor, after: Tensor, tolerance: float) -> Tensor:

@@ -24,6 +24,7 @@ from groupwise.clipping.rules.base import (
     register_rule,
 )
 from groupwise.clipping.rules.conv import ConvRule, bias_rows
+from groupwise.clipping.squared_norms import squared_row_norms
 
 WEIGHT_ALONE = (True, False)
 
@@ -69,7 +70,7 @@ class ConvTransposeRule(LayerRule):
         return transposed_backward(self.module, g, x, weight, [True, False, False])[0]
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        biases = bias_rows(g).square().sum(1) if wanted[1] else None
+        biases = squared_row_norms(bias_rows(g)) if wanted[1] else None
         if not wanted[0]:
             assert biases is not None
             return biases
@@ -91,7 +92,7 @@ class ConvTransposeRule(LayerRule):
         def clip_both(squares: Tensor) -> Tensor:
             start = sum(len(part) for part in factors)
             if biases is not None:
-                squares = squares + biases[start : start + len(squares)].square().sum(1)
+                squares = squares + squared_row_norms(biases[start : start + len(squares)])
             factors.append(clip(squares))
             return factors[-1]
 
@@ -109,7 +110,7 @@ class ConvTransposeRule(LayerRule):
         def finish_both(factors: Tensor) -> Gradients:
             return finish(factors)[0], weigh_rows(factors, biases)
 
-        return squares + biases.square().sum(1), finish_both
+        return squares + squared_row_norms(biases), finish_both
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         exchanged = _exchange(saved, g)
