@@ -13,7 +13,7 @@ from groupwise.clipping.costs import Rates
 _KERNEL = Rates(matmul=1e11, gram=1e11, outer=1e3, kernel=1e18, bytes=1e10, calls=1e18)
 _UNFOLDING = Rates(matmul=1e11, gram=1e11, outer=1e11, kernel=1e3, bytes=1e10, calls=1e3)
 LARGEST = 100_000_000
-_TAPS = {nn.Conv1d: 3, nn.Conv2d: 9, nn.Conv3d: 8}
+_TAPS = {nn.Conv1d: 3, nn.Conv2d: 9, nn.Conv3d: 8, nn.ConvTranspose2d: 9}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,10 @@ CASES: tuple[Case, ...] = (
     Case("Embedding", lambda n: (nn.Embedding(n // 500, 500), (n // 500,)), (2_000_000, LARGEST), indices=True),
     Case("LayerNorm", lambda n: (nn.LayerNorm(n // 2), (n // 2,)), (2_000_000, 10_000_000)),
     Case("GroupNorm", lambda n: (nn.GroupNorm(8, n // 16 * 8), (n // 16 * 8, 2)), (2_000_000, 10_000_000)),
-    Case("no rule (fallback)", lambda n: (Scale(n), (n,)), (2_000_000, LARGEST)),
+    Case("RMSNorm", lambda n: (nn.RMSNorm(n, eps=1e-6), (n,)), (2_000_000, 20_000_000)),
+    Case("InstanceNorm", lambda n: (nn.InstanceNorm1d(n // 2, affine=True), (n // 2, 4)), (2_000_000, 10_000_000)),
+    Case("ConvTranspose2d", _conv(nn.ConvTranspose2d, (5, 5), stride=2), (2_000_000, 20_000_000)),
+    Case("no rule: a copy for each example", lambda n: (Scale(n), (n,)), (2_000_000, LARGEST)),
     Case("shared Linear", _twice_linear, (2_000_000, 10_000_000)),
     Case("shared Conv2d", _twice_conv, (2_000_000, 10_000_000)),
     Case("flat, 300 layers", _branches, (2_000_000, 20_000_000), flat=True),

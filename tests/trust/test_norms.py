@@ -20,7 +20,7 @@ def test_every_way_is_within_what_is_allowed(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Linear: gradients", "no rule (fallback)"])
+@pytest.mark.parametrize("name", ["Linear: gradients", "no rule: a copy for each example"])
 def test_layers_of_a_hundred_million_parameters(name: str) -> None:
     row = measure(BY_NAME[name], "all equal", LARGEST)
     assert row.entries > 0.99 * LARGEST and row.good, row
@@ -29,7 +29,7 @@ def test_layers_of_a_hundred_million_parameters(name: str) -> None:
 def test_a_norm_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = base.squared_row_norms
     monkeypatch.setattr(base, "squared_row_norms", lambda rows: real(rows) * (1 - 6e-6))
-    row = measure(BY_NAME["no rule (fallback)"], "normal", 1000)
+    row = measure(BY_NAME["no rule: a copy for each example"], "normal", 1000)
     assert not row.good
     assert row.understated == pytest.approx(3e-6, rel=0.2) and row.over_threshold == pytest.approx(3e-6, rel=0.2)
 

@@ -24,6 +24,10 @@ CLOSE = 1e-5
 """How far a module that computes in float32 may be from the formula, relative to |x̂|·(1 + |w|)."""
 
 
+LONGEST = 4096
+"""Rows of more numbers than this are too long for `vector_norm`, which adds up one after the other in float32."""
+
+
 class Form(NamedTuple):
     """What a module was found to compute: (plus_one + w)·x̂."""
 
@@ -53,8 +57,11 @@ class _RMSNorm(PerExampleRule):
             )
         form, wide = self._form(x), upcast(x)
         used = 1 + upcast(weight) if form.plus_one else upcast(weight)
-        squares = torch.linalg.vector_norm(wide, dim=_axes(used), keepdim=True).square_()
-        rstd = squares.div_(used.numel()).add_(form.eps).rsqrt_()
+        if used.numel() <= LONGEST:
+            mean = torch.linalg.vector_norm(wide, dim=_axes(used), keepdim=True).square_().div_(used.numel())
+        else:
+            mean = wide.square().mean(_axes(used), keepdim=True)
+        rstd = mean.add_(form.eps).rsqrt_()
         y = (wide * rstd).mul_(used) if used.dtype == wide.dtype else wide * rstd * used
         return y.to(x.dtype) if form.keeps_dtype else y, (x, used, rstd)
 
