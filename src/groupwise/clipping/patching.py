@@ -6,7 +6,7 @@ of the model that a module reads as its attributes are `PerExample` ones, and la
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -159,7 +159,8 @@ class Patches:
                 wrapped[id(layer.module)] = layer.module
         for module in wrapped.values():
             if not direct and not any(module is layer.module and (layer.rule or layer.rewritten) for layer in layers):
-                self._replace(module, partial(self._run_outermost, module, module.forward))
+                run = partial(self._run_outermost, module, module.forward)
+                self._replace(module, update_wrapper(run, module.forward))  # libraries look at a forward's arguments
         if not direct:
             self._read_as_copies(layers)
 
