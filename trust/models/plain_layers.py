@@ -108,6 +108,14 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+def settled(size: Size) -> nn.Module:
+    """A linear layer whose spectral norm stays in eval mode, so that no forward pass moves its vectors."""
+    layer = parametrizations.spectral_norm(nn.Linear(size.width, size.width))
+    norm = layer.parametrizations["weight"][0].eval()  # type: ignore[index, union-attr]
+    norm.train = lambda mode=True: norm
+    return layer
+
+
 class Bilinear(nn.Module):
     """Both halves of the features, by nn.Bilinear."""
 
@@ -203,7 +211,7 @@ LAYERS = (
     net("RMSNorm over positions", lambda s: Pool(s, nn.Linear(s.width, s.width), nn.RMSNorm(s.width)), sequences),
     net("Bilinear", Bilinear, vectors),
     net("Weight norm", lambda s: between(s, parametrizations.weight_norm(nn.Linear(s.width, s.width))), vectors),
-    net("Spectral norm", lambda s: between(s, parametrizations.spectral_norm(nn.Linear(s.width, s.width))), vectors),
+    net("Spectral norm", lambda s: between(s, settled(s)), vectors),
     net("Orthogonal", lambda s: between(s, parametrizations.orthogonal(nn.Linear(s.width, s.width))), vectors),
     net(
         "Weight norm, convolution",
