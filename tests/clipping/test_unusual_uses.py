@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.clipping import attach, flat
+from groupwise.clipping import attach, flat, verify
 from groupwise.errors import UserError
 
 
@@ -142,3 +142,17 @@ def test_losses_of_sequences_first_are_refused_with_a_remedy():
     with attach(model, flat(model), 1.0, batch_axis=1) as engine:
         engine.backward(model(x).square().sum(1))
         assert engine.per_example_norms.shape == (1, 5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_two_rows_of_each_example_one_after_the_other_are_still_told_apart_in_the_check_before_training(rate):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(rate), nn.Linear(8, 4)).double()
+    left, right = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+
+    def losses_of(rows):
+        one, other = model(torch.cat([left[list(rows)], right[list(rows)]])).chunk(2)
+        return (one * other).sum(1)
+
+    with attach(model, flat(model), 0.1) as engine:
+        assert verify(engine, losses_of, range(8)) < 1e-9

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified, in_eval
 
 FAMILY = "torch.nn"
 
@@ -111,8 +111,7 @@ class Scale(nn.Module):
 def settled(size: Size) -> nn.Module:
     """A linear layer whose spectral norm stays in eval mode, so that no forward pass moves its vectors."""
     layer = parametrizations.spectral_norm(nn.Linear(size.width, size.width))
-    norm = layer.parametrizations["weight"][0].eval()  # type: ignore[index, union-attr]
-    norm.train = lambda mode=True: norm
+    in_eval(layer.parametrizations["weight"][0])  # type: ignore[index, arg-type]
     return layer
 
 

@@ -15,7 +15,7 @@ from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
 from groupwise.clipping.flight import Flights
 from groupwise.clipping.gate import Phase, Round, no_autocast
 from groupwise.clipping.groups import build_groups
-from groupwise.clipping.layouts import UNSURE, Order, agreeing
+from groupwise.clipping.layouts import UNSURE, Order, agreeing, telling_weights
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.paths import check_paths, layer_nodes
@@ -245,8 +245,7 @@ class ClippingEngine:
         nodes = [node for node in layer_nodes(losses) if folded or not getattr(node, "layout", UNSURE).certain]
         if not nodes:
             return
-        powers = torch.randint(-8, 8, (len(losses),), generator=torch.Generator().manual_seed(len(losses)))
-        weights = (2.0**powers).to(losses)  # powers of 2: products with them are exact
+        weights = telling_weights(len(losses)).to(losses)
         with self._flights.looking(len(losses)), no_autocast(losses.device.type):
             plain, weighed = (
                 torch.autograd.grad(total, [GradientEdge(node, 0) for node in nodes], retain_graph=True)

@@ -1,5 +1,6 @@
 """Tells which axis of a layer's input counts examples, and brings saved tensors and gradients to examples first."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -185,6 +186,16 @@ def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
             return Order.NONE, Order.FIRST, Order.FOLDED, Order.STACKED
         return Order.FIRST, Order.SECOND, Order.NONE, Order.FOLDED, Order.STACKED
     return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
+
+
+def telling_weights(examples: int) -> Tensor:
+    """Weights (B,) by which to tell examples apart, no two of 16 neighbours' alike, always the same for one B.
+
+    Powers of 2, so that products with them are exact; by a generator of their own, for `verify` watches torch's.
+    """
+    generator = random.Random(examples)
+    powers = [p for _ in range(0, examples, 16) for p in generator.sample(range(-8, 8), 16)]
+    return torch.tensor([2.0**p for p in powers[:examples]])
 
 
 def agreeing(plain: Tensor, weighed: Tensor, weights: Tensor) -> list[Order]:
