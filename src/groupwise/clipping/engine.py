@@ -256,7 +256,7 @@ class ClippingEngine:
             if not found or (order not in found and not hasattr(node, "layout")):
                 raise UserError(
                     f"{node.label} gives a tensor of shape {tuple(a.shape)}, none of whose axes holds the rows of the "
-                    f"{len(losses)} examples in the order of their losses (they were chosen or moved, say), so it "
+                    f"{len(losses)} examples in the order of their losses (they were chosen, moved or mixed), so it "
                     "cannot be told whose they are: keep the batch as first axis, freeze the layer, or, if its input "
                     "holds no batch, run groupwise.clipping.verify before training, which tells lengths from sizes."
                 )
