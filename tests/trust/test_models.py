@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from groupwise.clipping import ClippingEngine
+from groupwise.errors import UserError
 from trust.models import __main__ as command
-from trust.models import speed
+from trust.models import check, speed
 from trust.models.__main__ import main, measure
 from trust.models.architecture import Size, Subject
 from trust.models.catalogue import ARCHITECTURES
 from trust.models.check import know
 from trust.models.plain_layers import net, vectors
-from trust.models.rows import EXACT, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, as_csv, summary, tables
+from trust.models.rows import EXACT, FALSE_ALARM, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, as_csv, summary, tables
 from trust.models.truth import find_truth, parameters_of
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
@@ -124,6 +125,35 @@ def test_what_is_wrong_with_as_many_examples_as_tokens_alone_is_wrong(spoiled):
     spoiled(spoil)
     row, *_ = measure(MLP, ["flat"], speed=False)
     assert row.status == WRONG and row.note.startswith("With as many examples as tokens: The clipped sum of '0.weight'")
+
+
+def test_a_refusal_of_what_is_exact_is_a_false_alarm(monkeypatch):
+    def refuse(*_):
+        raise UserError("Layer '0' looks odd.")
+
+    monkeypatch.setattr(check, "verify", refuse)
+    for row in measure(MLP, MODES, speed=False):
+        assert row.status == FALSE_ALARM and row.faulty and row.note.endswith("Layer '0' looks odd.")
+
+
+def test_a_refusal_of_what_is_wrong_is_none(monkeypatch, spoiled):
+    def refuse(*_):
+        raise UserError("Layer '0' looks odd.")
+
+    monkeypatch.setattr(check, "verify", refuse)
+    spoiled(spoil_a_sum)
+    row, *_ = measure(MLP, ["flat"], speed=False)
+    assert row.status == WRONG and "odd" not in row.note
+
+
+def test_what_is_wrong_in_a_batch_of_one_alone_is_wrong(spoiled):
+    def spoil(engine):
+        if engine.examples == 1:
+            spoil_a_sum(engine)
+
+    spoiled(spoil)
+    row, *_ = measure(MLP, ["flat"], speed=False)
+    assert row.status == WRONG
 
 
 def test_traceback(spoiled):

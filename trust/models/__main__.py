@@ -1,7 +1,8 @@
 """Clip every architecture in every mode and compare with the truth: `python -m trust.models`.
 
-Each row says exact (equal to a float64 loop over single examples), refused (and the sentence), wrong or traceback;
-exit code 1 if there is any of the last two. Then the CPU time of a private step is set beside a non-private one.
+Each row says exact (equal to a float64 loop over single examples), refused (and the sentence), false alarm (`verify`
+refuses what is exact), wrong or traceback; exit code 1 if there is any of the last three. Then the CPU time of a
+private step is set beside a non-private one.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def measure(architecture: Architecture, modes: Sequence[str], speed: bool) -> li
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a line each, and write the table when all were measured; 1 where a row is wrong or a traceback."""
+    """Measure, print a line each, and write the table when all were measured; 1 where a row has a fault."""
     names = [architecture.name for architecture in ARCHITECTURES]
     parser = argparse.ArgumentParser(prog="python -m trust.models", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faulty = [row for row in rows if row.faulty]
     for note, of in _by_note(faulty).items():
         print(f"{'; '.join(of)}\n    {note}", file=sys.stderr)
-    print(f"{len(rows)} rows, {len(faulty)} of them wrong or a traceback")
+    print(f"{len(rows)} rows, {len(faulty)} of them false alarms, wrong or a traceback")
     if not options.only and tuple(options.modes) == MODES:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         write_text(RESULT, as_csv(rows))

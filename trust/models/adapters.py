@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.data.torchvision_compat import import_torchvision
-from trust.models.architecture import Architecture, Size, Subject
+from trust.models.architecture import Architecture, Size, Subject, in_eval
 from trust.models.hugging_face import build_model, causal_losses, configure, values, width
 
 LLAMA = ("q_proj", "v_proj")
@@ -27,6 +27,9 @@ def adapted(name: str, kind: str, config: str, **own: Any) -> Architecture:
             "CausalLM", configure(kind, size, **({"num_key_value_heads": 4} if kind == "llama" else {}))
         )
         model = peft.get_peft_model(below, chosen)  # type: ignore[arg-type]
+        for module in model.modules():
+            if getattr(module, "module_dropout", None):  # at rate 0 it draws one number for the batch all the same
+                in_eval(module)
         return Subject(model, {"input_ids": size.ids(), "attention_mask": size.mask}, _losses(config))
 
     return Architecture(name, "peft", make)

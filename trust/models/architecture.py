@@ -83,6 +83,12 @@ class Architecture:
     mixes: bool = False
 
 
+def in_eval(module: nn.Module) -> nn.Module:
+    """The module in eval mode for good, as `verify` advises for some: `train` leaves it so."""
+    module.eval().train = lambda mode=True: module  # type: ignore[method-assign]
+    return module
+
+
 def classified(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of one decision an example: (B, classes), (B,) -> (B,)."""
     return F.cross_entropy(logits, labels, reduction="none")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified, in_eval
 
 FAMILY = "torch.nn"
 
@@ -108,6 +108,13 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+def settled(size: Size) -> nn.Module:
+    """A linear layer whose spectral norm stays in eval mode, so that no forward pass moves its vectors."""
+    layer = parametrizations.spectral_norm(nn.Linear(size.width, size.width))
+    in_eval(layer.parametrizations["weight"][0])  # type: ignore[index, arg-type]
+    return layer
+
+
 class Bilinear(nn.Module):
     """Both halves of the features, by nn.Bilinear."""
 
@@ -203,7 +210,7 @@ LAYERS = (
     net("RMSNorm over positions", lambda s: Pool(s, nn.Linear(s.width, s.width), nn.RMSNorm(s.width)), sequences),
     net("Bilinear", Bilinear, vectors),
     net("Weight norm", lambda s: between(s, parametrizations.weight_norm(nn.Linear(s.width, s.width))), vectors),
-    net("Spectral norm", lambda s: between(s, parametrizations.spectral_norm(nn.Linear(s.width, s.width))), vectors),
+    net("Spectral norm", lambda s: between(s, settled(s)), vectors),
     net("Orthogonal", lambda s: between(s, parametrizations.orthogonal(nn.Linear(s.width, s.width))), vectors),
     net(
         "Weight norm, convolution",

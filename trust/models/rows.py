@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 
 from groupwise.analysis.benchmark_tables import markdown
 
-EXACT, REFUSED, WRONG, TRACEBACK = "exact", "refused", "wrong", "traceback"
-FAULTS = (WRONG, TRACEBACK)
+EXACT, REFUSED, FALSE_ALARM, WRONG, TRACEBACK = "exact", "refused", "false alarm", "wrong", "traceback"
+FAULTS = (FALSE_ALARM, WRONG, TRACEBACK)
 MODES = ("flat", "ghost", "per_layer")
 
 
@@ -20,7 +20,7 @@ class Row:
 
     Args:
         family, architecture, mode: which.
-        status: exact, refused, wrong or traceback.
+        status: exact, refused, false alarm (`verify` refuses what the engine clips exactly), wrong or traceback.
         error: the worst of clipped sums and norms, relative; None unless exact or wrong.
         dropout: the same words for a step with dropout on, "taken" where it was, "" where it was not tried.
         groups, parameters, frozen: how many; `frozen` are those that no loss reaches.
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def faulty(self) -> bool:
-        """Nobody may see this: a wrong sum, or a traceback, with dropout or without."""
+        """Nobody may see this: a wrong sum, a false alarm or a traceback, with dropout or without."""
         return self.status in FAULTS or self.dropout in FAULTS
 
 

@@ -18,6 +18,10 @@ class Truth:
 
     gradients: dict[str, Tensor]
 
+    def first(self, examples: int) -> Truth:
+        """The same of the first examples only."""
+        return Truth({name: rows[:examples] for name, rows in self.gradients.items()})
+
     def norms(self, groups: list[list[str]]) -> Tensor:
         """‖g_k^(i)‖, (K, B)."""
         squares = {name: rows.reshape(len(rows), -1).square().sum(1) for name, rows in self.gradients.items()}
@@ -36,7 +40,7 @@ class Truth:
 def freeze_unreached(subject: Subject) -> list[str]:
     """Freeze the parameters that no loss of the batch reaches, as the refusal of such a model advises; their names."""
     trainable = trained(subject.model)
-    with _buffers_kept(subject.model):
+    with buffers_kept(subject.model):
         losses = subject.losses(subject.model, subject.batch)
     found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
     unreached = [name for name, gradient in zip(trainable, found, strict=True) if gradient is None]
@@ -51,7 +55,7 @@ def find_truth(subject: Subject) -> Truth:
     rows: dict[str, list[Tensor]] = {name: [] for name in trainable}
     for i in range(len(next(iter(subject.batch.values())))):
         alone = {name: values[i : i + 1] for name, values in subject.batch.items()}
-        with _buffers_kept(subject.model):
+        with buffers_kept(subject.model):
             (loss,) = subject.losses(subject.model, alone)
         found = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         for (name, parameter), gradient in zip(trainable.items(), found, strict=True):
@@ -60,8 +64,8 @@ def find_truth(subject: Subject) -> Truth:
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """A forward pass inside leaves no trace: spectral norm goes a step on with every one in train mode."""
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """A forward pass inside leaves no trace in the buffers."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield

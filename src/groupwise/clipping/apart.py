@@ -104,7 +104,10 @@ def _check_kept(
     loss_tolerance: float,
 ) -> None:
     before, after = pair
-    mixes = "a layer or the loss mixes the examples of a batch{}, so no example's influence is bounded."
+    mixes = (
+        "a layer or the loss mixes the examples of a batch{}, so no example's influence is bounded: compute each loss "
+        "from its own example alone."
+    )
     for row in moved_losses(before.losses, after.losses, loss_tolerance).nonzero().flatten().tolist():
         if row in kept:
             a, b = float(before.losses[row]), float(after.losses[row])

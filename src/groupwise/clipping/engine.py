@@ -15,10 +15,11 @@ from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
 from groupwise.clipping.flight import Flights
 from groupwise.clipping.gate import Phase, Round, no_autocast
 from groupwise.clipping.groups import build_groups
-from groupwise.clipping.layouts import UNSURE, Order, agreeing
+from groupwise.clipping.layouts import UNSURE, Order, agreeing, telling_weights
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.paths import check_paths, layer_nodes
+from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.reach import Attached, check_groups
 from groupwise.errors import UserError
@@ -244,8 +245,7 @@ class ClippingEngine:
         nodes = [node for node in layer_nodes(losses) if folded or not getattr(node, "layout", UNSURE).certain]
         if not nodes:
             return
-        powers = torch.randint(-8, 8, (len(losses),), generator=torch.Generator().manual_seed(len(losses)))
-        weights = (2.0**powers).to(losses)  # powers of 2: products with them are exact
+        weights = telling_weights(len(losses)).to(losses)
         with self._flights.looking(len(losses)), no_autocast(losses.device.type):
             plain, weighed = (
                 torch.autograd.grad(total, [GradientEdge(node, 0) for node in nodes], retain_graph=True)
@@ -255,13 +255,14 @@ class ClippingEngine:
             found, order = agreeing(a, b, weights), node.order
             if not found or (order not in found and not hasattr(node, "layout")):
                 raise UserError(
-                    f"{node.label} gives a tensor of shape {tuple(a.shape)}, which has no axis along which its rows "
-                    f"belong to one of the {len(losses)} examples each, so it cannot be told whose they are: keep the "
-                    "batch as first axis, freeze the layer, or, if its input holds no batch, run "
-                    "groupwise.clipping.verify before training, which tells lengths from sizes."
+                    f"{node.label} gives a tensor of shape {tuple(a.shape)}, none of whose axes holds the rows of the "
+                    f"{len(losses)} examples in the order of their losses (they were chosen, moved or mixed), so it "
+                    "cannot be told whose they are: keep the batch as first axis, freeze the layer, or, if its input "
+                    "holds no batch, run groupwise.clipping.verify before training, which tells lengths from sizes."
                 )
             if order not in found or len(found) == 1:
-                self._flights.layouts.prove(node.label, a.dim() - 1, found[0])
+                batch = node.group_pass.batch if hasattr(node, "layout") else len(losses)
+                self._flights.layouts.prove(node.label, a.dim() - 1, batch, a.shape[0], found[0])
             if folded and order is Order.FIRST and len(found) == 1:
                 self._flights.rows = found[0]
         for group_pass in open_passes:
@@ -404,6 +405,11 @@ class ClippingEngine:
             raise UserError(
                 f"The loss must be one value per example, a float tensor of shape (batch,); {tuple(losses.shape)} was "
                 "given: use reduction='none' and reduce over everything but the batch."
+            )
+        if isinstance(losses, PerExample):
+            raise UserError(
+                f"The losses hold no batch (they come from {losses.origin.label[0].lower()}{losses.origin.label[1:]}): "
+                "the first axis of the model's inputs must be the batch, or attach with batch_axis=1 if the second is."
             )
         if not losses.requires_grad:
             raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")

@@ -156,7 +156,7 @@ class GroupPass:
     def _examples_first(self, member: Member, layout: Layout, saved: Saved, g: Any) -> tuple[LayerRule, Saved, Any]:
         """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
         rule, examples = member.rule, self.flights.round.examples
-        proven = self.flights.layouts.order_of(member.label, g.dim() - 1)
+        proven = self.flights.layouts.order_of(member.label, g.dim() - 1, self.batch, g.shape[0])
         if examples == 1:
             layout = FIRST if len(g) == 1 else Layout(Order.FOLDED, len(g))
         elif proven is not None:
@@ -294,6 +294,16 @@ def autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Ten
     return x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
 
 
+def _no_view(y: Tensor, x: Tensor) -> Tensor:
+    """A layer's output as a tensor that modules behind may change in place (`nn.ReLU(inplace=True)`).
+
+    torch forbids it for views that were made inside a Function: a linear layer on (B, T, d) makes one of a product that
+    nobody else holds.
+    """
+    own = y._is_view() and y._base is not x and y._base is not x._base
+    return torch.ops.aten._unsafe_view(y, y.shape) if own else y  # type: ignore[no-any-return]
+
+
 class Gate(torch.autograd.Function):
     """Opens as a probe of B zeros; its backward closes the group and returns the clipped sums."""
 
@@ -330,7 +340,7 @@ class LayerFunction(torch.autograd.Function):
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *parameters)
         ctx.save_for_backward(*saved)
-        return y
+        return _no_view(y, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -400,7 +410,7 @@ class DirectFunction(torch.autograd.Function):
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *used)
         ctx.save_for_backward(*saved)
-        return y
+        return _no_view(y, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

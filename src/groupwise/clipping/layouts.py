@@ -1,5 +1,6 @@
 """Tells which axis of a layer's input counts examples, and brings saved tensors and gradients to examples first."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -79,8 +80,8 @@ class _Seen:
     """The orders that fit all sizes of batches so far."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Size of a batch -> length of the input's first axis."""
-    proven: Order | None = None
-    """The order that the gradients of the losses have shown."""
+    proven: dict[tuple[int, int], Order] = field(default_factory=dict)
+    """(size of a batch, length of the first axis) -> the order that the gradients of the losses have shown."""
 
 
 class Layouts:
@@ -136,22 +137,22 @@ class Layouts:
             seen.lengths[batch] = x.shape[0]
         resolved = len(seen.lengths) > 1
         possible = (seen.fits & fits) or fits
-        if seen.proven in fits:
-            order = seen.proven
-        else:
-            order = next(order for order in _ranked(x, resolved, own) if order in possible)
+        proven = seen.proven.get((batch, x.shape[0]))
+        order = proven if proven in fits else next(order for order in _ranked(x, resolved, own) if order in possible)
         rivals = (possible if alike else fits) - {order} - ({Order.NONE} if own or resolved else set())
-        certain = (alike and seen.proven is not None) or order is Order.NONE or not rivals
+        steady = seen.lengths[batch] == x.shape[0] and not rivals  # a layer that sees chosen rows has other lengths
+        certain = order is Order.NONE or ((steady or (alike and proven is not None)) and not _are_chosen(x))
         return Layout(order, x.shape[0] // batch if order in _FOLDS else 1, certain)
 
-    def prove(self, name: str, rank: int, order: Order) -> None:
-        """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features."""
-        self._seen.setdefault((name, rank), _Seen()).proven = order
+    def prove(self, name: str, rank: int, batch: int, length: int, order: Order) -> None:
+        """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features, whose first
+        is so long: rows that are chosen by the data may come in another order when there are more or fewer."""
+        self._seen.setdefault((name, rank), _Seen()).proven[batch, length] = order
 
-    def order_of(self, name: str, rank: int) -> Order | None:
+    def order_of(self, name: str, rank: int, batch: int, length: int) -> Order | None:
         """What the gradients have shown, if anything."""
         seen = self._seen.get((name, rank))
-        return None if seen is None else seen.proven
+        return None if seen is None else seen.proven.get((batch, length))
 
 
 _FOLDS = {Order.FOLDED, Order.STACKED}
@@ -169,6 +170,15 @@ def _orders(x: Tensor, batch: int, features_last: bool) -> set[Order]:
     return fits
 
 
+def _are_chosen(x: Tensor) -> bool:
+    """Whether rows were picked out by numbers (tokens for an expert): which ones may follow from the data."""
+    return x.grad_fn is not None and x.grad_fn.name().startswith(_CHOOSES)
+
+
+_CHOOSES = ("Index", "Gather", "MaskedSelect", "Take")
+"""Names of autograd's nodes for operations that pick rows out."""
+
+
 def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
     """All orders, the likeliest first; before two sizes of batches were seen shapes may coincide."""
     if not resolved and not x.requires_grad and not given:
@@ -176,6 +186,16 @@ def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
             return Order.NONE, Order.FIRST, Order.FOLDED, Order.STACKED
         return Order.FIRST, Order.SECOND, Order.NONE, Order.FOLDED, Order.STACKED
     return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
+
+
+def telling_weights(examples: int) -> Tensor:
+    """Weights (B,) by which to tell examples apart, no two of 16 neighbours' alike, always the same for one B.
+
+    Powers of 2, so that products with them are exact; by a generator of their own, for `verify` watches torch's.
+    """
+    generator = random.Random(examples)
+    powers = [p for _ in range(0, examples, 16) for p in generator.sample(range(-8, 8), 16)]
+    return torch.tensor([2.0**p for p in powers[:examples]])
 
 
 def agreeing(plain: Tensor, weighed: Tensor, weights: Tensor) -> list[Order]:

@@ -120,7 +120,10 @@ class LateLinear:
             return
         layout, batch = patches.layout_of(member, like, batch_first=True)
         if layout.order is Order.NONE:
-            raise UserError(f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch.")
+            raise UserError(
+                f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch of {batch}: the "
+                "first axis of the model's inputs must be the batch, or attach with batch_axis=1 if it is the second."
+            )
         group_pass = patches.flights.pass_of(group, member, batch, like.device)
         self._inputs = {}
         zeros = self._zeros(like, steps)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from groupwise.clipping.gate import DirectFunction, Gate, LateFunction, LayerFunction
-from groupwise.clipping.per_example import Meeting
+from groupwise.clipping.per_example import Meeting, PerExample
 from groupwise.errors import UserError
 
 
@@ -24,9 +24,10 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         UserError: naming the parameter.
     """
     gate, direct = Gate.__name__ + "Backward", DirectFunction.__name__ + "Backward"
-    seen, stack = set(), [losses.grad_fn]
+    seen: set[Any] = set()
+    stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
     while stack:
-        node = stack.pop()
+        node, after = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -34,6 +35,11 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         if kind == gate:
             continue
         variable = getattr(node, "variable", None)
+        if isinstance(variable, PerExample):
+            raise UserError(
+                f"{variable.origin.label} goes into {after.removesuffix('Backward')}, a torch.autograd.Function, whose "
+                "gradient is not told apart by examples: compute the same by plain operations, or freeze it."
+            )
         if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
             name = names.get(id(variable), f"of shape {tuple(variable.shape)}")
             raise UserError(
@@ -41,7 +47,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter."
             )
         following = node.next_functions[:2] if kind == direct else node.next_functions  # probe and input
-        stack.extend(next_node for next_node, _ in following)
+        stack.extend((next_node, kind) for next_node, _ in following)
 
 
 def layer_nodes(losses: Tensor) -> list[Any]:

@@ -59,7 +59,9 @@ class PerExample(torch.Tensor):
     def __new__(
         cls: type["PerExample"], make: Callable[[], Tensor], like: Tensor, origin: Origin, source: bool = False
     ) -> "PerExample":
-        self: PerExample = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        self: PerExample = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=True
+        )  # so that a torch.autograd.Function, which no operation here takes apart, leads to it in the graph
         self.make, self.origin, self.like, self.source = make, origin, like, source
         if source:
             self._is_param = True  # isinstance(..., nn.Parameter) holds, as it does for what it stands for
@@ -110,6 +112,9 @@ class PerExample(torch.Tensor):
         ]
         if not any(places):
             return _alone(func, leaves, spec, origin)
+        if len(mine[0].rows) == 1:  # whatever it meets belongs to the one example
+            args, kwargs = tree_map(lambda leaf: leaf.rows[0] if isinstance(leaf, PerExample) else leaf, (args, kwargs))
+            return func(*args, **kwargs)
         place = max((p for p in places if p is not None), key=lambda p: p.each)
         if name in _BROADCASTS or (
             name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves if isinstance(leaf, Tensor))
@@ -294,6 +299,11 @@ def _mapped(one: Callable[..., Any], values: list[Tensor], axes: tuple[int, ...]
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        if _name_of(func) == "__setitem__" or _name_of(func).endswith("_"):
+            raise UserError(
+                f"{origin.label} is written in place (by {_name_of(func)}) into a tensor that all examples share: make "
+                "the tensor by an operation that is not in place (index_put, scatter, where, stack), or freeze it."
+            ) from error
         raise UserError(
             f"{origin.label} is used by {_name_of(func)}, which cannot be done with a copy of it for each example "
             f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."

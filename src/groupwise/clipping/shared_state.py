@@ -13,7 +13,10 @@ from groupwise.clipping.generators import host_states, moved
 from groupwise.clipping.runs import Runs
 from groupwise.errors import UserError
 
-REMEDY = "draw one for each example, with the batch as first axis (torch.rand(len(x), ...)), or set its rate to 0"
+REMEDY = (
+    "draw one for each example, with the batch as first axis (torch.rand(len(x), ...)), set its rate to 0, or put that "
+    "module into eval mode"
+)
 
 
 @contextmanager

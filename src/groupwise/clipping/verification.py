@@ -105,7 +105,8 @@ def _compare(runs: Runs, examples: Sequence[int], tolerance: float, loss_toleran
         seen = first_seen([i], [i] * len(examples), [0], runs, calm=True)
         raise UserError(
             f"Example {i} has loss {float(alone[row]):.6g} alone but {float(found.losses[row]):.6g} among others: a "
-            f"layer or the loss mixes the examples of a batch{seen}, so no example's influence is bounded."
+            f"layer or the loss mixes the examples of a batch{seen}, so no example's influence is bounded: compute "
+            "each loss from its own example alone."
         )
     _check_norms(engine, examples, found.norms, truth.norms, tolerance)
     _check_counts(engine, found.counts, truth.norms, tolerance)

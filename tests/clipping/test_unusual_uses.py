@@ -1,0 +1,158 @@
+"""Rows that data choose, outputs changed in place, parameters in operations of one's own: exact, or refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.clipping import attach, flat, verify
+from groupwise.errors import UserError
+
+
+class Chosen(nn.Module):
+    """The tokens that are marked go through a layer of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.expert, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, marked):
+        rows, where = self.below(x).reshape(-1, 4), marked.reshape(-1).nonzero().flatten()
+        return self.head(rows.index_add(0, where, self.expert(rows[where])).reshape(x.shape).mean(1))
+
+
+def marks(*of_each):
+    return torch.arange(4) < torch.tensor(of_each)[:, None]
+
+
+def norms_by_loop(model, losses_of, examples):
+    found = []
+    for i in range(examples):
+        gradients = torch.autograd.grad(losses_of(i).sum(), list(model.parameters()), allow_unused=True)
+        found.append(sum(g.square().sum() for g in gradients if g is not None).sqrt())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("later", [(4, 4, 0, 0), (4, 0, 0, 0), (1, 3, 3, 1)])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rows_that_data_choose_are_refused_where_they_are_not_each_examples_own(later, at_once):
+    torch.manual_seed(0)
+    model, x = Chosen().double(), torch.randn(4, 4, 4).double()
+    with attach(model, flat(model), 1.0) as engine:
+        if not at_once:  # all tokens, in their order, show nothing of other ones
+            engine.backward(model(x, marks(4, 4, 4, 4)).square().sum(1))
+            with engine.bypassed():
+                right = norms_by_loop(
+                    model, lambda i: model(x[i : i + 1], marks(4, 4, 4, 4)[i : i + 1]).square().sum(1), 4
+                )
+            torch.testing.assert_close(engine.per_example_norms[0], right)
+        with pytest.raises(UserError, match=r"'expert' gives a tensor .* freeze the layer"):
+            engine.backward(model(x, marks(*later)).square().sum(1))
+
+
+def test_a_layers_output_may_be_changed_in_place():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
+    x = torch.randn(3, 5, 4).double()
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(x).flatten(1).sum(1))
+        with engine.bypassed():
+            right = norms_by_loop(model, lambda i: model(x[i : i + 1]), 3)
+    torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return 3 * weight
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g
+
+
+class Own(nn.Module):
+    """A weight that goes through `made` before it is used."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.below, self.weight, self.made = nn.Linear(4, 4), nn.Parameter(torch.rand(4)), made
+
+    def forward(self, x):
+        return self.below(x) * self.made(self.weight)
+
+
+def in_place(weight):
+    made = torch.zeros(2, 4, dtype=weight.dtype)
+    made[0] = weight
+    return made.sum(0)
+
+
+def out_of_place(weight):
+    return torch.zeros(2, 4, dtype=weight.dtype).index_put((torch.tensor([0]),), weight).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (Tripled.apply, "Parameter 'weight' goes into Tripled, a torch.autograd.Function"),
+        (in_place, r"Parameter 'weight' is written in place \(by __setitem__\) .*index_put"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_named(made, says):
+    model = Own(made).double()
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
+        engine.backward(model(torch.rand(3, 4).double()).sum(1))
+
+
+@pytest.mark.parametrize("made", [lambda weight: 3 * weight, out_of_place, lambda weight: weight.sum()])
+@pytest.mark.parametrize("examples", [1, 3])
+def test_and_the_remedies_work(made, examples):
+    torch.manual_seed(0)
+    model, x = Own(made).double(), torch.rand(examples, 4).double()
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(x).square().sum(1))
+        with engine.bypassed():
+            right = norms_by_loop(model, lambda i: model(x[i : i + 1]).square(), examples)
+    torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+def test_a_parameter_without_axes():
+    model = Own(lambda scale: scale).double()
+    model.weight = nn.Parameter(torch.tensor(0.5).double())
+    x = torch.rand(3, 4).double()
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(x).square().sum(1))
+        with engine.bypassed():
+            right = norms_by_loop(model, lambda i: model(x[i : i + 1]).square(), 3)
+    torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+def test_losses_of_sequences_first_are_refused_with_a_remedy():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0].mean(0)
+
+    model, x = Pooled(), torch.randn(7, 5, 4)
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="batch_axis=1"):
+        engine.backward(model(x).square().sum(1))
+    with attach(model, flat(model), 1.0, batch_axis=1) as engine:
+        engine.backward(model(x).square().sum(1))
+        assert engine.per_example_norms.shape == (1, 5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_two_rows_of_each_example_one_after_the_other_are_still_told_apart_in_the_check_before_training(rate):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(rate), nn.Linear(8, 4)).double()
+    left, right = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+
+    def losses_of(rows):
+        one, other = model(torch.cat([left[list(rows)], right[list(rows)]])).chunk(2)
+        return (one * other).sum(1)
+
+    with attach(model, flat(model), 0.1) as engine:
+        assert verify(engine, losses_of, range(8)) < 1e-9
