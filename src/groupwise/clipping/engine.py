@@ -204,7 +204,7 @@ class ClippingEngine:
         """
         self._flights.refuse_nesting()
         self._check_losses(losses)
-        self._prove_layouts(losses, self._check_paths(losses))
+        self.check_output(losses)
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
@@ -222,11 +222,6 @@ class ClippingEngine:
         with torch.no_grad():
             squares = squares[: len(losses)]
             return squares + group_pass.joint_squares(squares, Phase.NORMS)
-
-    def _prove_layouts(self, losses: Tensor, reorders: bool) -> None:
-        if not self._direct:
-            with self._patches.recomputing():
-                prove_layouts(losses, self._flights, reorders and self.asks_order)
 
     def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[Round, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
@@ -271,13 +266,11 @@ class ClippingEngine:
         Raises:
             UserError: a parameter used outside its layer, or frozen or thawed since `attach`.
         """
-        reorders = self._check_paths(output)
-        if output.dim() > 0 and output.requires_grad:
-            self._prove_layouts(rows_as_losses(output), reorders)
-
-    def _check_paths(self, output: Tensor) -> bool:
         self._attached.check_same()
-        return check_paths(output, self._names, shards=self._direct)
+        reorders = check_paths(output, self._names, shards=self._direct)
+        if output.dim() > 0 and output.requires_grad and not self._direct:
+            rows = rows_as_losses(output)
+            prove_layouts(rows, self._flights, reorders and self.asks_order, self._patches.recomputing)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:

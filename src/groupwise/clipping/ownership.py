@@ -4,7 +4,8 @@ That is asked where shapes alone do not tell it, and where an operation in the g
 It takes two backward passes, which change nothing and keep two numbers a row: a random projection and a norm.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -80,7 +81,9 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
     ]
 
 
-def prove_layouts(losses: Tensor, flights: Flights, doubted: bool) -> None:
+def prove_layouts(
+    losses: Tensor, flights: Flights, doubted: bool, recomputing: Callable[[], AbstractContextManager[None]]
+) -> None:
     """See from gradients which rows of the layers' outputs are whose, where shapes do not tell or that is doubted.
 
     Raises:
@@ -90,7 +93,7 @@ def prove_layouts(losses: Tensor, flights: Flights, doubted: bool) -> None:
     doubted |= any(group_pass.uncertain or group_pass.batch != len(losses) for group_pass in passes)
     if len(losses) < 2 or flights.round is not None or not passes or not doubted:
         return
-    with flights.looking(len(losses)), no_autocast(losses.device.type):
+    with recomputing(), flights.looking(len(losses)), no_autocast(losses.device.type):
         owners = find_owners(losses, layer_nodes(losses), [p.probe for p in passes if p.probe is not None])
     _settle(owners, passes, flights.layouts, len(losses))
 
