@@ -6,19 +6,19 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
+from groupwise.clipping.backward import run_backward, squared_norms_of
 from groupwise.clipping.costs import Formula, Rates, Shared
 from groupwise.clipping.counts import Counts
 from groupwise.clipping.discovery import find_layers, warn_of_copies
-from groupwise.clipping.factors import ClipRule, clip_factors, may_ask
+from groupwise.clipping.factors import ClipRule, clip_factors, left_out
 from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import Phase, Round, no_autocast
+from groupwise.clipping.gate import Phase, Round
 from groupwise.clipping.groups import build_groups
-from groupwise.clipping.layouts import UNSURE, Order, agreeing, telling_weights
+from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition
 from groupwise.clipping.patching import Patches
-from groupwise.clipping.paths import check_paths, layer_nodes
+from groupwise.clipping.paths import check_paths
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.reach import Attached, check_groups
@@ -110,6 +110,7 @@ class ClippingEngine:
         self.squared_norms: dict[int, Tensor] = {}
         self._flights = Flights()
         self._checked = False
+        self.asks_order = True  # False: the caller sees to it that no operation puts examples in another order
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._direct = direct
@@ -202,14 +203,14 @@ class ClippingEngine:
             UserError: losses of another shape; a parameter frozen or thawed since `attach`; a parameter used outside
                 its layer; a trainable parameter that the losses do not reach.
         """
+        self._flights.refuse_nesting()
         self._check_losses(losses)
         self.check_output(losses)
-        self._prove_layouts(losses)
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
                 current, losses = self._reweigh(losses, self._ghost_norms(losses))
-            _run_backward(losses)
+            run_backward(losses)
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
 
@@ -218,61 +219,16 @@ class ClippingEngine:
         group_pass = self._flights.open.get(0)
         if group_pass is None or group_pass.probe is None:
             raise UserError("The losses do not come from the attached model: no layer of it ran with gradients on.")
-        try:
-            with no_autocast(losses.device.type):
-                (squares,) = torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True)
-        except RuntimeError as error:
-            if "use_reentrant" in str(error) or "checkpoint" in str(error).lower():
-                raise UserError(
-                    "Ghost clipping asks for norms before gradients, which reentrant checkpointing cannot do: use "
-                    "checkpointing with use_reentrant=False."
-                ) from error
-            raise
+        squares = squared_norms_of(losses, group_pass.probe)
         with torch.no_grad():
             squares = squares[: len(losses)]
             return squares + group_pass.joint_squares(squares, Phase.NORMS)
-
-    def _prove_layouts(self, losses: Tensor) -> None:
-        """See from gradients which rows of a layer's output are whose, where shapes alone do not tell."""
-        open_passes = self._flights.open.values()
-        folded = any(group_pass.batch != len(losses) for group_pass in open_passes)
-        if (
-            len(losses) < 2
-            or self._flights.round is not None
-            or not (folded or any(group_pass.uncertain for group_pass in open_passes))
-        ):
-            return
-        nodes = [node for node in layer_nodes(losses) if folded or not getattr(node, "layout", UNSURE).certain]
-        if not nodes:
-            return
-        weights = telling_weights(len(losses)).to(losses)
-        with self._flights.looking(len(losses)), no_autocast(losses.device.type):
-            plain, weighed = (
-                torch.autograd.grad(total, [GradientEdge(node, 0) for node in nodes], retain_graph=True)
-                for total in (losses.sum(), (weights * losses).sum())
-            )
-        for node, a, b in zip(nodes, plain, weighed, strict=True):
-            found, order = agreeing(a, b, weights), node.order
-            if not found or (order not in found and not hasattr(node, "layout")):
-                raise UserError(
-                    f"{node.label} gives a tensor of shape {tuple(a.shape)}, none of whose axes holds the rows of the "
-                    f"{len(losses)} examples in the order of their losses (they were chosen, moved or mixed), so it "
-                    "cannot be told whose they are: keep the batch as first axis, freeze the layer, or, if its input "
-                    "holds no batch, run groupwise.clipping.verify before training, which tells lengths from sizes."
-                )
-            if order not in found or len(found) == 1:
-                batch = node.group_pass.batch if hasattr(node, "layout") else len(losses)
-                self._flights.layouts.prove(node.label, a.dim() - 1, batch, a.shape[0], found[0])
-            if folded and order is Order.FIRST and len(found) == 1:
-                self._flights.rows = found[0]
-        for group_pass in open_passes:
-            group_pass.uncertain = False
 
     def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[Round, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
         with torch.no_grad():
             factors = self.factors(squares)
-        current = Round(Phase.SUMS, len(squares), self._flights.open, _left_out(factors), {0: squares})
+        current = Round(Phase.SUMS, len(squares), self._flights.open, left_out(factors), {0: squares})
         self._flights.round = current
         return current, torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
 
@@ -285,7 +241,9 @@ class ClippingEngine:
         """Inside, layers report; afterwards the passes that took part are over."""
         try:
             with self._flights.backward(phase, examples, *microbatch) as current, full_float32():
-                yield current
+                refuse_doubts(current.passes.values(), examples)
+                with self._patches.recomputing():
+                    yield current
         finally:
             self._shared.clear()
 
@@ -310,7 +268,10 @@ class ClippingEngine:
             UserError: a parameter used outside its layer, or frozen or thawed since `attach`.
         """
         self._attached.check_same()
-        check_paths(output, self._names, shards=self._direct)
+        reorders = check_paths(output, self._names, shards=self._direct)
+        if output.dim() > 0 and output.requires_grad and not self._direct:
+            rows = rows_as_losses(output)
+            prove_layouts(rows, self._flights, reorders and self.asks_order, self._patches.recomputing)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
@@ -376,7 +337,7 @@ class ClippingEngine:
             raise UserError(f"Reweighted losses clip one group; this engine has {len(self.groups)}: use backward_of.")
         self._attached.check_same()
         with self._backward(Phase.SUMS, examples, microbatch) as current:
-            current.factors = None if factors is None else _left_out(factors)
+            current.factors = None if factors is None else left_out(factors)
             yield
             self._check_reached(current)
 
@@ -438,22 +399,3 @@ class ClippingEngine:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-
-def _run_backward(losses: Tensor) -> None:
-    try:
-        with no_autocast(losses.device.type):  # gradients in the precision in which they were attached
-            losses.sum().backward()
-    except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            raise UserError(
-                "A tensor that a layer keeps for its backward pass was changed in place (by ReLU(inplace=True) after "
-                f"a WSConv2d, say): use operations that are not in place. torch says: {str(error).splitlines()[0]}"
-            ) from error
-        raise
-
-
-def _left_out(factors: Tensor) -> Tensor | None:
-    """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
-    keep = (factors != 0).to(factors.dtype)
-    return None if may_ask(keep) and bool(keep.all()) else keep

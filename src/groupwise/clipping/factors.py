@@ -78,3 +78,9 @@ def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Ten
         return (weights @ flat).view(rows.shape[1:])
     total.view(1, -1).addmm_(weights.unsqueeze(0), flat)
     return total
+
+
+def left_out(factors: Tensor) -> Tensor | None:
+    """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
+    keep = (factors != 0).to(factors.dtype)
+    return None if may_ask(keep) and bool(keep.all()) else keep

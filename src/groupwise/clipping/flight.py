@@ -6,11 +6,12 @@ passes of its own, and a backward pass reaches the passes of one microbatch only
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from groupwise.clipping.gate import GroupPass, GroupState, Member, Phase, Round
-from groupwise.clipping.layouts import Layouts, Order
+from groupwise.clipping.layouts import Layouts
 from groupwise.errors import UserError
 
 NOT_NAMED: Hashable = object()
@@ -24,7 +25,8 @@ class Flights:
         self.round: Round | None = None
         self.open: dict[int, GroupPass] = {}
         self.layouts = Layouts()
-        self.rows: Order | None = None
+        self.call: Any = None
+        """The call of the outermost module that runs, a `patching.Call`."""
         self._microbatch = NOT_NAMED
         self._waiting: dict[Hashable, dict[int, GroupPass]] = {}
 
@@ -75,8 +77,7 @@ class Flights:
     @contextmanager
     def backward(self, phase: Phase, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[Round]:
         """Inside, the passes of a microbatch (or of the ordinary forward pass) take part; afterwards they are over."""
-        if self.round is not None:
-            raise UserError("A backward pass was begun inside another one: end that first, they share one set of sums.")
+        self.refuse_nesting()
         outer = self.open
         if microbatch is not NOT_NAMED:
             if microbatch not in self._waiting:
@@ -93,6 +94,15 @@ class Flights:
             self.open.clear()
             self.open = outer
 
+    def refuse_nesting(self) -> None:
+        """Refuse a backward pass inside another one.
+
+        Raises:
+            UserError: one runs.
+        """
+        if self.round is not None:
+            raise UserError("A backward pass was begun inside another one: end that first, they share one set of sums.")
+
     @contextmanager
     def looking(self, examples: int) -> Iterator[None]:
         """A backward pass inside leaves everything as it is: it is there for the gradients of layers' outputs."""
@@ -101,19 +111,6 @@ class Flights:
             yield
         finally:
             self.round = None
-
-    def rows_order(self, name: str) -> Order:
-        """How several rows of the model's own input make an example, where each example has several.
-
-        Raises:
-            UserError: gradients have not shown it.
-        """
-        if self.rows is None:
-            raise UserError(
-                f"Layer {name!r} has several rows for each of the losses, and it cannot be told whose they are: give "
-                "the model inputs with the examples on the first axis."
-            )
-        return self.rows
 
     def forget(self) -> None:
         """Drop the microbatches that wait."""

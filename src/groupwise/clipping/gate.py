@@ -4,12 +4,8 @@
 once the backward pass has left that layer, when every member has added its squared norms to the probe's gradient. The
 gate then *returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and reductions on
 gradients need no special case. The norms of all groups go to the engine, which counts them at once.
-
-Where parameters are shards that become whole tensors only while their layer runs (FSDP2), no gate can hold on to them:
-`DirectFunction` returns the gradients itself. That takes a norm which one layer knows, or two backward passes.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +18,7 @@ from torch import Tensor
 
 from groupwise.clipping.factors import ClipRule, keep_finite
 from groupwise.clipping.joint import Entry, cross_terms, stack_calls
-from groupwise.clipping.layouts import FIRST, Layout, Order
+from groupwise.clipping.layouts import FIRST, Doubt, Layout, Order
 from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved, Wanted
 from groupwise.clipping.rules.folded import FoldedRule
 from groupwise.clipping.squared_norms import LEAST_SQUARE
@@ -115,6 +111,11 @@ class GroupPass:
         """Parameters with a copy for each example, by their place."""
         self.uncertain = False
         """Whether some layer's rows may belong to the examples in another order than the one that was taken."""
+        self.doubts: set[Doubt] = set()
+        """The same of parameters that met a tensor, for `Layouts.trust`."""
+        self.proven = False
+        """Whether gradients have shown whose rows are whose, for the losses of this backward pass."""
+        self.call = flights.call
         self.entries: list[Entry] = []
         self.due: list[tuple[Member, Finish]] = []
         self.sums: list[Tensor | None] = [None] * len(group.gated)
@@ -156,13 +157,13 @@ class GroupPass:
     def _examples_first(self, member: Member, layout: Layout, saved: Saved, g: Any) -> tuple[LayerRule, Saved, Any]:
         """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
         rule, examples = member.rule, self.flights.round.examples
-        proven = self.flights.layouts.order_of(member.label, g.dim() - 1, self.batch, g.shape[0])
         if examples == 1:
             layout = FIRST if len(g) == 1 else Layout(Order.FOLDED, len(g))
-        elif proven is not None:
-            layout = Layout(proven, g.shape[1 if proven is Order.SECOND else 0] // examples)
-        elif examples != self.batch:  # several rows of the model's own input are one example
-            layout = Layout(self.flights.rows_order(member.name), self.batch // max(examples, 1))
+        elif examples != self.batch and not self.proven:
+            raise UserError(
+                f"{member.label} has several rows for each of the losses, and it cannot be told whose they are: give "
+                "the model inputs with the examples on the first axis."
+            )
         if layout.order is Order.FIRST:
             return rule, saved, g
         if not rule.features_last:
@@ -294,16 +295,6 @@ def autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Ten
     return x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
 
 
-def _no_view(y: Tensor, x: Tensor) -> Tensor:
-    """A layer's output as a tensor that modules behind may change in place (`nn.ReLU(inplace=True)`).
-
-    torch forbids it for views that were made inside a Function: a linear layer on (B, T, d) makes one of a product that
-    nobody else holds.
-    """
-    own = y._is_view() and y._base is not x and y._base is not x._base
-    return torch.ops.aten._unsafe_view(y, y.shape) if own else y  # type: ignore[no-any-return]
-
-
 class Gate(torch.autograd.Function):
     """Opens as a probe of B zeros; its backward closes the group and returns the clipped sums."""
 
@@ -320,104 +311,3 @@ class Gate(torch.autograd.Function):
             group_pass.close(squares[: group_pass.flights.round.examples])
         sums, group_pass.sums, group_pass.probe = group_pass.sums, [], None
         return None, None, *sums
-
-
-class LayerFunction(torch.autograd.Function):
-    """A layer's own forward and input gradient; its parameters' gradients go through the gate."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group_pass: GroupPass,
-        member: Member,
-        layout: Layout,
-        probe: Tensor,
-        x: Tensor,
-        *parameters: Tensor | None,
-    ) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout = group_pass, member, layout
-        ctx.label, ctx.order = member.label, layout.order
-        with no_autocast(x.device.type):
-            y, saved = member.rule.forward(x, *parameters)
-        ctx.save_for_backward(*saved)
-        return _no_view(y, x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        saved, rule = ctx.saved_tensors, ctx.member.rule
-        with no_autocast(g.device.type):
-            g = rule.arrange(saved, g)
-            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[4] else None
-            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, saved, g))
-        return None, None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 5)
-
-
-class CopiesFunction(torch.autograd.Function):
-    """One copy of a parameter for each example, (B, *shape): the copies' gradients are the per-example gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, parameter: Tensor) -> Tensor:
-        ctx.group_pass, ctx.member = group_pass, member
-        return parameter.unsqueeze(0).expand(group_pass.batch, *parameter.shape)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        with no_autocast(g.device.type):
-            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, FIRST, (), g))
-        return None, None, squares, None
-
-
-class LateFunction(torch.autograd.Function):
-    """Zeros (B, T, p) to add to T products with one weight whose inputs come one after the other (recurrence).
-
-    Their gradients, with the inputs that were noted by then, are those of one linear layer on a sequence.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group_pass: GroupPass,
-        member: Member,
-        layout: Layout,
-        probe: Tensor,
-        inputs: dict[int, Tensor],
-        zeros: Callable[[], Tensor],
-    ) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
-        ctx.label, ctx.order = member.label, layout.order
-        return zeros()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        with no_autocast(g.device.type):
-            x = torch.stack([ctx.inputs[t] for t in range(g.shape[1])], dim=1)
-            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g))
-        return None, None, None, squares, None, None
-
-
-class DirectFunction(torch.autograd.Function):
-    """A layer's own forward and all its gradients: for parameters that only the layer itself ever sees whole."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, x: Tensor, *parameters: Tensor | None
-    ) -> Tensor:
-        ctx.group_pass, ctx.member = group_pass, member
-        _, used = autocast(member.rule.autocast, x, list(parameters))  # in here, so that gradients stay float32
-        with no_autocast(x.device.type):
-            y, saved = member.rule.forward(x, *used)
-        ctx.save_for_backward(*saved)
-        return _no_view(y, x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        saved, rule = ctx.saved_tensors, ctx.member.rule
-        with no_autocast(g.device.type):
-            g = rule.arrange(saved, g)
-            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
-            squares, gradients = ctx.group_pass.return_gradients(ctx.member, saved, g)
-        return None, None, squares, gx, *gradients

@@ -1,6 +1,5 @@
 """Tells which axis of a layer's input counts examples, and brings saved tensors and gradients to examples first."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -69,7 +68,11 @@ class Layout:
         return (chosen.mT if self.order is Order.STACKED else chosen).flatten()
 
 
-FIRST, NONE, UNSURE = Layout(Order.FIRST), Layout(Order.NONE), Layout(Order.FIRST, certain=False)
+Doubt = tuple[str, torch.Size, Order]
+"""Which parameter met a tensor of what shape, and how its batch was taken to be held."""
+
+FIRST, NONE = Layout(Order.FIRST), Layout(Order.NONE)
+FOLDS = {Order.FOLDED, Order.STACKED}
 
 
 @dataclass
@@ -80,8 +83,12 @@ class _Seen:
     """The orders that fit all sizes of batches so far."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Size of a batch -> length of the input's first axis."""
-    proven: dict[tuple[int, int], Order] = field(default_factory=dict)
-    """(size of a batch, length of the first axis) -> the order that the gradients of the losses have shown."""
+    elsewhere: bool = True
+    """Whether at every size of batches an axis could hold it that no order looks at."""
+    mixed: bool = False
+    """Whether calls in different orders were seen, so that none tells anything about another."""
+    proven: Order | None = None
+    """The order that the gradients of the losses have shown."""
 
 
 class Layouts:
@@ -89,11 +96,12 @@ class Layouts:
 
     One shape may fit several orders (a sequence as long as the batch). A first call takes the likeliest, each batch of
     another size rules out what does not fit it, and where several are left the gradients of the losses decide (see
-    `agreeing`) before any gradient is told apart.
+    `ownership.py`) before any gradient is told apart.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], _Seen] = {}
+        self._trusted: set[Doubt] = set()
 
     def of(
         self,
@@ -131,31 +139,36 @@ class Layouts:
                 "cannot be told whose rows they are: keep the batch as first axis, or freeze it."
             )
         seen = self._seen.setdefault((name, x.dim() - x.is_floating_point()), _Seen())
+        seen.mixed |= not seen.fits & fits
+        elsewhere = _elsewhere(x, batch, features_last and alike)
         if batch not in seen.lengths:
             constant = Order.NONE in fits and x.shape[0] in seen.lengths.values()
-            seen.fits &= fits - _FOLDS if constant else fits
+            seen.fits &= fits - FOLDS if constant else fits
             seen.lengths[batch] = x.shape[0]
+            seen.elsewhere &= elsewhere
         resolved = len(seen.lengths) > 1
+        alike = alike and not seen.mixed
         possible = (seen.fits & fits) or fits
-        proven = seen.proven.get((batch, x.shape[0]))
-        order = proven if proven in fits else next(order for order in _ranked(x, resolved, own) if order in possible)
+        known = alike and seen.proven in fits
+        if known and seen.proven is not None:
+            order = seen.proven
+        else:
+            order = next(order for order in _ranked(x, resolved, own) if order in possible)
         rivals = (possible if alike else fits) - {order} - ({Order.NONE} if own or resolved else set())
-        steady = seen.lengths[batch] == x.shape[0] and not rivals  # a layer that sees chosen rows has other lengths
-        certain = order is Order.NONE or ((steady or (alike and proven is not None)) and not _are_chosen(x))
-        return Layout(order, x.shape[0] // batch if order in _FOLDS else 1, certain)
+        sure = not rivals and not (elsewhere and (seen.elsewhere or not alike))
+        trusted = (name, x.shape, order) in self._trusted
+        certain = known or order is Order.NONE or sure or trusted
+        return Layout(order, x.shape[0] // batch if order in FOLDS else 1, certain)
 
-    def prove(self, name: str, rank: int, batch: int, length: int, order: Order) -> None:
-        """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features, whose first
-        is so long: rows that are chosen by the data may come in another order when there are more or fewer."""
-        self._seen.setdefault((name, rank), _Seen()).proven[batch, length] = order
+    def trust(self, doubts: "set[Doubt]") -> None:
+        """Gradients have shown that these were taken rightly."""
+        self._trusted |= doubts
 
-    def order_of(self, name: str, rank: int, batch: int, length: int) -> Order | None:
-        """What the gradients have shown, if anything."""
-        seen = self._seen.get((name, rank))
-        return None if seen is None else seen.proven.get((batch, length))
-
-
-_FOLDS = {Order.FOLDED, Order.STACKED}
+    def prove(self, name: str, rank: int, orders: set[Order]) -> None:
+        """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features."""
+        seen = self._seen.setdefault((name, rank), _Seen())
+        seen.mixed |= len(orders | ({seen.proven} if seen.proven else set())) > 1
+        seen.proven = None if seen.mixed else next(iter(orders))
 
 
 def _orders(x: Tensor, batch: int, features_last: bool) -> set[Order]:
@@ -164,19 +177,16 @@ def _orders(x: Tensor, batch: int, features_last: bool) -> set[Order]:
     if x.shape[0] == batch:
         fits.add(Order.FIRST)
     elif x.dim() > features and x.shape[0] % batch == 0 and x.shape[0] > 0:
-        fits |= _FOLDS
+        fits |= FOLDS
     if features_last and x.dim() > 1 + features and x.shape[1] == batch:
         fits.add(Order.SECOND)
     return fits
 
 
-def _are_chosen(x: Tensor) -> bool:
-    """Whether rows were picked out by numbers (tokens for an expert): which ones may follow from the data."""
-    return x.grad_fn is not None and x.grad_fn.name().startswith(_CHOOSES)
-
-
-_CHOOSES = ("Index", "Gather", "MaskedSelect", "Take")
-"""Names of autograd's nodes for operations that pick rows out."""
+def _elsewhere(x: Tensor, batch: int, features_last: bool) -> bool:
+    """Whether an axis that no order looks at could hold the batch: T = B in (T, d, B), or (T, k·B, d)."""
+    last = x.dim() - (1 if features_last and x.is_floating_point() else 0)
+    return any(size and size % batch == 0 for size in x.shape[1:last])
 
 
 def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
@@ -186,38 +196,3 @@ def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
             return Order.NONE, Order.FIRST, Order.FOLDED, Order.STACKED
         return Order.FIRST, Order.SECOND, Order.NONE, Order.FOLDED, Order.STACKED
     return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
-
-
-def telling_weights(examples: int) -> Tensor:
-    """Weights (B,) by which to tell examples apart, no two of 16 neighbours' alike, always the same for one B.
-
-    Powers of 2, so that products with them are exact; by a generator of their own, for `verify` watches torch's.
-    """
-    generator = random.Random(examples)
-    powers = [p for _ in range(0, examples, 16) for p in generator.sample(range(-8, 8), 16)]
-    return torch.tensor([2.0**p for p in powers[:examples]])
-
-
-def agreeing(plain: Tensor, weighed: Tensor, weights: Tensor) -> list[Order]:
-    """The orders of a layer's output in which every row belongs to the example that its gradient comes from.
-
-    Args:
-        plain: gradient of Σ_i loss_i for the output.
-        weighed: gradient of Σ_i w_i·loss_i for it: w_i times the other, on the rows of example i.
-        weights: w, (B,), powers of 2, so that the two agree to the last bit in any precision.
-    """
-    batch = len(weights)
-    size = torch.linalg.vector_norm(plain)
-    found = []
-    for order in (Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED):
-        axis = 1 if order is Order.SECOND else 0
-        rows = plain.shape[axis] if plain.dim() > axis else 0
-        folds = order in _FOLDS
-        if rows == 0 or rows % batch or folds != (rows > batch):
-            continue
-        layout = Layout(order, rows // batch)
-        a, b = layout.examples_first(plain), layout.examples_first(weighed)
-        w = weights.to(a.dtype).view(-1, *(1,) * (a.dim() - 1))
-        if bool(torch.linalg.vector_norm(b - w * a) <= 1e-5 * size):
-            found.append(order)
-    return found

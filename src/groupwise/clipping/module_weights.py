@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.gate import GroupState, LateFunction, Member
+from groupwise.clipping.functions import LateFunction
+from groupwise.clipping.gate import GroupState, Member
 from groupwise.clipping.layouts import Order
 from groupwise.clipping.parts import Use
 from groupwise.errors import UserError

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from groupwise.clipping.costs import Shared
 from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import CopiesFunction, GroupState, Member
+from groupwise.clipping.functions import CopiesFunction
+from groupwise.clipping.gate import GroupState, Member
 from groupwise.clipping.rules.base import LayerRule
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.linear import LinearRule
@@ -44,7 +45,11 @@ class Parts:
             group: whose parameters they are.
             uses: one for each parameter; None where there is none, or it does not train.
         """
-        key = (kind, group.index, *((u.place, u.rows and (u.rows.start, u.rows.stop), u.shape) for u in uses if u))
+        key = (
+            kind,
+            group.index,
+            *((u.place, u.rows and (u.rows.start, u.rows.stop), u.shape, u.padding_idx) for u in uses if u),
+        )
         if key not in self._members:
             weight = uses[0]
             assert weight is not None

@@ -4,106 +4,27 @@ The outermost module that is called tells how many examples there are, from its 
 of the model that a module reads as its attributes are `PerExample` ones, and layers take theirs from `_parameters`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.clipping.costs import Shared
 from groupwise.clipping.discovery import Layer
 from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import DirectFunction, GroupState, LayerFunction, Member, autocast
+from groupwise.clipping.functions import DirectFunction, LayerFunction
+from groupwise.clipping.gate import GroupState, Member, autocast
 from groupwise.clipping.layouts import FIRST, BatchAxis, Layout, Order
 from groupwise.clipping.module_weights import ModuleWeights
-from groupwise.clipping.parts import Parts, Use
+from groupwise.clipping.origins import Call, LayerOutput, ParameterUse
+from groupwise.clipping.parts import Parts
 from groupwise.clipping.per_example import PerExample, align
 from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError
-
-
-class Call:
-    """A call of the outermost module: how many examples it has, and which tensors it was given."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> None:
-        self.given = set()
-        self.batch: int | None = None
-        packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)), None)
-        if packed is not None:
-            self.batch = int(packed.batch_sizes[0])
-        for leaf in _tensors((args, kwargs)):
-            if self.batch is None and leaf.dim() > axis:
-                self.batch = leaf.shape[axis]
-            if leaf.numel():
-                self.given.add(leaf.untyped_storage().data_ptr())
-
-    def is_given(self, x: Tensor) -> bool:
-        """Whether x is one of the tensors, or a view of one."""
-        return x.untyped_storage().data_ptr() in self.given
-
-
-class ParameterUse:
-    """A parameter that modules may read by themselves, while the outermost module runs; a `per_example.Origin`."""
-
-    def __init__(self, patches: "Patches", group: GroupState, place: int, parameter: nn.Parameter, label: str) -> None:
-        self.patches, self.group, self.place, self.parameter = patches, group, place, parameter
-        self.label = f"Parameter {label!r}"
-
-    def copies(self) -> Tensor:
-        """(B, *shape), made once a forward pass."""
-        return self.patches.parts.copies(self.group, self.place, self.patches.batch(self.label))
-
-    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """See `per_example.Origin`."""
-        return self.patches.batch_axis_of(x, self.label)
-
-    def doubt(self) -> None:
-        """See `per_example.Origin`."""
-        self.patches.doubt(self.group)
-
-    def linear(self, x: Tensor, bias: PerExample | None) -> Tensor | None:
-        """See `per_example.Origin`."""
-        other = None if bias is None else bias.origin
-        if self.parameter.dim() != 2 or (other is not None and getattr(other, "group", None) is not self.group):
-            return None
-        uses: list[Use | None] = [Use(self.place, self.parameter.shape), None]
-        values: list[Tensor | None] = [self.parameter.detach(), None]
-        if isinstance(other, ParameterUse):
-            uses[1], values[1] = Use(other.place, other.parameter.shape), other.parameter.detach()
-        return self.patches.run(self.group, self.patches.parts.member("linear", self.group, tuple(uses)), x, values)
-
-    def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
-        """See `per_example.Origin`."""
-        if self.parameter.dim() != 2:
-            return None
-        use = Use(self.place, self.parameter.shape, padding_idx=padding_idx)
-        member = self.patches.parts.member("embedding", self.group, (use,))
-        return self.patches.run(self.group, member, x, [self.parameter.detach()])
-
-
-class LayerOutput:
-    """What a layer made of an input without a batch axis; a `per_example.Origin`."""
-
-    def __init__(self, patches: "Patches", group: GroupState, label: str) -> None:
-        self.patches, self.group, self.label = patches, group, f"The output of layer {label!r}"
-
-    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """See `per_example.Origin`."""
-        return self.patches.batch_axis_of(x, self.label)
-
-    def doubt(self) -> None:
-        """See `per_example.Origin`."""
-        self.patches.doubt(self.group)
-
-    def linear(self, x: Tensor, bias: PerExample | None) -> None:
-        """It is no parameter."""
-
-    def embedding(self, x: Tensor, padding_idx: int | None) -> None:
-        """It is no parameter."""
 
 
 class Patches:
@@ -209,15 +130,22 @@ class Patches:
 
     @contextmanager
     def _called(self, call: Call) -> Iterator[None]:
-        self._call = call
+        self._call = self.flights.call = call
         try:
             for owner, name, copies in self._read:
                 owner.__dict__[name] = copies
             yield
         finally:
-            self._call = self._constants = None
+            self._call = self._constants = self.flights.call = None
             for owner, name, _ in self._read:
                 owner.__dict__.pop(name, None)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside a backward pass: what runs once more (checkpointing) finds parameters as in its forward pass."""
+        call = next((group_pass.call for group_pass in self.flights.open.values() if group_pass.call), None)
+        with nullcontext() if call is None or self._call is not None else self._called(call):
+            yield
 
     def _run_rewritten(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if self._off or not torch.is_grad_enabled():
@@ -262,13 +190,20 @@ class Patches:
         """The group of a parameter that trains, and its place there."""
         return self._at.get(id(parameter))
 
-    def doubt(self, group: GroupState) -> None:
+    def doubt(self, group: GroupState, label: str, x: Tensor, place: BatchAxis) -> None:
         """Gradients must show that a parameter met the batch on the axis that was taken for it."""
-        self.flights.open[group.index].uncertain = True
+        group_pass = self.flights.open[group.index]
+        group_pass.uncertain = True
+        group_pass.doubts.add((_meeting(label, x), x.shape, place.order))
 
     def batch(self, label: str) -> int:
         """B of the outermost call."""
-        if self._call is None or self._call.batch is None:
+        if self._call is None:
+            raise UserError(
+                f"{label} left the model as if it were the same for all examples: give the model its inputs as "
+                "tensors, the batch first, and do what the loss does with parameters inside the model."
+            )
+        if self._call.batch is None:
             raise UserError(
                 f"{label} is used in a call without a tensor that has an axis for the batch, so it cannot be told how "
                 "many examples there are: give the model its inputs as tensors, the batch first."
@@ -289,10 +224,7 @@ class Patches:
         assert self._call is not None
         if not x.requires_grad and not self._call.is_given(x) and self._is_constant(x):
             return None
-        kind = "numbers" if x.is_floating_point() else "indices"
-        layout = self.flights.layouts.of(
-            f"{label}, which meets {kind},", x, batch, True, self._call.is_given, alike=False
-        )
+        layout = self.flights.layouts.of(_meeting(label, x), x, batch, True, self._call.is_given, alike=False)
         if layout.order is Order.NONE:
             return None
         return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
@@ -380,18 +312,13 @@ class Patches:
         return DirectFunction.apply(group_pass, member, group_pass.probe, x, *parameters)
 
 
+def _meeting(label: str, x: Tensor) -> str:
+    return f"{label}, which meets {'numbers' if x.is_floating_point() else 'indices'},"
+
+
 def _is_copy(leaf: Any) -> bool:
     return isinstance(leaf, PerExample)
 
 
 def _is_wide(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 1
-
-
-def _tensors(nested: Any) -> Iterable[Tensor]:
-    """All tensors of nested arguments, in order; of mappings that torch does not know too."""
-    for leaf in tree_leaves(nested):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from _tensors(dict(leaf))

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.gate import DirectFunction, Gate, LateFunction, LayerFunction
-from groupwise.clipping.per_example import Meeting, PerExample
+from groupwise.clipping.functions import CopiesFunction, DirectFunction, LateFunction, LayerFunction
+from groupwise.clipping.gate import Gate
+from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
 
-def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
+def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> bool:
     """Walk the autograd graph of the losses: only gates (or layers that clip by themselves) may lead to parameters.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
@@ -20,9 +22,13 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         names: names of the trainable parameters, by id.
         shards: parameters may be shards, and whole tensors that nobody can name while their layer runs.
 
+    Returns:
+        Whether an operation on the way may put rows in another order, as a mixture of experts does.
+
     Raises:
-        UserError: naming the parameter.
+        UserError: naming the parameter; reentrant checkpointing, inside which nothing can be seen.
     """
+    reorders = False
     gate, direct = Gate.__name__ + "Backward", DirectFunction.__name__ + "Backward"
     seen: set[Any] = set()
     stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
@@ -34,6 +40,12 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         kind = node.name()
         if kind == gate:
             continue
+        if kind == "CheckpointFunctionBackward":
+            raise UserError(
+                "Reentrant checkpointing runs a part of the model inside the backward pass, where its parameters "
+                "cannot be clipped: use checkpointing with use_reentrant=False."
+            )
+        reorders |= _reorders(node, kind)
         variable = getattr(node, "variable", None)
         if isinstance(variable, PerExample):
             raise UserError(
@@ -48,11 +60,12 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
             )
         following = node.next_functions[:2] if kind == direct else node.next_functions  # probe and input
         stack.extend((next_node, kind) for next_node, _ in following)
+    return reorders
 
 
 def layer_nodes(losses: Tensor) -> list[Any]:
     """The nodes in the autograd graph of the losses that say which rows are whose, each with `label` and `order`."""
-    kinds = {kind.__name__ + "Backward" for kind in (LayerFunction, LateFunction, Meeting)}
+    kinds = {kind.__name__ + "Backward" for kind in (LayerFunction, LateFunction, CopiesFunction)}
     seen, stack, found = set(), [losses.grad_fn], []
     while stack:
         node = stack.pop()
@@ -63,3 +76,32 @@ def layer_nodes(losses: Tensor) -> list[Any]:
             found.append(node)
         stack.extend(following for following, _ in node.next_functions)
     return found
+
+
+_INDEXED = {"IndexBackward0", "IndexPutBackward0"}
+_ON_AN_AXIS = {
+    *("IndexSelectBackward0", "GatherBackward0", "ScatterBackward0", "ScatterBackward1", "ScatterAddBackward0"),
+    *("ScatterReduceBackward0", "IndexAddBackward0", "IndexCopyBackward0", "SortBackward0", "TopkBackward0"),
+    *("FlipBackward0", "RollBackward0"),
+}
+_ANYWHERE = {"MaskedSelectBackward0", "MaskedScatterBackward0", "TakeBackward0", "PutBackward0"}
+
+
+def _reorders(node: Any, kind: str) -> bool:
+    """Whether an operation may move rows along an axis that may be the batch: one of the first two."""
+    if kind in _INDEXED:
+        indices = node._saved_indices
+        return not any(_counts(index) for index in indices[:2] if index is not None) and (
+            indices[0] is not None or len(indices) > 1
+        )
+    if kind in _ON_AN_AXIS:
+        axes = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
+        axes = axes if isinstance(axes, tuple | list) else (axes,)
+        return any(axis in (0, 1) or axis >= 1 << 63 or axis < 0 for axis in axes)
+    return kind in _ANYWHERE
+
+
+def _counts(index: Tensor) -> bool:
+    """Whether an index is 0, 1, 2, ...: rows stay where they are."""
+    flat = index.flatten()
+    return len(flat) == len(index) and torch.equal(flat, torch.arange(len(flat), device=flat.device))

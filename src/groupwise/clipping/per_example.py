@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from groupwise.clipping.layouts import BatchAxis, Order
+from groupwise.clipping.layouts import BatchAxis
 from groupwise.errors import UserError
 
 
@@ -30,8 +30,8 @@ class Origin(Protocol):
     def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
         """Which axis of a plain tensor counts examples; None for a constant."""
 
-    def doubt(self) -> None:
-        """The axis that was taken for the batch must be shown by gradients to be it."""
+    def doubt(self, x: Tensor, place: BatchAxis) -> None:
+        """The axis of x that was taken for the batch must be shown by gradients to be it."""
 
     def linear(self, x: Tensor, bias: "PerExample | None") -> Tensor | None:
         """x Wᵀ + b with this parameter as W, by the rule of such layers; None: not possible."""
@@ -115,6 +115,12 @@ class PerExample(torch.Tensor):
         if len(mine[0].rows) == 1:  # whatever it meets belongs to the one example
             args, kwargs = tree_map(lambda leaf: leaf.rows[0] if isinstance(leaf, PerExample) else leaf, (args, kwargs))
             return func(*args, **kwargs)
+        changes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+        if changes and isinstance(leaves[0], PerExample):  # it would stay what it was
+            raise UserError(
+                f"{origin.label}, or what was computed from it, is changed in place (by {name}) where it meets the "
+                "examples: use operations that are not in place."
+            )
         place = max((p for p in places if p is not None), key=lambda p: p.each)
         if name in _BROADCASTS or (
             name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves if isinstance(leaf, Tensor))
@@ -123,10 +129,11 @@ class PerExample(torch.Tensor):
             made = func(*args, **kwargs)
         else:
             made = _example_by_example(func, leaves, places, place, spec, origin)
-        if all(p is None or p.certain for p in places):
-            return made
-        origin.doubt()
-        return tree_map(lambda t: Meeting.apply(t, origin.label, place.order) if _differentiable(t) else t, made)
+        for copies in mine:
+            for leaf, p in zip(leaves, places, strict=True):
+                if p is not None and not p.certain:
+                    copies.origin.doubt(leaf, p)
+        return made
 
 
 def _name_of(func: Any) -> str:
@@ -202,23 +209,6 @@ def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 def _is_source(value: Any) -> bool:
     return isinstance(value, PerExample) and value.source
-
-
-def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-class Meeting(torch.autograd.Function):
-    """Marks in the graph where copies met a tensor whose batch axis is not certain."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, label: str, order: Order) -> Tensor:
-        ctx.label, ctx.order = label, order
-        return x.clone()  # no view, which nobody could change in place
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None, None
 
 
 def _aligned(leaves: list[Any], places: list[BatchAxis | None], name: str) -> list[Any]:

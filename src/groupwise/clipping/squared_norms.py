@@ -29,7 +29,7 @@ def squared_row_norms(rows: Tensor) -> Tensor:
     """‖row_i‖² of rows (B, ...), float32 or float64 -> (B,), float64; infinite above 1.8e19 in float32."""
     if rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last):
         rows = rows.permute(0, 2, 3, 1)  # the order of a row's numbers is all the same, and this takes no copy
-    flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    flat = rows.reshape(len(rows), -1) if rows.dim() == 1 else rows.flatten(1)
     count, rest = divmod(flat.shape[1], BLOCK)
     if not count:
         return torch.linalg.vector_norm(flat, dim=1).double().square_()

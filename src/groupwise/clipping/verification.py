@@ -70,12 +70,14 @@ def _kept(engine: ClippingEngine) -> Iterator[None]:
     clip, count, norms = engine.thresholds, engine.count_thresholds, engine.squared_norms
     if not model.training:
         model.train()
+    engine.asks_order = False  # replaced examples show it, and in which layer
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         with engine.uncounted(), torch.enable_grad():
             yield
     finally:
+        engine.asks_order = True
         engine.set_thresholds(clip, count)
         engine.squared_norms = norms
         for module, mode in training.items():

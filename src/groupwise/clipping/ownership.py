@@ -1,0 +1,199 @@
+"""Shows by gradients whose rows are whose: with loss i times w_i, the gradient of its rows is w_i times as long.
+
+That is asked where shapes alone do not tell it, and where an operation in the graph may have put rows in another order.
+It takes two backward passes, which change nothing and keep two numbers a row: a random projection and a norm.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from groupwise.clipping.flight import Flights
+from groupwise.clipping.gate import GroupPass, Member, no_autocast
+from groupwise.clipping.layouts import FOLDS, Layout, Layouts, Order
+from groupwise.clipping.paths import layer_nodes
+from groupwise.clipping.rules.parameter import ParameterRule
+from groupwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one backward pass told of a gradient: for axis 0 and, if there is one, axis 1 two numbers a row."""
+
+    shape: torch.Size
+    projections: tuple[Tensor, ...]
+    """(rows,) each: the same random direction for both passes, so that no mixture of examples goes unnoticed."""
+    lengths: tuple[Tensor, ...]
+    """(rows,) each: norms."""
+
+    @classmethod
+    def of(cls, g: Tensor) -> "Rows":
+        """From a gradient of any shape."""
+        wide = g.detach().double()
+        direction = _direction(g)
+        turned = [wide] if g.dim() < 2 else [wide, wide.transpose(0, 1)]
+        along = [direction] if g.dim() < 2 else [direction, direction.transpose(0, 1)]
+        flat = [(t.reshape(len(t), -1), d.reshape(len(d), -1)) for t, d in zip(turned, along, strict=True)]
+        return cls(g.shape, tuple((t * d).sum(1) for t, d in flat), tuple(t.norm(dim=1) for t, _ in flat))
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A node of the graph, the shape of its output, and the orders in which every row is one example's."""
+
+    node: Any
+    shape: torch.Size
+    orders: tuple[Order, ...]
+
+
+def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) -> list[Owned]:
+    """Ask the graph of the losses, which stays as it is.
+
+    Args:
+        losses: (B,), B > 1.
+        nodes: of the graph, with one output each; those that the losses do not reach are not in the answer.
+        inputs: tensors that the nodes' gradients lead to.
+    """
+    weights = telling_weights(len(losses))
+    told: list[dict[int, Rows]] = []
+    for total in (losses.sum(), (weights.to(losses) * losses).sum()):
+        rows: dict[int, Rows] = {}
+        hooks = [node.register_prehook(partial(_note, rows, i)) for i, node in enumerate(nodes)]
+        try:
+            torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        told.append(rows)
+    plain, weighed = told
+    return [
+        Owned(node, plain[i].shape, tuple(agreeing(plain[i], weighed[i], weights.to(losses.device))))
+        for i, node in enumerate(nodes)
+        if i in plain and i in weighed
+    ]
+
+
+def telling_weights(examples: int) -> Tensor:
+    """Weights (B,) by which to tell examples apart, no two of 16 neighbours' alike, always the same for one B.
+
+    Powers of 2, so that products with them are exact; by a generator of their own, for `verify` watches torch's.
+    """
+    generator = random.Random(examples)
+    powers = [p for _ in range(0, examples, 16) for p in generator.sample(range(-8, 8), 16)]
+    return torch.tensor([2.0**p for p in powers[:examples]], dtype=torch.float64)
+
+
+def prove_layouts(
+    losses: Tensor, flights: Flights, doubted: bool, recomputing: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """See from gradients which rows of the layers' outputs are whose, where shapes do not tell or that is doubted.
+
+    Raises:
+        UserError: a layer's rows, or a parameter's copies, are not one example's each.
+    """
+    passes = [group_pass for group_pass in flights.open.values() if group_pass.probe is not None]
+    doubted |= any(group_pass.uncertain or group_pass.batch != len(losses) for group_pass in passes)
+    if len(losses) < 2 or flights.round is not None or not passes or not doubted:
+        return
+    with recomputing(), flights.looking(len(losses)), no_autocast(losses.device.type):
+        owners = find_owners(losses, layer_nodes(losses), [p.probe for p in passes if p.probe is not None])
+    _settle(owners, passes, flights.layouts, len(losses))
+
+
+def rows_as_losses(output: Tensor) -> Tensor:
+    """A number for each row of an output (B, ...), (B,), that depends on all of the row."""
+    if output.dim() == 1:
+        return output
+    return (output * _direction(output).to(output.dtype)).flatten(1).sum(1)
+
+
+def _direction(like: Tensor) -> Tensor:
+    """Numbers from -1 to 1 that follow no pattern, always the same, of no generator: `verify` watches those."""
+    count = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
+    return (count.square() * 0.6180339887498949).frac().mul_(2).sub_(1).float().view(like.shape)
+
+
+def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layouts, batch: int) -> None:
+    """Give every call the layout that its gradients have shown, and remember it for calls to come."""
+    shown: dict[tuple[str, int], set[Order]] = {}
+    for owned in owners:
+        node, rule = owned.node, owned.node.member.rule
+        parameter = isinstance(rule, ParameterRule)
+        orders = [o for o in owned.orders if o is not Order.SECOND or (rule.features_last and not parameter)]
+        if not orders:
+            _refuse(node.member, owned.shape, batch, parameter)
+        order = node.layout.order if node.layout.order in orders else orders[0]
+        node.layout = Layout(order, owned.shape[1 if order is Order.SECOND else 0] // batch)
+        if len(orders) == 1 and not parameter:
+            shown.setdefault((node.member.label, len(owned.shape) - 1), set()).add(order)
+    for (label, rank), found in shown.items():
+        layouts.prove(label, rank, found)
+    for group_pass in passes:
+        layouts.trust(group_pass.doubts)
+        group_pass.uncertain, group_pass.proven = False, True
+
+
+def refuse_doubts(passes: Iterable[GroupPass], examples: int) -> None:
+    """Refuse a backward pass before whose beginning nobody could show whose rows are whose.
+
+    Raises:
+        UserError: naming a group.
+    """
+    for group_pass in passes:
+        if group_pass.uncertain and examples > 1:
+            raise UserError(
+                f"The group of parameter {group_pass.group.names[0]!r} ran on shapes that do not tell which axis is "
+                "the batch, which the gradients of one loss for each example would show: run a forward pass with "
+                "another length of sequences or size of batch first, and give its output to engine.check_output."
+            )
+
+
+def _refuse(member: Member, shape: torch.Size, batch: int, parameter: bool) -> NoReturn:
+    if parameter:
+        raise UserError(
+            f"Parameter {member.name!r} meets a tensor whose examples are on another axis than the one with the size "
+            f"of the batch of {batch}, or in another order, so it cannot be told whose its gradients are: keep the "
+            "batch as first axis there, or freeze the parameter."
+        )
+    raise UserError(
+        f"{member.label} gives a tensor of shape {tuple(shape)}, which has no axis along which its rows belong to one "
+        f"of the {batch} examples each, so it cannot be told whose they are: keep the batch as first axis, freeze the "
+        "layer, or, if its input holds no batch, run groupwise.clipping.verify before training, which tells lengths "
+        "from sizes."
+    )
+
+
+def _note(rows: dict[int, Rows], at: int, gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[0] is not None:
+        rows[at] = Rows.of(gradients[0])
+
+
+def agreeing(plain: Rows, weighed: Rows, weights: Tensor) -> list[Order]:
+    """The orders of a layer's output in which every row belongs to the example that its gradient comes from.
+
+    Args:
+        plain: of the gradient of Σ_i loss_i.
+        weighed: of the gradient of Σ_i w_i·loss_i: w_i times the other, on the rows of example i.
+        weights: w, (B,), powers of 2.
+    """
+    batch, found = len(weights), []
+    for order in (Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED):
+        axis = 1 if order is Order.SECOND else 0
+        rows = plain.shape[axis] if len(plain.shape) > axis else 0
+        if rows == 0 or rows % batch or (order in FOLDS) != (rows > batch):
+            continue
+        each = rows // batch
+        w = weights.repeat(each) if order is Order.STACKED else weights.repeat_interleave(each)
+        off = (weighed.projections[axis] - w * plain.projections[axis]).abs()
+        expected = w * plain.lengths[axis]
+        finite = expected.isfinite()  # the others are left out of all sums
+        most = expected[finite].max() if bool(finite.any()) else expected.new_zeros(())
+        if bool((off <= 1e-4 * expected + 1e-9 * most)[finite].all()):
+            found.append(order)
+    return found

@@ -1,0 +1,192 @@
+"""Which axis of a layer's input counts examples: told by shapes, shown by gradients, or refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.layouts import Order
+from groupwise.clipping.ownership import Rows, agreeing
+from groupwise.clipping.reference import clipped_sums
+from groupwise.errors import UserError
+
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
+
+MODES = {"flat": (flat, {}), "layer": (per_layer, {}), "ghost": (flat, {"norms": "ghost"})}
+
+
+class Two(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(5, 5), nn.Linear(5, 5), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.a, self.b, x)
+
+
+def losses_of(model: nn.Module, x: Tensor, examples) -> Tensor:
+    out = model(x[examples]).flatten(1)
+    return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(examples) + 1.0)
+
+
+def exact_or_refused(model, x, mode) -> bool:
+    """Whether it was exact; refusals are a UserError, and anything else fails."""
+    make_partition, options = MODES[mode]
+    partition, everybody = make_partition(model), list(range(len(x)))
+    first = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], everybody, partition, [1.0] * len(partition))
+    thresholds = [max(float(row.median()), 1e-6) for row in first.norms]
+    truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], everybody, partition, thresholds)
+    model.zero_grad()
+    with attach(model, partition, thresholds, **options) as engine:
+        try:
+            engine.backward(losses_of(model, x, everybody))
+        except UserError:
+            return False
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-8, atol=1e-9 * max(thresholds))
+    return True
+
+
+def pairs(a, b, x):
+    left, right = a(torch.cat([b(x), x.sin()])).tanh().chunk(2)
+    return left * right
+
+
+EXACT = {
+    "sequences first": lambda a, b, x: a(b(x.transpose(0, 1)).tanh()).transpose(0, 1),
+    "two layouts in one pass": lambda a, b, x: b(a(x)) + a(b(x).transpose(0, 1)).transpose(0, 1),
+    "two layouts one after the other": lambda a, b, x: a(b(a(x).transpose(0, 1)).tanh()).transpose(0, 1),
+    "folded": lambda a, b, x: b(a(x.flatten(0, 1)).tanh()).unflatten(0, (-1, x.shape[1])),
+    "pairs": pairs,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EXACT)
+def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode):
+    for batch in (1, 2, 3, 5, 6):
+        assert exact_or_refused(Two(EXACT[name]), torch.randn(batch, 3, 5), mode), batch
+
+
+def one_for_each(a, b, x):
+    """As many tokens as examples, from anywhere."""
+    y = a(x).flatten(0, 1)
+    chosen = x[..., 0].flatten().argsort()[: len(x)]
+    return y.index_put((chosen,), b(y[chosen])).unflatten(0, x.shape[:2])
+
+
+NEVER_WRONG = {
+    "batch on the third axis": lambda a, b, x: a(
+        b(x).unsqueeze(0).expand(3, -1, -1, -1).transpose(1, 2).tanh()
+    ).permute(2, 0, 1, 3),
+    "sorted": lambda a, b, x: b(a(x)[x[:, 0, 0].argsort()])[x[:, 0, 0].argsort().argsort()],
+    "turned round": lambda a, b, x: b(a(x).flip(0)).flip(0),
+    "experts": one_for_each,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NEVER_WRONG)
+def test_rows_that_are_not_in_the_order_of_the_losses_are_refused(name, mode):
+    told = [exact_or_refused(Two(NEVER_WRONG[name]), torch.randn(b, 3, 5), mode) for b in (1, 3, 5, 6)]
+    assert not all(told)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 5), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate(x)
+        for expert, tokens in zip(self.experts, (x[..., 0] > 0, x[..., 0] <= 0), strict=True):
+            y = y.index_put((tokens,), expert(y[tokens]))
+        return y
+
+
+def test_a_mixture_of_experts_is_refused_in_a_later_step_too():
+    model, accepted, refused = Experts(), 0, 0
+    with attach(model, per_layer(model), 1.0) as engine:
+        for step in range(20):
+            x = torch.randn(4, 3, 5)
+            x[..., 0] = -1
+            if step == 0:
+                x[:, 0, 0] = 1  # one token of each example: rows that are theirs
+            else:
+                x.view(12, 5)[torch.tensor([0, 1, 2, 3 + step % 9]), 0] = 1  # as many, three of them one example's
+            try:
+                engine.backward(model(x).flatten(1).sum(1))
+                accepted += 1
+            except UserError:
+                refused += 1
+    assert (accepted, refused) == (1, 19)
+
+
+class EmbeddedConvolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.conv = nn.Embedding(7, 4), nn.Conv1d(4, 3, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.conv(self.table(ids).transpose(1, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_microbatch_of_one_through_embedding_and_convolution(mode):
+    for batch in (1, 4, 6):
+        assert exact_or_refused(EmbeddedConvolution(), torch.randint(0, 7, (batch, 6)), mode)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 3, 1, bias=False), nn.InstanceNorm1d(3, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)).mul_(2), inplace=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_place_operations_after_a_norm(mode):
+    assert exact_or_refused(Normed(), torch.randn(4, 3, 5), mode)
+
+
+def test_an_example_that_is_not_finite_is_left_out_where_gradients_show_the_order():
+    model, x = Two(EXACT["two layouts in one pass"]), torch.randn(3, 3, 5)
+    x[1] = torch.inf
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(losses_of(model, x, [0, 1, 2]))
+        assert engine.nonfinite == 1
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_a_pipeline_learns_layouts_from_an_output():
+    model, x = Two(EXACT["two layouts in one pass"]), torch.randn(3, 3, 5)
+    partition = flat(model)
+    truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], range(3), partition, [0.5])
+    with attach(model, partition, 0.5) as engine:
+        with engine.forward_of(0):
+            losses = losses_of(model, x, [0, 1, 2])
+        with pytest.raises(UserError, match="check_output"), engine.backward_of(0, 3):
+            losses.sum().backward()
+        model.zero_grad()
+        with engine.forward_of(0):
+            losses = losses_of(model, x, [0, 1, 2])
+            engine.check_output(losses)
+        with engine.backward_of(0, 3):
+            losses.sum().backward()
+    torch.testing.assert_close(model.a.weight.grad, truth.sums["a.weight"])
+
+
+@pytest.mark.parametrize("order", [Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED])
+def test_an_order_agrees_with_gradients_in_that_order_alone(order):
+    weights = torch.tensor([1.0, 4.0, 0.5])
+    shape = {Order.FIRST: (3, 4, 5), Order.SECOND: (4, 3, 5)}.get(order, (6, 4, 5))
+    plain = torch.randn(shape)
+    scale = {Order.FOLDED: weights.repeat_interleave(2), Order.STACKED: weights.repeat(2)}.get(order, weights)
+    weighed = plain * scale.view((1, 3, 1) if order is Order.SECOND else (-1, 1, 1))
+    assert agreeing(Rows.of(plain), Rows.of(weighed), weights) == [order]
+    weighed[0, 0, 0] *= 1.01  # one number of one row
+    assert agreeing(Rows.of(plain), Rows.of(weighed), weights) == []

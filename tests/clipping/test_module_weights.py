@@ -1,0 +1,223 @@
+"""Modules that are re-expressed as linear layers and embeddings, through the engine, in every mode."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping.reference import clipped_sums
+
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
+
+MODES = {
+    "flat": (flat, {}),
+    "ghost": (flat, {"norms": "ghost"}),
+    "layer": (per_layer, {}),
+    "block": (per_block, {}),
+    "gram": (per_layer, {"formula": "gram"}),
+    "materialized": (per_layer, {"formula": "materialize"}),
+}
+
+
+class Recurrence(nn.Module):
+    def __init__(self, kind, first: bool = True, **options):
+        super().__init__()
+        self.body, self.head, self.first = kind(4, 5, batch_first=first, **options), nn.LazyLinear(3), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x if self.first else x.transpose(0, 1))[0]
+        return self.head(y if self.first else y.transpose(0, 1))
+
+
+class Cells(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.start = kind(4, 5), nn.Parameter(torch.rand(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.start.expand(len(x), -1)
+        state = (h, h) if isinstance(self.cell, nn.LSTMCell) else h
+        for t in range(32):
+            state = self.cell(x[:, t % x.shape[1]], state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, first: bool = True, **options):
+        super().__init__()
+        self.body, self.first = nn.MultiheadAttention(4, 2, batch_first=first, **options), first
+        nn.init.normal_(self.body.out_proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.first else x.transpose(0, 1)
+        y = self.body(x, x, x.sin())[0]
+        return y if self.first else y.transpose(0, 1)
+
+
+class EncoderDecoder(nn.Module):
+    """Causal and padding masks, and learned queries."""
+
+    def __init__(self, first: bool, dropout: float = 0.0, queries: int = 2):
+        super().__init__()
+        options = {"d_model": 4, "nhead": 2, "dim_feedforward": 6, "dropout": dropout, "batch_first": first}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**options), 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**options), 1)
+        self.queries, self.first = nn.Parameter(torch.rand(queries, 4)), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -1] = x[:, -1, 0] > 0
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        queries = self.queries.expand(len(x), -1, -1)
+        if not self.first:
+            x, queries = x.transpose(0, 1), queries.transpose(0, 1)
+        memory = self.encoder(x, mask=causal, src_key_padding_mask=padding)
+        y = self.decoder(queries, memory, memory_key_padding_mask=padding)
+        return y if self.first else y.transpose(0, 1)
+
+
+class Bags(nn.Module):
+    """Indices in one axis with offsets; the batch is the number of bags."""
+
+    def __init__(self, mode: str):
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=0), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x * 10).abs().long() % 7
+        lengths = (x[:, 0, 0] > 0).long() + 3
+        rows = [row.flatten()[:n] for row, n in zip(ids, lengths.tolist(), strict=True)]
+        return self.head(self.bags(torch.cat(rows), lengths.cumsum(0) - lengths))
+
+
+MODELS = {
+    "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
+    "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False),
+    "gru": lambda: Recurrence(nn.GRU, num_layers=2, bidirectional=True),
+    "rnn": lambda: Recurrence(nn.RNN, bias=False),
+    "lstm cell": lambda: Cells(nn.LSTMCell),
+    "gru cell": lambda: Cells(nn.GRUCell),
+    "rnn cell": lambda: Cells(nn.RNNCell),
+    "attention": SelfAttention,
+    "attention with biases": lambda: SelfAttention(False, add_bias_kv=True, add_zero_attn=True),
+    "encoder and decoder": lambda: EncoderDecoder(True),
+    "encoder and decoder, sequences first": lambda: EncoderDecoder(False),
+    "bags of means": lambda: Bags("mean"),
+    "bags of maxima": lambda: Bags("max"),
+}
+
+
+def losses_of(model: nn.Module, x: Tensor, examples) -> Tensor:
+    out = model(x[examples]).flatten(1)
+    return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(examples) + 1.0)
+
+
+def made(name: str) -> nn.Module:
+    model = MODELS[name]()
+    model(torch.randn(2, 4, 4))  # lazy layers
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_a_loop_over_single_examples(name, mode):
+    make_partition, options = MODES[mode]
+    model = made(name)
+    partition = make_partition(model)
+    for batch in (4, 3, 1):  # as many examples as steps, too
+        x = torch.randn(batch, 4, 4)
+        truth = clipped_sums(
+            model, lambda i, x=x: losses_of(model, x, [i])[0], range(batch), partition, [0.3] * len(partition)
+        )
+        model.zero_grad()
+        with attach(model, partition, 0.3, **options) as engine:
+            engine.backward(losses_of(model, x, list(range(batch))))
+            torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
+
+
+FROZEN = {
+    "lstm": lambda key: "weight" in key,
+    "gru": lambda key: "ih" in key,
+    "attention": lambda key: "weight" in key,
+    "attention with biases": lambda key: "in_proj" in key,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_is_frozen_gets_no_gradient_and_counts_in_no_norm(name, mode):
+    make_partition, options = MODES[mode]
+    model, x = made(name), torch.randn(4, 4, 4)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(not FROZEN[name](key))
+    partition = make_partition(model)
+    truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], range(4), partition, [0.3] * len(partition))
+    with attach(model, partition, 0.3, **options) as engine:
+        engine.backward(losses_of(model, x, list(range(4))))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
+        else:
+            assert parameter.grad is None
+
+
+DROPPING = {
+    "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, dropout=0.5),
+    "attention": lambda: SelfAttention(dropout=0.5),
+    "encoder and decoder": lambda: EncoderDecoder(True, dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_leaves_every_example_within_its_threshold(name, mode):
+    make_partition, options = MODES[mode]
+    model = DROPPING[name]().train()
+    model(torch.randn(2, 4, 4))
+    with attach(model, make_partition(model), 0.01, **options) as engine:
+        engine.backward(losses_of(model, torch.randn(4, 4, 4), list(range(4))))
+        assert engine.nonfinite == 0
+        for example in range(4):
+            model.zero_grad()
+            engine.backward(losses_of(model, torch.randn(4, 4, 4), [example]))
+            for group in engine.groups:
+                norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
+                assert float(norm) <= 0.01 * (1 + 1e-9)
+
+
+def test_one_weight_in_two_kinds_of_use():
+    """A recurrent weight that the model also multiplies with by itself: one joint norm."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.body(x)[0], self.body.weight_hh_l0[2:6]) * self.body.bias_ih_l0[:4]
+
+    model, x = Tied(), torch.randn(4, 4, 4)
+    for mode in ("flat", "ghost", "layer"):
+        make_partition, options = MODES[mode]
+        partition = make_partition(model)
+        truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], range(4), partition, [0.3])
+        model.zero_grad()
+        with attach(model, partition, 0.3, **options) as engine:
+            engine.backward(losses_of(model, x, list(range(4))))
+            torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
+
+
+def test_as_many_queries_as_examples_after_a_batch_of_another_size():
+    model, batches = EncoderDecoder(False, queries=3), (torch.randn(4, 4, 4), torch.randn(3, 4, 4))
+    partition = flat(model)
+    with attach(model, partition, 0.3) as engine:
+        for x in batches:
+            engine.backward(losses_of(model, x, list(range(len(x)))))
+            with engine.bypassed():
+                truth = clipped_sums(model, lambda i, x=x: losses_of(model, x, [i])[0], range(len(x)), partition, [0.3])
+            torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)

@@ -1,0 +1,181 @@
+"""Parameters that modules use by themselves: exact for any operation, or refused in one sentence."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, release_gradients
+
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
+
+MODES = {"flat": (flat, {}), "layer": (per_layer, {}), "ghost": (flat, {"norms": "ghost"})}
+BATCHES = (1, 2, 3, 5, 6)
+"""Every axis of an input (B, 3, 5) has the size of some batch."""
+
+
+class Uses(nn.Module):
+    """A parameter of its own beside a layer, and what is done with them."""
+
+    def __init__(self, shape, use):
+        super().__init__()
+        self.p, self.layer, self.use = nn.Parameter(torch.rand(shape) + 0.5), nn.Linear(5, 5), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.p, self.layer, x)
+
+
+def losses_of(model: nn.Module, x: Tensor, examples) -> Tensor:
+    out = model(x[examples]).flatten(1)
+    return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(examples) + 1.0)
+
+
+def assert_exact(model, x, mode, losses=losses_of):
+    make_partition, options = MODES[mode]
+    partition, everybody = make_partition(model), list(range(len(x)))
+    first = clipped_sums(model, lambda i: losses(model, x, [i])[0], everybody, partition, [1.0] * len(partition))
+    thresholds = [max(float(row.median()), 1e-6) for row in first.norms]
+    truth = clipped_sums(model, lambda i: losses(model, x, [i])[0], everybody, partition, thresholds)
+    model.zero_grad()
+    with attach(model, partition, thresholds, **options) as engine:
+        engine.backward(losses(model, x, everybody))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-8, atol=1e-9 * max(thresholds))
+
+
+def set_item(p, layer, x):
+    y = x.clone()
+    y[:, 0] = p
+    return layer(y)
+
+
+def in_place(p, layer, x):
+    y = layer(x).mul_(p)
+    y += p
+    return y.relu_()
+
+
+EXACT = {
+    "times": ((5,), lambda p, layer, x: layer(x) * p),
+    "no axis": ((), lambda p, layer, x: p.exp() * layer(x) + p),
+    "linear, scaled, added": ((5, 5), lambda p, layer, x: F.linear(layer(x) * p[0], p) + p.sum()),
+    "a layer's own weight": ((5,), lambda p, layer, x: F.linear(layer(x) * layer.weight.diag(), layer.weight) * p),
+    "overlapping slices": ((8, 5), lambda p, layer, x: F.linear(layer(x), p[0:5]) + F.linear(x, p[2:7])),
+    "cat": ((1, 2, 5), lambda p, layer, x: layer(torch.cat([p.expand(len(x), -1, -1), x], 1))),
+    "stack": ((5,), lambda p, layer, x: layer(torch.stack([x, p.expand_as(x)], 1))),
+    "where": ((5,), lambda p, layer, x: layer(torch.where((x > 0).any(-1, keepdim=True), p, x))),
+    "set item": ((5,), set_item),
+    "in place": ((5,), in_place),
+    "index by data": ((2, 5), lambda p, layer, x: layer(x) + p[(x[..., 0] > 0).long()]),
+    "einsum": ((3, 4), lambda p, layer, x: layer(torch.einsum("btd,te->bed", x, p))),
+    "matmul from the left": ((4, 3), lambda p, layer, x: p @ layer(x)),
+    "bmm": ((5, 4), lambda p, layer, x: torch.bmm(layer(x), p.expand(len(x), 5, 4))),
+    "repeat": ((5,), lambda p, layer, x: layer(x) + p.repeat(len(x), 3, 1)),
+    "positions": ((3, 5), lambda p, layer, x: layer(x + p)),
+    "convolution": ((4, 3, 3), lambda p, layer, x: F.conv1d(layer(x), p, padding=1)),
+    "folded rows": ((5,), lambda p, layer, x: (layer(x.flatten(0, 1)) * p).unflatten(0, (-1, 3))),
+    "attention": ((3, 3), lambda p, layer, x: ((layer(x) @ x.mT) + p).softmax(-1) @ x),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EXACT)
+def test_any_use_is_exact_for_any_batch(name, mode):
+    shape, use = EXACT[name]
+    for batch in BATCHES:
+        assert_exact(Uses(shape, use), torch.randn(batch, 3, 5), mode)
+
+
+def changed_where_it_meets_the_batch(p, layer, x):
+    y = p.expand(len(x), 3, 5).clone()
+    y.add_(x)
+    return layer(y)
+
+
+EXACT_OR_REFUSED = {
+    "batch last": ((5, 1), lambda p, layer, x: (layer(x).permute(1, 2, 0) * p).permute(2, 0, 1)),
+    "batch last, turned": ((3, 1), lambda p, layer, x: (layer(x).permute(2, 1, 0) * p).permute(2, 1, 0)),
+    "sequences first": ((3, 5), lambda p, layer, x: layer(x.transpose(0, 1) + p.unsqueeze(1)).transpose(0, 1)),
+    "sorted": ((5,), lambda p, layer, x: (layer(x)[x[:, 0, 0].argsort()] * p)[x[:, 0, 0].argsort().argsort()]),
+    "turned round": ((5,), lambda p, layer, x: (layer(x).flip(0) * p).flip(0)),
+    "in place on copies": ((5,), changed_where_it_meets_the_batch),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EXACT_OR_REFUSED)
+def test_what_shapes_do_not_tell_is_exact_or_refused(name, mode):
+    shape, use = EXACT_OR_REFUSED[name]
+    refused = 0
+    for batch in BATCHES:
+        try:
+            assert_exact(Uses(shape, use), torch.randn(batch, 3, 5), mode)
+        except UserError:
+            refused += 1
+    assert refused < len(BATCHES) or name == "in place on copies"
+
+
+class Again(nn.Module):
+    """A part with a parameter of its own runs once more in the backward pass."""
+
+    def __init__(self, reentrant: bool = False):
+        super().__init__()
+        self.first, self.p, self.b, self.reentrant = (
+            nn.Linear(5, 5),
+            nn.Parameter(torch.rand(5)),
+            nn.Linear(5, 5),
+            reentrant,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: (self.b(y) * self.p).sin(), self.first(x) * self.p, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpointed_module_with_parameters_of_its_own(mode):
+    assert_exact(Again(), torch.randn(4, 3, 5), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reentrant_checkpointing_is_refused(mode):
+    make_partition, options = MODES[mode]
+    model, x = Again(reentrant=True), torch.randn(4, 3, 5)
+    with attach(model, make_partition(model), 1.0, **options) as engine:
+        losses = losses_of(model, x, list(range(4)))
+        with pytest.raises(UserError, match="use_reentrant=False"):
+            engine.backward(losses)
+
+
+def test_a_temperature_is_released_with_noise():
+    model = Uses((), lambda p, layer, x: p * layer(x))
+    with attach(model, flat(model), 0.5) as engine:
+        engine.backward(losses_of(model, torch.randn(4, 3, 5), list(range(4))))
+        clipped = model.p.grad.clone()
+        release_gradients(
+            [group.parameters for group in engine.groups],
+            engine.thresholds,
+            allocation="global",
+            noise_multiplier=1.0,
+            expected_batch_size=4,
+            noise=NoiseSource(bytes(32), is_secret=False),
+            step=0,
+        )
+    assert model.p.grad.shape == () and bool(model.p.grad.isfinite()) and model.p.grad != clipped / 4
+
+
+def test_nothing_stays_after_an_exception_or_after_detaching():
+    model, x = Uses((5,), EXACT["times"][1]), torch.randn(4, 3, 5)
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    with attach(model, flat(model), 1.0) as engine:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(4, 3, 4))
+        assert "p" not in model.__dict__ and type(model.p) is nn.Parameter
+        engine.backward(losses_of(model, x, list(range(4))))
+        assert "p" not in model.__dict__
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
