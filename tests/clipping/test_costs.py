@@ -242,7 +242,7 @@ def test_backward_asks_a_gpu_nothing(make_partition, norms, monkeypatch):
     for module in (factors, conv):
         if hasattr(module, "may_ask"):
             monkeypatch.setattr(module, "may_ask", lambda t: False)
-    for name in ("engine", "rules.ws_conv"):
+    for name in ("counts", "rules.ws_conv"):
         monkeypatch.setattr(f"groupwise.clipping.{name}.may_ask", lambda t: False)
     model = nn.Sequential(
         nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6), nn.Unflatten(2, (6, 1)), nn.Flatten(2), nn.Linear(6, 6),

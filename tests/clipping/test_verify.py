@@ -127,7 +127,7 @@ FAULTS = {
     "attention over the batch": (AcrossTheBatch, r"mixes the examples.*layer '1' \(AcrossTheBatch\)"),
     "mixup": (lambda: Does(mixup), r"torch.randperm draws .*in layer '1' \(Does\)"),
     "mixup by sorting": (lambda: Does(mixup_by_sorting), "mixes the examples.*the output of layer '1'"),
-    "reordered rows": (Reordered, "Layer '1.b' gives .*in the order of their losses"),
+    "reordered rows": (Reordered, r"gradient norm.*another order.*the input of layer '1.b' \(Linear\)"),
     "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for all"),
     "one mask for all": (lambda: Does(one_mask), r"torch.bernoulli draws numbers of shape \(5,\) in layer '1'"),
     "python": (lambda: Scaled(random.random), r"A number from random is drawn in layer '1' \(Scaled\)"),
