@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer, verify
 from groupwise.clipping.counts import Counts
@@ -393,3 +394,20 @@ def test_it_runs_a_handful_of_examples():
     rows.clear(), kept.clear()
     verify(engine, counted, EXAMPLES, rows=2)
     assert sum(rows) <= 20 and max(kept) <= 2
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_dropout_inside_a_checkpoint_draws_the_same_once_more(make_partition):
+    """The backward pass runs such layers again, and their masks are at their expectation there as well."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    model, x = Checkpointed(), torch.randn(8, 4)
+    with attach(model, make_partition(model), 0.1) as engine:
+        assert verify(engine, lambda examples: model(x[list(examples)]).square().sum(1), EXAMPLES) < 1e-3

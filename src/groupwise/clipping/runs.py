@@ -83,6 +83,10 @@ class Runs:
         norms = self.engine.per_example_norms.cpu()
         return Outcome(losses.detach(), norms, self.engine.counts - before, draws.taken)
 
+    def calm(self) -> Draws:
+        """Inside, draws are calmed, those of backward passes too."""
+        return Draws(self.calls, self.generators, calm=True)
+
     def alone(self, example: int) -> Tensor:
         """One example's loss without any other and without the engine, a scalar with its graph; draws are calmed."""
         self.generators.seed(0)
