@@ -90,15 +90,32 @@ _ANYWHERE = {"MaskedSelectBackward0", "MaskedScatterBackward0", "TakeBackward0",
 def _reorders(node: Any, kind: str) -> bool:
     """Whether an operation may move rows along an axis that may be the batch: one of the first two."""
     if kind in _INDEXED:
-        indices = node._saved_indices
-        return not any(_counts(index) for index in indices[:2] if index is not None) and (
-            indices[0] is not None or len(indices) > 1
-        )
+        indices = [index for index in node._saved_indices[:2] if index is not None]
+        return bool(indices) and not any(map(_counts, indices)) and not _of_copies(node)
     if kind in _ON_AN_AXIS:
         axes = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
         axes = axes if isinstance(axes, tuple | list) else (axes,)
-        return any(axis in (0, 1) or axis >= 1 << 63 or axis < 0 for axis in axes)
-    return kind in _ANYWHERE
+        rank = len(node._input_metadata[0].shape)
+        first = {0, 1, -rank, 1 - rank} if rank < 4 else {0, -rank}  # images are rolled along their height, axis 1
+        return any((axis - (1 << 64) if axis >= 1 << 63 else axis) in first for axis in axes) and not _of_copies(node)
+    return kind in _ANYWHERE and not _of_copies(node)
+
+
+def _of_copies(node: Any) -> bool:
+    """Whether an operation is on parameters' copies and constants alone: their examples are on an axis of vmap's."""
+    seen, stack, copies = {node}, [node], CopiesFunction.__name__ + "Backward"
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is None or following in seen or following.name() == copies:
+                continue
+            if not following.next_functions or len(seen) > 64 or following.name() in _LAYERS:
+                return False
+            seen.add(following)
+            stack.append(following)
+    return True
+
+
+_LAYERS = {kind.__name__ + "Backward" for kind in (LayerFunction, LateFunction, DirectFunction)}
 
 
 def _counts(index: Tensor) -> bool:
