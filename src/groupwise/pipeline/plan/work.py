@@ -107,6 +107,8 @@ class Passes:
         self.stage, self._work, self._name = stage, work, name
         partition = PASSES[name]
         self._engine = None if partition is None else attach(stage, partition(stage), 1.0, rates=work.rates)
+        if self._engine is not None:
+            self._engine.asks_order = False  # the rows are nobody's
 
     def forward(self, x: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
         """What the stage sends on, or losses."""
