@@ -65,7 +65,7 @@ class Patches:
         members = {member.name: (group, member) for group in groups for member in group.members}
         self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._read: list[tuple[nn.Module, str, PerExample]] = []
-        wrapped = {id(model): model}
+        wrapped, clipped = {id(model): model}, {id(layer.module) for layer in layers if layer.rule or layer.rewritten}
         self._at = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         for layer in layers:
             if layer.rewritten is not None and not direct:
@@ -79,7 +79,7 @@ class Patches:
             else:
                 wrapped[id(layer.module)] = layer.module
         for module in wrapped.values():
-            if not direct and not any(module is layer.module and (layer.rule or layer.rewritten) for layer in layers):
+            if not direct and id(module) not in clipped:
                 run = partial(self._run_outermost, module, module.forward)
                 self._replace(module, update_wrapper(run, module.forward))  # libraries look at a forward's arguments
         if not direct:

@@ -161,16 +161,16 @@ _VALUES = {
 }
 """Operations through which no gradient flows."""
 
-_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "matmul")
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow")
 _BROADCASTS = {
     *_ARITHMETIC,
     *(f"{name}_" for name in _ARITHMETIC),
-    *(f"__{sign}{name}__" for name in _ARITHMETIC if name != "matmul" for sign in ("", "r", "i")),
+    *(f"__{sign}{name}__" for name in _ARITHMETIC for sign in ("", "r", "i")),
     *("rsub", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "where", "lerp", "addcmul"),
     *("masked_fill", "cat", "concat", "concatenate", "scaled_dot_product_attention", "logaddexp", "atan2", "copysign"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
     *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "xlogy"),
-} - {"matmul", "matmul_"}
+}
 """Operations that match axes from the last on (or, `cat`, have them all), so that copies can stand beside the batch."""
 
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
@@ -179,16 +179,8 @@ _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
 
 def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
     """An operation on parameters and constants: done with each example's copy."""
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerExample)]
-
-    def one(*copies: Tensor) -> Any:
-        filled = list(leaves)
-        for i, copy in zip(at, copies, strict=True):
-            filled[i] = copy
-        args, kwargs = tree_unflatten(filled, spec)
-        return func(*args, **kwargs)
-
-    made = _mapped(one, [leaves[i].rows for i in at], (0,) * len(at), func, origin)
+    copies = {i: leaf.rows for i, leaf in enumerate(leaves) if isinstance(leaf, PerExample)}
+    made = _mapped(func, leaves, spec, copies, origin)
     return tree_map(lambda t: PerExample.of_rows(t, origin) if isinstance(t, Tensor) else t, made)
 
 
@@ -244,23 +236,12 @@ def _example_by_example(
     func: Any, leaves: list[Any], places: list[BatchAxis | None], place: BatchAxis, spec: Any, origin: Origin
 ) -> Any:
     """Any other operation: each example's rows with its copy. The result has the examples where the inputs do."""
-    at, values, axes = [], [], []
+    parts: dict[int, Tensor] = {}
     for i, (leaf, p) in enumerate(zip(leaves, places, strict=True)):
         if isinstance(leaf, PerExample):
-            values.append(leaf.rows)
+            parts[i] = leaf.rows
         elif p is not None:
-            values.append(leaf.unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0))
-        else:
-            continue
-        at.append(i)
-        axes.append(0)
-
-    def one(*parts: Tensor) -> Any:
-        filled = list(leaves)
-        for i, part in zip(at, parts, strict=True):
-            filled[i] = part
-        args, kwargs = tree_unflatten(filled, spec)
-        return func(*args, **kwargs)
+            parts[i] = leaf.unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0)
 
     def joined(made: Any) -> Any:
         if not isinstance(made, Tensor):
@@ -272,20 +253,24 @@ def _example_by_example(
             )
         return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
 
-    return tree_map(joined, _mapped(one, values, tuple(axes), func, origin))
+    return tree_map(joined, _mapped(func, leaves, spec, parts, origin))
 
 
-def _mapped(one: Callable[..., Any], values: list[Tensor], axes: tuple[int, ...], func: Any, origin: Origin) -> Any:
-    """vmap, for functions that may return more than tensors."""
+def _mapped(func: Any, leaves: list[Any], spec: Any, parts: dict[int, Tensor], origin: Origin) -> Any:
+    """The operation by vmap over examples, with these leaves' parts (B, ...); it may return more than tensors."""
     nest: list[Any] = []
 
-    def tensors(*parts: Tensor) -> tuple[Tensor, ...]:
-        leaves, spec = tree_flatten(one(*parts))
-        nest[:] = [leaves, spec]
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    def one(*own: Tensor) -> tuple[Tensor, ...]:
+        filled = list(leaves)
+        for i, part in zip(parts, own, strict=True):
+            filled[i] = part
+        args, kwargs = tree_unflatten(filled, spec)
+        made, made_spec = tree_flatten(func(*args, **kwargs))
+        nest[:] = [made, made_spec]
+        return tuple(leaf for leaf in made if isinstance(leaf, Tensor))
 
     try:
-        made = iter(torch.vmap(tensors, in_dims=axes, randomness="different")(*values))
+        made = iter(torch.vmap(one, randomness="different")(*parts.values()))
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -298,5 +283,5 @@ def _mapped(one: Callable[..., Any], values: list[Tensor], axes: tuple[int, ...]
             f"{origin.label} is used by {_name_of(func)}, which cannot be done with a copy of it for each example "
             f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."
         ) from error
-    leaves, spec = nest
-    return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    shown, shown_spec = nest
+    return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in shown], shown_spec)
