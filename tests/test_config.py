@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.config import RunConfig
+from groupwise.cli.help import EVERYDAY
+from groupwise.config.checks import validate
+from groupwise.config.compose import at_epsilon, compose_run
+from groupwise.config.identity import config_hash
+from groupwise.config.keys import groups, key_types
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
-from groupwise.launch.epsilon_table import at_epsilon
-from groupwise.launch.help import EVERYDAY
-from groupwise.launch.keys import groups, key_types
-from groupwise.training.identity import config_hash
 
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = groups(CONF)
@@ -353,9 +353,9 @@ def test_what_can_be_meant_is_not_refused(overrides: str) -> None:
 
 def test_a_config_made_in_python_is_checked_the_same_way() -> None:
     config = RunConfig()
-    config.validate()
+    validate(config)
     with pytest.raises(UserError, match="greater than zero"):
-        replace(config, privacy=replace(config.privacy, epsilon=-1)).validate()
+        validate(replace(config, privacy=replace(config.privacy, epsilon=-1)))
 
 
 @pytest.mark.parametrize(
