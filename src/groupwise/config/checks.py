@@ -11,9 +11,10 @@ from pathlib import Path
 from groupwise.atomic import why_unwritable
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
+from groupwise.rows import SCALES
 
 CHOICES = {
-    "scale": ("paper", "mini", "demo", "smoke"),
+    "scale": SCALES,
     "model.block_order": ("classic", "deepmind", "order3"),
     "model.norm": ("group", "batch"),
     "model.pool": ("first", "mean"),

@@ -35,8 +35,8 @@ from groupwise.config.identity import (
 )
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
+from groupwise.rows import row_of_data
 from groupwise.training.checkpoint import forget_checkpoints, previous
-from groupwise.training.leaving import row_of_data
 from groupwise.training.provenance import environment, git_state
 
 

@@ -17,7 +17,7 @@ import torch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.training.leaving import neighbours_of, provenance_of
+from groupwise.training.disclosure import neighbours_of, provenance_of
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.ranks import Alone, Ranks
