@@ -14,7 +14,7 @@ from groupwise.errors import UserError, reason
 from groupwise.suggestions import did_you_mean
 
 CHOICES = {
-    "scale": ("paper", "mini", "demo", "smoke"),
+    "scale": ("paper", "midi", "mini", "demo", "smoke"),
     "model.block_order": ("classic", "deepmind", "order3"),
     "model.norm": ("group", "batch"),
     "model.pool": ("first", "mean"),

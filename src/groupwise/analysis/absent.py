@@ -33,7 +33,7 @@ def needs(cells: Sequence[str]) -> str:
 
 def why_not_run(sweep: Sweep, cells: Sequence[str]) -> str:
     """The same of cells without a row, and what became of them at smaller scales."""
-    smaller = [at for at in ("mini", "demo") if at in sweep.scales]
+    smaller = [at for at in ("midi", "mini", "demo") if at in sweep.scales]
     left_out = [at for at in smaller if not _has(sweep, at, cells)]
     if len(left_out) < len(smaller):
         waiting = next(at for at in smaller if at not in left_out)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 PAPER = "paper"
 WORDS = {
+    "midi": ": scale=midi (real data, a narrow network)",
     "mini": ": scale=mini (real data, small models)",
     "demo": ": scale=demo (embedded data, small models)",
     "smoke": ": scale=smoke (a few steps)",

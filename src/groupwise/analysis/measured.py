@@ -13,7 +13,7 @@ from groupwise.analysis.paper import settings_of
 from groupwise.cells import Sweep
 from groupwise.errors import UserError
 
-SCALES = ("paper", "mini", "demo")
+SCALES = ("paper", "midi", "mini", "demo")
 """The scales whose rows are shown, the first that has any first; smoke is for tests."""
 COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "git.sha", "git.dirty")
 """What every row has, beside the metrics."""
@@ -26,7 +26,7 @@ class Measured:
     Attributes:
         rows: one a run: the columns of the file, sorted by cell and seed.
         expected: cell -> the seeds that the sweep has for it at this scale.
-        scale: paper, mini or demo.
+        scale: paper, midi, mini or demo.
     """
 
     rows: pd.DataFrame
