@@ -237,6 +237,10 @@ def test_a_given_noise_multiplier_takes_the_place_of_epsilon() -> None:
     ("epsilon", "entry"),
     [(3, "a"), (8, "b"), (1, "a"), (4.8, "a"), (5, "b"), (100, "b"), (None, "b"), (math.inf, "b")],
 )
+def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsilon: float, entry: str) -> None:
+    assert at_epsilon({8: "b", 3: "a"}, epsilon) == entry
+
+
 def test_the_tuned_value_without_noise_is_its_own_where_there_is_one() -> None:
     table = {3: "a", 8: "b", math.inf: "c"}
     assert [at_epsilon(table, epsilon) for epsilon in (100, 1e300, math.inf, None)] == ["b", "b", "c", "b"]
@@ -246,10 +250,6 @@ def test_midi_is_the_papers_network_a_quarter_as_wide() -> None:
     midi, paper = run("scale=midi"), run()
     assert replace(midi.model, width=paper.model.width) == paper.model and midi.model.width == 1
     assert (midi.data.name, midi.data.image_size, midi.clip) == ("cifar10", 16, paper.clip)
-
-
-def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsilon: float, entry: str) -> None:
-    assert at_epsilon({8: "b", 3: "a"}, epsilon) == entry
 
 
 def test_the_keys_of_all_files_are_keys_of_the_schema() -> None:
