@@ -28,10 +28,13 @@ PRESETS = {"samsum_pipeline": "samsum"}
 TASKS = [task for task in OPTIONS["task"] if task not in PRETRAINING]
 ONE_OF_EACH_FAMILY = ("cifar", "sst2", "e2e", "samsum")
 ON_A_PIPELINE = [clip for clip in OPTIONS["clip"] if clip != "ghost"]
+SCALES = [scale for scale in OPTIONS["scale"] if scale != "midi"]
+"""Of every task but pretraining; images have midi besides."""
 CELLS = [
-    *itertools.product(ONE_OF_EACH_FAMILY, OPTIONS["clip"], OPTIONS["scale"]),
-    *itertools.product(["samsum_pipeline"], ON_A_PIPELINE, OPTIONS["scale"]),
-    *itertools.product(sorted({*TASKS} - {*ONE_OF_EACH_FAMILY, *PRESETS}), ["adaptive_layer"], OPTIONS["scale"]),
+    *itertools.product(ONE_OF_EACH_FAMILY, OPTIONS["clip"], SCALES),
+    *itertools.product(["cifar"], OPTIONS["clip"], ["midi"]),
+    *itertools.product(["samsum_pipeline"], ON_A_PIPELINE, SCALES),
+    *itertools.product(sorted({*TASKS} - {*ONE_OF_EACH_FAMILY, *PRESETS}), ["adaptive_layer"], SCALES),
     *itertools.product(PRETRAINING, ["none"], ["mini", "smoke"]),
 ]
 
@@ -238,6 +241,17 @@ def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsi
     assert at_epsilon({8: "b", 3: "a"}, epsilon) == entry
 
 
+def test_the_tuned_value_without_noise_is_its_own_where_there_is_one() -> None:
+    table = {3: "a", 8: "b", math.inf: "c"}
+    assert [at_epsilon(table, epsilon) for epsilon in (100, 1e300, math.inf, None)] == ["b", "b", "c", "b"]
+
+
+def test_midi_is_the_papers_network_a_quarter_as_wide() -> None:
+    midi, paper = run("scale=midi"), run()
+    assert replace(midi.model, width=paper.model.width) == paper.model and midi.model.width == 1
+    assert (midi.data.name, midi.data.image_size, midi.clip) == ("cifar10", 16, paper.clip)
+
+
 def test_the_keys_of_all_files_are_keys_of_the_schema() -> None:
     # Composition checks this for chosen files; here, a file that no choice reaches is a file too many.
     families = [file.stem for file in (CONF / "family").glob("*.yaml")]
@@ -245,7 +259,10 @@ def test_the_keys_of_all_files_are_keys_of_the_schema() -> None:
         pretrains = family == "pretrain"
         recipes, sizes = (sorted(f.stem for f in (CONF / part / family).glob("*.yaml")) for part in ("recipe", "size"))
         assert recipes == (["none"] if pretrains else OPTIONS["clip"])
-        assert sizes == (["mini", "smoke"] if pretrains else OPTIONS["scale"])
+        scales = {"pretrain": ["mini", "smoke"], "cifar": OPTIONS["scale"]}.get(family, SCALES)
+        assert sizes == scales
+        models = sorted(f.stem for f in (CONF / "model" / "default" / family).glob("*.yaml"))
+        assert models == ([] if pretrains else scales)
     tuned = {tuple(f.relative_to(CONF / "tuned").with_suffix("").parts) for f in (CONF / "tuned").rglob("*.yaml")}
     assert tuned <= set(itertools.product(families, OPTIONS["scale"], OPTIONS["clip"]))
     assert yaml.safe_load((CONF / "config.yaml").read_text())["seed"] == 0

@@ -19,7 +19,7 @@ from groupwise.errors import UserError
 
 Row = dict[str, str]
 
-SCALES = ("paper", "mini", "demo", "smoke")
+SCALES = ("paper", "midi", "mini", "demo", "smoke")
 """From the paper's own size down."""
 KEYS = ("sweep", "cell", "seed", "scale")
 """What names a row of a table."""

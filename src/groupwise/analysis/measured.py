@@ -25,7 +25,7 @@ class Measured:
     Attributes:
         rows: one a run: the columns of the file, sorted by cell and seed.
         expected: cell -> the seeds that the sweep has for it at this scale.
-        scale: paper, mini or demo.
+        scale: paper, midi, mini or demo.
     """
 
     rows: pd.DataFrame

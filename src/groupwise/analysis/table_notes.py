@@ -10,6 +10,7 @@ from groupwise.sweeps.cells import PAPER, Sweep, read_sweep, text
 
 SCALES = {
     "paper": "the paper's cell",
+    "midi": "real data at half the pixels, the paper's depth at a quarter of its width, ten epochs",
     "mini": "real data, smaller and on a small network, a short training",
     "demo": "embedded or generated data and a small network",
 }

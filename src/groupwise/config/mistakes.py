@@ -17,8 +17,8 @@ from omegaconf.errors import (
 from groupwise.config.keys import expected, key_types
 from groupwise.errors import UserError, did_you_mean, told
 
-DERIVED = {"recipe": "clip", "size": "scale"}
-"""Folders of conf/ that follow from the task, and the choice that was made."""
+DERIVED = {"recipe": "clip", "size": "scale", "model/default": "scale"}
+"""Folders of conf/ that hold one folder a family of tasks, and the choice that their files follow from."""
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
 """What composing raises for a mistake; the last for values in a circle."""
@@ -88,8 +88,8 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
 
 def _missing_config(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    folder, _, family = group.partition("/")
-    if folder in DERIVED and family:
+    folder = group.rpartition("/")[0]
+    if folder in DERIVED:
         return f"{DERIVED[folder]}={option} does not go with this task: conf/{group}/ holds what does."
     if not error.options:
         return f"conf/{error.missing_cfg_file}.yaml does not exist: a file of that name is needed."
