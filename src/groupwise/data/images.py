@@ -1,6 +1,6 @@
 """Labelled images in memory: checked as they come from a file, and normalised by public constants."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
