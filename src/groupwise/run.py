@@ -1,4 +1,4 @@
-"""One run, from a configuration to its row: everything is checked and made here before anything is written."""
+"""Runs one configuration to its row: everything is checked and made before anything is written."""
 
 import time
 from glob import escape

@@ -1,4 +1,4 @@
-"""The paper's claims as differences that can be tested, and what the measured rows say about each.
+"""Tests the paper's claims as differences, and says what the measured rows say about each.
 
 A claim is judged by the mean of paired differences over budgets (and epochs, tasks) and seeds, with its 95 %
 t-interval; p is of the paired t-test that the mean is zero, not adjusted for the number of claims. "Alike" and "no

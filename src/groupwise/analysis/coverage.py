@@ -1,4 +1,4 @@
-"""All cells of all tables and figures: reproduced, reduced only, or not run and why.
+"""Lists all cells of all tables and figures: reproduced, reduced only, or not run and why.
 
     python -m groupwise.analysis.coverage
 

@@ -1,4 +1,4 @@
-"""Rows of the figures' sweeps, at the largest scale there is: checked, with their settings, and brought to means."""
+"""Reads the rows of the figures' sweeps at the largest scale there is, and brings them to means."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Measured rows of a sweep, `results/measured/<sweep>_<scale>.csv`: sound, or one sentence on the first fault."""
+"""Reads the measured rows of a sweep, `results/measured/<sweep>_<scale>.csv`: sound, or refused in one sentence."""
 
 import csv
 import re

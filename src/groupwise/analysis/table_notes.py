@@ -1,4 +1,4 @@
-"""What stands under a table: privacy, what was reduced, where we part from the paper, and where the rows come from."""
+"""Writes the notes under a table: privacy, what was reduced, where we part from the paper, where the rows come from."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""What a run may not ask for: one sentence each, before anything is loaded or written."""
+"""Refuses what a run may not ask for, in one sentence each, before anything is loaded or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hydra's side of a run: the schema it composes against, and the typed result."""
+"""Composes a run's configuration by Hydra against the schema, and types the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a composition error means, in one sentence for the person at the command line."""
+"""Says what a composition error means, in one sentence for the person at the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The typed schema of a run: what `conf/` may say, and what every function past `run.py` receives.
+"""Types a run: what `conf/` may say, and what every function past `run.py` receives.
 
 Plain dataclasses: importing this module costs nothing, and a run can be described in Python without Hydra.
 Every field is a key of the command line (``clip.target_quantile=0.7``).

@@ -1,4 +1,4 @@
-"""Data sets as tensors in memory: CIFAR-10 and scikit-learn's digits."""
+"""Loads data sets as tensors in memory."""
 
 from groupwise.data.image_sets import DATASETS, load_images
 from groupwise.data.images import ImageData, channel_statistics, hold_out, normalize

@@ -1,4 +1,4 @@
-"""Labelled images in memory: checked as they come from a file, and normalised by public constants."""
+"""Holds labelled images in memory: checked as they come from a file, and normalised by public constants."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a row falls among all rows, by what is in it and a public key alone: the hash behind `data.holdout`."""
+"""Places a row among all rows by what is in it and a public key alone: the hash behind `data.holdout`."""
 
 import hashlib
 

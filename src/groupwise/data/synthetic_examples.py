@@ -1,4 +1,4 @@
-"""One example of each task is made up: from a label, two texts; or, of tables and dialogues, a request."""
+"""Makes up one example of a task: from a label, two texts; or, of tables and dialogues, a request."""
 
 import random
 from collections.abc import Callable

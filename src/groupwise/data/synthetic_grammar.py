@@ -1,4 +1,4 @@
-"""A grammar makes up texts: rules in YAML, draws by one random generator, and names that are bound on the way.
+"""Makes up texts by a grammar: rules in YAML, draws by one random generator, and names that are bound on the way.
 
 The files are synthetic/*.yaml. A program is a mapping, followed from top to bottom, or a list of programs:
 

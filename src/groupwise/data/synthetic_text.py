@@ -1,4 +1,4 @@
-"""Small data sets that the project makes up from templates and a seed: no file, no network, no licence.
+"""Makes up small data sets from templates and a seed: no file, no network, no licence.
 
 They stand in for the real ones in demonstrations and tests. Single words are hints to a label, and not more.
 """

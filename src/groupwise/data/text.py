@@ -1,4 +1,4 @@
-"""Texts of the language tasks by the task's name, and the choices among them: a held-out share, a smaller set."""
+"""Loads the texts of a language task by the task's name, and chooses among them: a held-out share, a smaller set."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Gather the rows of finished runs into the committed tables:  python -m groupwise.sweeps.collect cifar scale=mini
+"""Gathers the rows of finished runs into the committed tables:  python -m groupwise.sweeps.collect cifar scale=mini
 
 For each sweep, `results/measured/<sweep>_<scale>.csv`: one row for each cell and seed whose run has `DONE`, with the
 whole configuration and where it came from. Rows of cells that are not on this machine stay as they are.

@@ -1,4 +1,4 @@
-"""Image classification from scratch: CIFAR-10 and a wide residual network (section 4.1, appendix A.1)."""
+"""Classifies images from scratch: CIFAR-10 and a wide residual network (section 4.1, appendix A.1)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

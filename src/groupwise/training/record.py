@@ -1,4 +1,4 @@
-"""A run's folder, `results/runs/<hash>`: what lies in it, and when it counts as finished.
+"""Keeps a run's folder, `results/runs/<hash>`: what lies in it, and when it counts as finished.
 
 config.yaml   the resolved configuration      data.json     sha256 and counts of the data
 config.hash   its hash, in full               seeds.json    every seed, and whether the noise had one

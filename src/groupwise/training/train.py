@@ -1,4 +1,4 @@
-"""A training session: steps, checkpoints, metrics and evaluations, then the accounts and the result row.
+"""Trains to the end: steps, checkpoints, metrics and evaluations, then the accounts and the result row.
 
 Every process of a run goes through it in lock-step. What depends on a clock or a signal (a checkpoint now? stop?) is
 agreed on once a step, together with the sums that the step reports; the main process alone writes the record.
