@@ -19,9 +19,9 @@ CONF = Path(__file__).resolve().parent / "conf"
 def train(config: RunConfig) -> float | None:
     """Run one cell, and return what a search goes by; torch is imported only now: help and mistakes answer at once."""
     from groupwise.processes.start import start
-    from groupwise.sweeps.best import objective
+    from groupwise.sweeps.best import search_metric
 
-    return objective(start(config))
+    return search_metric(start(config))
 
 
 def main() -> int:

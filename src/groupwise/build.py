@@ -36,7 +36,7 @@ CHECKED = 5
 """Examples that the engine is compared with a slow loop on, before training."""
 
 
-def make_trainer(
+def build_trainer(
     config: RunConfig,
     task: Task,
     engine: ClippingEngine | None,
@@ -124,7 +124,7 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     noise = _noise_source(config, plan, state)
-    key, is_secret = ranks.told((noise.key, noise.is_secret))
+    key, is_secret = ranks.broadcast((noise.key, noise.is_secret))
     return NoiseSource.from_key(key, is_secret, config.noise.secure)
 
 
@@ -140,7 +140,7 @@ BUSY = 4
 """Microbatches for every stage, which keep the stages waiting for a fifth of the time at most (Huang et al., 2019)."""
 
 
-def make_staged_task(config: RunConfig, ranks: Alone | Ranks, device: torch.device) -> Task:
+def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.device) -> Task:
     """The task of `config`, whose model is this process's stage on `device`.
 
     Weights that lie in a folder, of a model where only adapters train, are read for the stage alone. Otherwise every
@@ -164,7 +164,7 @@ def make_staged_task(config: RunConfig, ranks: Alone | Ranks, device: torch.devi
         task = make_task(config, torch.device("cpu"))
         costs = None
         if pipeline.balance == "time" and not pipeline.blocks:
-            costs = ranks.told(_measure(config, task, device) if ranks.main else None)
+            costs = ranks.broadcast(_measure(config, task, device) if ranks.main else None)
         stage = _take(task.model, choose(task.model, costs=costs), ranks.stage, parts).to(device)
     task.model = stage
     task.precision = nullcontext  # the stage computes in the run's precision by itself
@@ -200,7 +200,7 @@ def _take(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any]) -
     return stage
 
 
-def make_pipeline_trainer(
+def build_pipeline_trainer(
     config: RunConfig,
     task: Task,
     engine: ClippingEngine | None,
@@ -209,7 +209,7 @@ def make_pipeline_trainer(
     ranks: Alone | Ranks,
     state: dict[str, Any] | None,
 ) -> PipelineTrainer:
-    """The trainer of this process's stage, `task.model`, with a verified engine; as `making.make_trainer` otherwise.
+    """The trainer of this process's stage, `task.model`, with a verified engine; as `making.build_trainer` otherwise.
 
     Raises:
         UserError: the checkpoint belongs to another plan; the stage cannot be clipped.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.build import make_trainer
+from groupwise.build import build_trainer
 from groupwise.clipping import ClippingEngine, explain
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
@@ -42,7 +42,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     """
     ranks = ranks or Alone()
     record = RunRecord.open(config)
-    finished, resumable = ranks.told((record.finished, record.resumable))
+    finished, resumable = ranks.broadcast((record.finished, record.resumable))
     if finished and not config.explain:
         if ranks.main:
             record.seal()
@@ -53,9 +53,9 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     if pipelined:
-        from groupwise.build import make_pipeline_trainer, make_staged_task
+        from groupwise.build import build_pipeline_trainer, build_stage_task
 
-        task = make_staged_task(config, ranks, device)
+        task = build_stage_task(config, ranks, device)
     else:
         task = make_task(config, device)
     if config.model.weights is not None:
@@ -75,17 +75,17 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
         print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
     taken_up, state = _take_up(record, device, ranks) if resumable else (None, None)
-    make = make_pipeline_trainer if pipelined else make_trainer
+    make = build_pipeline_trainer if pipelined else build_trainer
     trainer = make(config, task, engine, plan, device, ranks, state)
     if config.explain:
         return _explain(trainer)
     start = 0 if state is None else int(state["step"])
     if state is not None and taken_up is not None:
         trainer.load(taken_up, state, start)
-    ranks.gather(None)  # all are sound
+    ranks.barrier()  # all are sound
     if ranks.main:
         record.begin(taken_up)
-    ranks.told(None)  # nobody writes to the folder before the main process has made and cleared it
+    ranks.barrier()  # nobody writes to the folder before the main process has made and cleared it
     try:
         return train(config, record, trainer, start, state or {})
     finally:

@@ -9,7 +9,7 @@ from groupwise.audit import attacker as watch
 from groupwise.audit import one_run as game
 from groupwise.audit.attacker import Evidence, in_counts, in_gradients, log_ratio
 from groupwise.audit.canaries import make_canaries, own_gradients
-from groupwise.audit.one_run import level_of, play_alone, present_canaries
+from groupwise.audit.one_run import audit_one_run, level_of, present_canaries
 from groupwise.audit.options import make_setting
 from groupwise.clipping import per_layer
 from groupwise.privacy import mechanism
@@ -25,7 +25,7 @@ def normal(sample: np.ndarray) -> bool:
 
 def standardised(setting) -> tuple[np.ndarray, np.ndarray]:
     """(absent, present) canaries' evidence, each N(0, 1) if noise and clipping are what the plan says."""
-    _, evidence = play_alone(setting)
+    _, evidence = audit_one_run(setting)
     present = present_canaries(setting)
     (step,) = evidence
     found = (step.found - step.power * present) / np.sqrt(step.power)
@@ -80,7 +80,7 @@ def test_codes_show_every_canary_in_the_counts(own_cache, monkeypatch):
     """With nearly all of the budget on counts, what is found is what they alone say: K/(4σ_b²) for each canary."""
     asked = ["clip=adaptive_layer", "clip.quantile_budget=0.99", *QUICK]
     setting = make_setting(asked, design="counts", canaries=256, seed=3)
-    plan, (step,) = play_alone(setting)
+    plan, (step,) = audit_one_run(setting)
     counts = 0.25 * 256 / plan.count_noise_multiplier**2
     assert np.allclose(step.power, counts, rtol=0.05) and counts > 0.9
     present = present_canaries(setting)

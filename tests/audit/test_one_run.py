@@ -6,7 +6,7 @@ import pytest
 from groupwise.audit import one_run as game
 from groupwise.audit.canaries import Present
 from groupwise.audit.command import COLUMNS, MODES, everything, main, markdown, row_of
-from groupwise.audit.finding import play
+from groupwise.audit.finding import audit_mode
 from groupwise.audit.one_run import choose_guesses, count_right
 from groupwise.audit.options import make_setting
 from groupwise.privacy import PoissonSampler, mechanism
@@ -21,13 +21,13 @@ def _cold(own_cache):
 
 @pytest.mark.parametrize("design", ["full", "poisson"])
 def test_what_is_right_passes_and_shows_something(design):
-    finding = play(make_setting(["clip=adaptive_layer", *QUICK], design=design, canaries=2000))
+    finding = audit_mode(make_setting(["clip=adaptive_layer", *QUICK], design=design, canaries=2000))
     assert finding.kept and finding.bound > 0.2 * finding.claimed
     assert (finding.gaussian is None) == (design == "poisson")
 
 
 def test_canaries_behind_dropout_show_nearly_as_much():
-    finding = play(make_setting(["clip=adaptive_layer", *QUICK], canaries=2000, dropout=0.1))
+    finding = audit_mode(make_setting(["clip=adaptive_layer", *QUICK], canaries=2000, dropout=0.1))
     assert finding.kept and finding.bound > 0.2 * finding.claimed
     assert row_of(finding)["dropout"] == "0.1"
 
@@ -35,7 +35,9 @@ def test_canaries_behind_dropout_show_nearly_as_much():
 def test_noise_that_is_too_small_by_the_root_of_k_is_broken(monkeypatch):
     whole = mechanism.noise_stds
     monkeypatch.setattr(mechanism, "noise_stds", lambda c, *rest, **more: whole(c, *rest, **more) / len(c) ** 0.5)
-    finding = play(make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000))
+    finding = audit_mode(
+        make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000)
+    )
     assert not finding.kept and finding.bound > 1.0
 
 
@@ -50,14 +52,16 @@ def test_clipping_that_forgets_a_layer_is_broken(monkeypatch):
 
     monkeypatch.setattr(game, "make_engine", forgetful)
     monkeypatch.setattr("groupwise.build.verify", lambda *_, **__: None)
-    finding = play(make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000))
+    finding = audit_mode(
+        make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000)
+    )
     assert not finding.kept
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["per_device", "adaptive_device"])
 def test_a_real_pipeline_of_two_processes_is_audited(mode):
-    finding = play(make_setting([f"clip={mode}", *QUICK], canaries=2000))
+    finding = audit_mode(make_setting([f"clip={mode}", *QUICK], canaries=2000))
     assert finding.kept and finding.bound > 0.2 * finding.claimed and finding.plan.num_groups == 2
 
 
@@ -65,14 +69,14 @@ def test_a_real_pipeline_of_two_processes_is_audited(mode):
 @pytest.mark.parametrize("epsilon", [1, 3, 8])
 def test_every_mode_keeps_its_claim_and_they_show_a_third_of_it(epsilon):
     asked = [[f"clip={mode}", f"privacy.epsilon={epsilon}"] for mode in MODES]
-    found = [play(make_setting(overrides, seed=100 * epsilon + k)) for k, overrides in enumerate(asked)]
+    found = [audit_mode(make_setting(overrides, seed=100 * epsilon + k)) for k, overrides in enumerate(asked)]
     assert all(finding.kept and finding.bound > 0.1 * epsilon for finding in found)
     assert np.mean([finding.bound for finding in found]) > 0.3 * epsilon
 
 
 def test_the_same_seed_is_the_same_audit():
     asked = make_setting(["clip=flat", *QUICK], canaries=500, seed=5)
-    assert row_of(play(asked)) == row_of(play(asked))
+    assert row_of(audit_mode(asked)) == row_of(audit_mode(asked))
 
 
 def test_guesses_are_settled_by_the_plan_alone():
@@ -96,7 +100,7 @@ def test_those_who_are_not_there_are_never_drawn():
 
 
 def test_a_row_has_all_columns_and_the_table_shows_what_differs():
-    rows = [row_of(play(make_setting(["clip=flat", *QUICK], canaries=100, seed=seed))) for seed in (1, 2)]
+    rows = [row_of(audit_mode(make_setting(["clip=flat", *QUICK], canaries=100, seed=seed))) for seed in (1, 2)]
     rows[1]["mode"] = "another"
     assert all(tuple(row) == COLUMNS for row in rows)
     assert markdown(rows).splitlines()[0].startswith("| mode |") and "delta" not in markdown(rows)

@@ -5,7 +5,7 @@ import torch
 
 from groupwise.audit import two_worlds as real
 from groupwise.audit.command import describe, row_of
-from groupwise.audit.finding import play
+from groupwise.audit.finding import audit_mode
 from groupwise.audit.options import make_setting
 from groupwise.privacy import mechanism
 from trust.planted_bugs.bugs import masks_from_the_public_seed
@@ -27,15 +27,15 @@ def _one_thread(own_cache):
 def test_what_is_right_passes_and_what_is_wrong_is_broken(asked, monkeypatch):
     """With a hundredth of the noise 30 plays of two worlds show more than an epsilon of one half."""
     setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=30)
-    right = play(setting)
+    right = audit_mode(setting)
     assert right.kept and right.share is not None and 0 < right.share <= 1
     whole = mechanism.noise_stds
     monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.01 * whole(*given, **more))
-    assert not play(setting).kept
+    assert not audit_mode(setting).kept
 
 
 def test_a_row_names_task_model_dropout_and_plays():
-    finding = play(make_setting([*TEXT, "privacy.epsilon=1"], plays=4, seed=2))
+    finding = audit_mode(make_setting([*TEXT, "privacy.epsilon=1"], plays=4, seed=2))
     row = row_of(finding)
     assert (row["model"], row["dropout"], row["design"]) == ("sst2 roberta_tiny", "0.5", "worlds")
     assert (row["canaries"], row["guesses"], row["correct"]) == ("1", "8", "")
@@ -55,7 +55,7 @@ def test_one_more_example_moves_public_masks_by_many_thresholds_and_its_own_grad
 @pytest.mark.slow
 def test_masks_from_the_public_seed_are_broken_on_a_real_model_and_ours_are_not():
     setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=128"], design="masks", plays=150)
-    assert play(setting).kept
+    assert audit_mode(setting).kept
     with masks_from_the_public_seed():
-        found = play(setting)
+        found = audit_mode(setting)
     assert found.bound > 1.5

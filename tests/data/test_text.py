@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.data import text
-from groupwise.data.place import place_of
+from groupwise.data.holdout import keyed_fraction
 from groupwise.data.text import (
     Labelled,
     LabelledText,
@@ -99,10 +99,10 @@ def test_labelled_rows_are_chosen_by_their_number_whatever_is_in_them(labelled):
 
 
 def test_places_are_uniform_and_depend_on_the_key():
-    places = sorted(place_of(f"text {i}", 0) for i in range(2000))
+    places = sorted(keyed_fraction(f"text {i}", 0) for i in range(2000))
     assert max(abs(place - i / 2000) for i, place in enumerate(places)) < 0.05  # Kolmogorov-Smirnov: 1e-4
-    assert place_of("text", 0) != place_of("text", 1)
-    assert place_of("naïve", 0) == pytest.approx(0.4212114735531912, abs=1e-15)  # on every machine
+    assert keyed_fraction("text", 0) != keyed_fraction("text", 1)
+    assert keyed_fraction("naïve", 0) == pytest.approx(0.4212114735531912, abs=1e-15)  # on every machine
 
 
 def test_the_split_is_fixed_by_the_seed(labelled, paired):

@@ -35,7 +35,7 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     for step in (0, 3):
         checkpoint.save(path, own(rank, step), {"step": step, "noise_key": b"secret"}, ranks)
-        ranks.told(None)
+        ranks.barrier()
         seen[f"after {step}"] = load()
     seen["folders"] = sorted(entry.name for entry in Path(folder).iterdir())
     stage_file = Path(folder) / "checkpoint-3" / f"stage-{ranks.stage}.pt"
@@ -48,13 +48,13 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
     for harmed in (False, True):
         if rank == 1 and harmed:
             stage_file.write_bytes(content[:-1])
-        ranks.told(None)
+        ranks.barrier()
         _, newest = load_newest(path, CPU, ranks, check)
         seen[f"newest, {harmed=}"] = newest["step"]
-        ranks.told(None)
+        ranks.barrier()
     if rank == 1:
         stage_file.write_bytes(content)
-    ranks.told(None)
+    ranks.barrier()
 
     write = checkpoint.save_checkpoint
     for place in ("stage-1.pt", "checkpoint.pt"):
@@ -71,14 +71,14 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
             seen[f"full at {place}"] = str(error)
         checkpoint.save_checkpoint = write
         seen[f"after full at {place}"] = load()
-        ranks.told(None)
+        ranks.barrier()
 
     model = make_model(Case("wrn"))
     stage = cut(model, choose_ranges(model, STAGES), ranks.stage)
     checkpoint.save_weights(Path(folder) / "model.pt", stage, ranks)
     checkpoint.LARGEST = 10
     checkpoint.save_weights(Path(folder) / "large.pt", stage, ranks)
-    ranks.told(None)
+    ranks.barrier()
     if ranks.main:
         forget_checkpoints(path.parent)
     return seen

@@ -151,10 +151,10 @@ def test_processes_do_not_outlive_the_one_that_watches(tmp_path):
     (tmp_path / "out").mkdir()
     script = tmp_path / "watches.py"
     script.write_text(code)
-    watcher = os.posix_spawn(sys.executable, [sys.executable, str(script)], dict(os.environ))
+    attacker = os.posix_spawn(sys.executable, [sys.executable, str(script)], dict(os.environ))
     until(lambda: sum(1 for file in (tmp_path / "out").iterdir() if file.read_text()) == 2, "both processes")
-    os.kill(watcher, signal.SIGKILL)
-    os.waitpid(watcher, 0)
+    os.kill(attacker, signal.SIGKILL)
+    os.waitpid(attacker, 0)
     until(lambda: gone(tmp_path / "out"), "the end of both")
 
 

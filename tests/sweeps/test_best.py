@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.sweeps.best import best, lower_is_better, main, objective
+from groupwise.sweeps.best import best, lower_is_better, main, search_metric
 from groupwise.sweeps.cells import read_sweep
 
 ROWS = [
@@ -62,9 +62,9 @@ def test_the_grid_is_the_papers():
 
 
 def test_the_objective_is_the_headline():
-    assert objective({"valid/loss": 1.0, "valid/accuracy": 90.0}) == 90.0
-    assert objective({"valid/loss": 1.0, "valid/perplexity": 12.0}) == 12.0
-    assert objective({}) is None
+    assert search_metric({"valid/loss": 1.0, "valid/accuracy": 90.0}) == 90.0
+    assert search_metric({"valid/loss": 1.0, "valid/perplexity": 12.0}) == 12.0
+    assert search_metric({}) is None
     assert lower_is_better("valid/perplexity") and not lower_is_better("valid/accuracy")
 
 

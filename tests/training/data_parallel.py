@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.build import make_trainer
+from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
 from groupwise.privacy import make_plan
 from groupwise.training.from_config import make_engine
@@ -113,7 +113,7 @@ def build(
         quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
         accountant="rdp",
     )
-    trainer = make_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
+    trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
     trainer.sampler = Batches(batches)
     return trainer
 

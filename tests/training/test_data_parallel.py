@@ -105,11 +105,11 @@ def _resumed(ranks, case, folder):
     first.step(0)
     first.step(1)
     first.save(folder / case, {"step": 2})
-    ranks.told(None)  # written
+    ranks.barrier()  # written
     second.load(folder / case, load_checkpoint(folder / case), 2)
     steps(second, 2)
     second.save_model(folder / f"{case}.pt")
-    ranks.told(None)
+    ranks.barrier()
     plain = make_task().model
     plain.load_state_dict(load_checkpoint(folder / f"{case}.pt"))
     return parameters(whole), parameters(second), torch.cat([value.flatten() for value in plain.state_dict().values()])

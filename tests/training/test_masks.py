@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from groupwise.audit.canaries import Present
 from groupwise.audit.two_worlds import TrainerWorld, distinguish
-from groupwise.build import make_trainer
+from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, OptimConfig, RunConfig
 from groupwise.run import plan_run
 from groupwise.training.from_config import make_engine
@@ -59,7 +59,7 @@ def trainer(having: bool, noise_seed: int, microbatch: int = OTHERS + 1):
     task = DroppedOut()
     engine = make_engine(task.model, config.clip)
     plan = plan_run(config, task.train_size, 1)
-    made = make_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
+    made = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
     present = np.ones(OTHERS + 1, dtype=bool)
     present[-1] = having
     made.sampler = Present(made.sampler, present)

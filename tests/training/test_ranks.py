@@ -40,7 +40,7 @@ def _two_by_two(rank, world):
     with pytest.raises(UserError, match="pipelines of 3 stages"):
         Ranks(stages=3)
     shares = ranks.share(np.arange(7))
-    return place, summed, copied, agreed, shares, ranks.told(f"key {rank}"), ranks.gather([rank]), messages
+    return place, summed, copied, agreed, shares, ranks.broadcast(f"key {rank}"), ranks.gather([rank]), messages
 
 
 def _counting(messages):
@@ -108,5 +108,5 @@ def test_one_process_agrees_with_itself():
     alone.sum_([a, b])
     alone.copy_([a, b])
     assert (a.tolist(), b.tolist()) == ([1, 1], [0])
-    assert alone.agree(1, 0.1) == [1, 0.1] and alone.told("key") == "key" and alone.gather(3) == [3]
+    assert alone.agree(1, 0.1) == [1, 0.1] and alone.broadcast("key") == "key" and alone.gather(3) == [3]
     assert alone.share(LENGTHS) is LENGTHS and alone.main

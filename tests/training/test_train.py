@@ -56,7 +56,7 @@ def _two(rank, world, folder):
     whole = session(folder / "whole", ranks)
     dist.all_reduce = all_reduce
     stopped = session(folder / "stopped", ranks, stops=rank == 1)
-    ranks.told(None)  # the checkpoint is written
+    ranks.barrier()  # the checkpoint is written
     return whole, messages, stopped, session(folder / "stopped", ranks, resumes=True)
 
 

@@ -193,7 +193,7 @@ def logged(results: Path) -> int:
 def halting(last: int) -> Callable[[], None]:
     """To be called in a new process: the run stands still when it has logged the step `last`, until SIGCONT or SIGKILL.
 
-    A watcher from outside may look too late on a busy machine, and find the run done.
+    A attacker from outside may look too late on a busy machine, and find the run done.
     """
 
     def halt() -> None:

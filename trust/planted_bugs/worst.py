@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from groupwise.audit.two_worlds import CountWorld, Score, TrainerWorld, World
-from groupwise.build import make_trainer
+from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, PrivacyPlan, make_plan
 from groupwise.training.from_config import make_engine
@@ -85,7 +85,7 @@ class Worst:
         torch.manual_seed(0)
         task = Given(torch.cat([self.others, self.canary.unsqueeze(0)]), self.dropout)
         engine = make_engine(task.model, self.clip)
-        trainer = make_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
+        trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
         size = len(self.others) + canary
         key = trainer.noise.derive("sampling")
         trainer.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]

@@ -77,7 +77,7 @@ MASKS = 8
 """Of his own that the attacker averages over where there is dropout: he does not know those of the run."""
 
 
-class Watcher:
+class Attacker:
     """Runs steps, and reads each canary out of what they release.
 
     It knows all canaries, the configuration and the code, so every noise scale; not the noise, nor the masks, nor who

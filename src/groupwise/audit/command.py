@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from groupwise.atomic import write_text
 from groupwise.audit.canaries import MODELS
-from groupwise.audit.finding import Finding, play
+from groupwise.audit.finding import Finding, audit_mode
 from groupwise.audit.options import DESIGNS, PLAYS, make_setting
 from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import ProcessFailed, UserError
@@ -82,9 +82,9 @@ def _one(given: argparse.Namespace) -> int:
         dropout=given.dropout,
         plays=given.plays,
     )
-    from groupwise.audit.finding import play
+    from groupwise.audit.finding import audit_mode
 
-    finding = play(setting)
+    finding = audit_mode(setting)
     print(describe(finding))
     return 0 if finding.kept else 1
 
@@ -180,7 +180,7 @@ def audit_all(out: Path, seed: int, confidence: float) -> int:
     todo = everything()
     for number, (epsilon, (design, model, dropout, overrides)) in enumerate(todo, 1):
         asked = [*overrides, f"privacy.epsilon={epsilon}"]
-        finding = play(
+        finding = audit_mode(
             make_setting(
                 asked,
                 design=design,

@@ -7,10 +7,10 @@ import numpy as np
 
 from groupwise.audit.attacker import log_ratio, power_if_clipped
 from groupwise.audit.bounds import one_run_epsilon, one_run_gaussian_epsilon
-from groupwise.audit.one_run import choose_guesses, count_right, play_alone, present_canaries
-from groupwise.audit.one_run_pipeline import play_staged
+from groupwise.audit.one_run import audit_one_run, choose_guesses, count_right, present_canaries
+from groupwise.audit.one_run_pipeline import audit_pipeline
 from groupwise.audit.options import DESIGNS, Setting
-from groupwise.audit.two_worlds import play_worlds
+from groupwise.audit.two_worlds import audit_two_worlds
 from groupwise.privacy import PrivacyPlan
 
 
@@ -45,7 +45,7 @@ class Finding:
         return max(self.bound, self.gaussian or 0.0) <= self.claimed
 
 
-def play(setting: Setting) -> Finding:
+def audit_mode(setting: Setting) -> Finding:
     """Audit one mode.
 
     Raises:
@@ -53,13 +53,13 @@ def play(setting: Setting) -> Finding:
     """
     began = time.monotonic()
     if DESIGNS[setting.design].real:
-        plan, told, share = play_worlds(setting)
+        plan, told, share = audit_two_worlds(setting)
         bounds = (told.epsilon, told.gaussian_epsilon)
         return Finding(setting, plan, 2 * told.plays, None, *bounds, time.monotonic() - began, share)
     if setting.config.pipeline.stages > 1:
-        plan, evidence = play_staged(setting)
+        plan, evidence = audit_pipeline(setting)
     else:
-        plan, evidence = play_alone(setting)
+        plan, evidence = audit_one_run(setting)
     scores = np.sum([log_ratio(of_step, plan.sample_rate) for of_step in evidence], axis=0)
     power = power_if_clipped(plan, codes=setting.model == "codes")
     inside, out = choose_guesses(power, plan.sample_rate, plan.steps, setting.canaries, plan.delta, setting.confidence)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from groupwise.audit.attacker import Evidence, Watcher, log_ratio
+from groupwise.audit.attacker import Attacker, Evidence, log_ratio
 from groupwise.audit.bounds import one_run_epsilon
 from groupwise.audit.canaries import CanaryTask, Present, make_canaries
 from groupwise.audit.options import Setting
-from groupwise.build import make_trainer
+from groupwise.build import build_trainer
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
 from groupwise.run import plan_run
@@ -72,12 +72,12 @@ def level_of(setting: Setting) -> float:
     return max(clip.threshold, clip.initial_threshold or 0.0)
 
 
-def follow(setting: Setting, watcher: Watcher, plan: PrivacyPlan) -> list[Evidence]:
+def follow(setting: Setting, attacker: Attacker, plan: PrivacyPlan) -> list[Evidence]:
     """All steps' evidence."""
-    return [watcher.step(step) for step in range(plan.steps)]
+    return [attacker.step(step) for step in range(plan.steps)]
 
 
-def play_alone(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
+def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     """One process: the plan, and each step's evidence."""
     config, m = setting.config, setting.canaries
     model = make_canaries(setting.model, m, level_of(setting), setting.seed, setting.dropout)
@@ -86,9 +86,9 @@ def play_alone(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     if engine is None:
         raise UserError("clip=none claims nothing, so there is nothing to audit: choose a clipping mode.")
     plan = plan_run(config, m, len(engine.groups))
-    trainer = make_trainer(config, CanaryTask(model, m), engine, plan, torch.device("cpu"), Alone(), None)
+    trainer = build_trainer(config, CanaryTask(model, m), engine, plan, torch.device("cpu"), Alone(), None)
     trainer.sampler = Present(trainer.sampler, present_canaries(setting))  # type: ignore[assignment]
     try:
-        return plan, follow(setting, Watcher(trainer, plain, lambda model, who: model(who), setting), plan)
+        return plan, follow(setting, Attacker(trainer, plain, lambda model, who: model(who), setting), plan)
     finally:
         engine.detach()

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from groupwise.audit.attacker import Evidence, Watcher
+from groupwise.audit.attacker import Attacker, Evidence
 from groupwise.audit.canaries import LOUD, CanaryTask, Picked, Present
 from groupwise.audit.one_run import follow, level_of, present_canaries
 from groupwise.audit.options import Setting
-from groupwise.build import make_pipeline_trainer
+from groupwise.build import build_pipeline_trainer
 from groupwise.config.schema import RunConfig
 from groupwise.pipeline.split import Stage
 from groupwise.privacy import PrivacyPlan
@@ -58,7 +58,7 @@ class CanaryStage(Stage):
         return b, WIDTH
 
 
-def play_staged(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
+def audit_pipeline(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     """Processes for all stages: the plan, and each step's evidence from all of them together."""
     found = spawn(setting.config, partial(_stage, setting=setting))
     return PrivacyPlan.from_dict(found["plan"]), found["evidence"]
@@ -76,10 +76,10 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     assert engine is not None
     here = len(engine.groups)
     plan = plan_run(config, m, 1 if config.clip.grouping == "flat" else round(ranks.agree(here)[0]))
-    trainer = make_pipeline_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
+    trainer = build_pipeline_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
     trainer.sampler = Present(trainer.sampler, present_canaries(setting))  # type: ignore[assignment]
-    watcher = Watcher(trainer, plain, lambda model, who: model.own(who), setting)  # type: ignore[operator]
-    by_stage = ranks.gather(follow(setting, watcher, plan))
+    attacker = Attacker(trainer, plain, lambda model, who: model.own(who), setting)  # type: ignore[operator]
+    by_stage = ranks.gather(follow(setting, attacker, plan))
     dist.destroy_process_group()
     together = [sum(parts[1:], parts[0]) for parts in zip(*by_stage, strict=True)]
     return {"plan": plan.to_dict(), "evidence": together}

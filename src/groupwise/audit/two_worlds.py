@@ -13,7 +13,7 @@ from groupwise.audit import two_worlds_epsilon, two_worlds_gaussian_epsilon
 from groupwise.audit.attacker import MASKS, stds_of
 from groupwise.audit.canaries import Present
 from groupwise.audit.options import Setting, set_rate
-from groupwise.build import make_trainer
+from groupwise.build import build_trainer
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PrivacyPlan
@@ -161,11 +161,11 @@ def _scores(world: World, plays: int) -> np.ndarray:
     return np.array([score if math.isfinite(score) else 0.0 for score in played])
 
 
-def play_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, float]:
+def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, float]:
     """The plan, how far the worlds were told apart, and `Finding.share`.
 
     Raises:
-        UserError: what `make_task` and `make_trainer` refuse; a task of fewer than two examples.
+        UserError: what `make_task` and `build_trainer` refuse; a task of fewer than two examples.
     """
     trainer, other = (_trainer(setting, 2 * setting.seed + world) for world in (0, 1))
     if trainer.task.train_size < 2:
@@ -190,7 +190,7 @@ def _trainer(setting: Setting, noise_seed: int) -> Trainer:
     assert engine is not None, "options refuses clip=none"
     plan = plan_run(config, task.train_size, len(engine.groups))
     set_rate(config, plan.expected_batch_size)
-    return make_trainer(config, task, engine, plan, cpu, Alone(), None)
+    return build_trainer(config, task, engine, plan, cpu, Alone(), None)
 
 
 def _world(trainer: Trainer, direction: Tensor, absent: int | None) -> TrainerWorld:

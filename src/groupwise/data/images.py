@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.data.place import place_of
+from groupwise.data.holdout import keyed_fraction
 from groupwise.errors import UserError
 
 
@@ -55,7 +55,7 @@ def hold_out(data: ImageData, share: float, key: int = 0) -> ImageData:
         UserError: a share that leaves one of the two sides empty.
     """
     count = len(data.x_train)
-    places = torch.tensor([place_of(image.tobytes(), key) for image in data.x_train.numpy()], dtype=torch.float64)
+    places = torch.tensor([keyed_fraction(image.tobytes(), key) for image in data.x_train.numpy()], dtype=torch.float64)
     held = places < share
     if not 0 < (wanted := int(held.sum())) < count:
         raise UserError(f"data.holdout={share} of {count} training images leaves one side empty; give 0.2, say.")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from groupwise.data.glue import GLUE, load_glue
-from groupwise.data.place import place_of
+from groupwise.data.holdout import keyed_fraction
 from groupwise.data.samsum import load_samsum
 from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
 from groupwise.data.table_to_text import load_dart, load_e2e
@@ -75,7 +75,7 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
         rest = [i for i in range(count) if i not in held]
         return replace(data, train=_rows(data.train, rest), valid={"": _rows(data.train, sorted(held))}, source=source)
     requests = by_source(data.train)
-    sources = {request.source for request in requests if place_of(request.source, seed) < share}
+    sources = {request.source for request in requests if keyed_fraction(request.source, seed) < share}
     if not 0 < len(sources) < len(requests):
         raise UserError(
             f"data.holdout={share} leaves no source to train on, or none to validate on, of {len(requests)}: give "

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.pipeline.model_parts import dissect
+from groupwise.pipeline.model_parts import find_parts
 
 Ranges = tuple[tuple[int, int], ...]
 """Blocks [start, stop) of each stage."""
@@ -37,7 +37,7 @@ def choose_ranges(
     Raises:
         UserError: more stages than blocks, counts that do not add up, an unknown `balance`, or no costs where needed.
     """
-    anatomy = dissect(model)
+    anatomy = find_parts(model)
     blocks = len(anatomy.blocks)
     if not 1 <= stages <= blocks:
         raise UserError(f"pipeline.stages={stages} does not suit a model of {blocks} blocks: give 1 to {blocks}.")

@@ -36,7 +36,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
     Raises:
         UserError: on every process, when any cannot write; the checkpoint before it stays as it was.
     """
-    folder = path.with_name(f"{path.stem}-{ranks.told(common['step'])}")
+    folder = path.with_name(f"{path.stem}-{ranks.broadcast(common['step'])}")
     problem = None
     if ranks.replica == 0:
         mine = {name: value for name, value in own.items() if name not in common}

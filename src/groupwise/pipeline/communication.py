@@ -13,8 +13,8 @@ from torch import Tensor
 from groupwise.pipeline.split import Stage
 
 
-class Line:
-    """One process's end of the line; all processes of the pipeline make the same calls in the same order.
+class StageLink:
+    """One process's link to the other stages; all processes of the pipeline make the same calls in the same order.
 
     With one stage nothing is sent, and no process group is asked.
 
@@ -48,13 +48,13 @@ class Line:
         dist.send(hidden, group=self._group, group_dst=stage.index + 1)
         return None
 
-    def tell(self, numbers: Tensor) -> Tensor:
+    def broadcast_(self, numbers: Tensor) -> Tensor:
         """The last stage's tensor to all, in place; the others pass one of its shape and type."""
         if self.stage.count > 1:
             dist.broadcast(numbers, group=self._group, group_src=self.stage.count - 1)
         return numbers
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the last stage passed in, to all; for small things, seldom."""
         values = [value]
         if self.stage.count > 1:

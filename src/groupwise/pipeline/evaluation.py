@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from groupwise.pipeline.communication import Line, evaluating
+from groupwise.pipeline.communication import StageLink, evaluating
 from groupwise.pipeline.generate import generate_on_stages
 from groupwise.pipeline.split import Stage
 from groupwise.training.task import Feed, Microbatch, Split
@@ -70,11 +70,11 @@ def evaluate_outcomes(
 
     The microbatches may differ in shape. A stage begins with the next one when it has given one on.
     """
-    line, found = Line(stage, device, group), []
+    link, found = StageLink(stage, device, group), []
     with evaluating(stage):
         for microbatch in microbatches:
             reads: dict[str, Any] = {name: microbatch.kwargs[name] for name in stage.reads if name in microbatch.kwargs}
-            hidden = line.through(microbatch.first, **reads)
+            hidden = link.through(microbatch.first, **reads)
             if hidden is not None:
                 found.append(stage.outcomes(hidden, microbatch.kwargs)[: microbatch.examples - microbatch.absent].cpu())
-    return line.told(torch.cat(found) if stage.last else None)
+    return link.broadcast(torch.cat(found) if stage.last else None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from groupwise.config.schema import GenerateConfig
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError
-from groupwise.pipeline.communication import Line, evaluating
+from groupwise.pipeline.communication import StageLink, evaluating
 from groupwise.pipeline.split import Stage
 from groupwise.tasks.beam_search import generate
 
@@ -41,37 +41,37 @@ class Pass:
     order: Tensor | None
     fresh: bool
 
-    def run(self, line: Line, keys: Any) -> Tensor | None:
-        """Take this process's part in it; see `Line.through`.
+    def run(self, link: StageLink, keys: Any) -> Tensor | None:
+        """Take this process's part in it; see `StageLink.through`.
 
         Args:
-            line: this process's.
+            link: this process's.
             keys: its cache, in order.
         """
-        return line.through(
+        return link.through(
             self.tokens, attention_mask=self.mask, position_ids=self.positions, past_key_values=keys, use_cache=True
         )
 
 
-def announce(line: Line, one: Pass | None) -> None:
+def announce(link: StageLink, one: Pass | None) -> None:
     """On the last stage: tell the others what comes now; None ends their work."""
     if one is None:
-        line.tell(torch.zeros(5, dtype=torch.int64, device=line.device))
+        link.broadcast_(torch.zeros(5, dtype=torch.int64, device=link.device))
         return
     (b, t), parts = one.tokens.shape, (one.mask, one.order)
     sizes = [0 if part is None else part.numel() for part in parts]
-    line.tell(torch.tensor([1 + one.fresh, b, t, *sizes], device=line.device))
+    link.broadcast_(torch.tensor([1 + one.fresh, b, t, *sizes], device=link.device))
     given = (one.tokens, one.positions, *(part for part in parts if part is not None))
-    line.tell(torch.cat([part.reshape(-1) for part in given]))
+    link.broadcast_(torch.cat([part.reshape(-1) for part in given]))
 
 
-def hear(line: Line) -> Pass | None:
+def hear(link: StageLink) -> Pass | None:
     """On the other stages: what the last one announced."""
-    kind, b, t, *sizes = line.tell(torch.zeros(5, dtype=torch.int64, device=line.device)).tolist()
+    kind, b, t, *sizes = link.broadcast_(torch.zeros(5, dtype=torch.int64, device=link.device)).tolist()
     if not kind:
         return None
-    numbers = torch.empty(2 * b * t + sum(sizes), dtype=torch.int64, device=line.device)
-    tokens, positions, mask, order = line.tell(numbers).split([b * t, b * t, *sizes])
+    numbers = torch.empty(2 * b * t + sum(sizes), dtype=torch.int64, device=link.device)
+    tokens, positions, mask, order = link.broadcast_(numbers).split([b * t, b * t, *sizes])
     return Pass(
         tokens.view(b, t),
         positions.view(b, t),
@@ -101,43 +101,43 @@ def generate_on_stages(
     Raises:
         UserError: as there, on every process; another error of the last stage's own is a RuntimeError on the others.
     """
-    line = Line(stage, device, group)
+    link = StageLink(stage, device, group)
     if stage.last:
         try:
-            texts = _search(line, tokenizer, prompts, settings)
+            texts = _search(link, tokenizer, prompts, settings)
         except Exception as error:
-            line.told(_for_others(error))
+            link.broadcast(_for_others(error))
             raise
-        return line.told(texts)
-    _serve(line)
-    found = line.told(None)
+        return link.broadcast(texts)
+    _serve(link)
+    found = link.broadcast(None)
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def _search(line: Line, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig) -> list[str]:
+def _search(link: StageLink, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig) -> list[str]:
 
     try:
-        return generate(Searcher(line), tokenizer, prompts, settings, device=line.device)
+        return generate(Searcher(link), tokenizer, prompts, settings, device=link.device)
     finally:
-        announce(line, None)
+        announce(link, None)
 
 
-def _serve(line: Line) -> None:
+def _serve(link: StageLink) -> None:
     """Take part in every pass that is announced, until none comes any more."""
     import_torchvision()  # before transformers, which falls without it
     from transformers import DynamicCache
 
-    config: Any = line.stage.config
+    config: Any = link.stage.config
     keys: Any = None
-    with evaluating(line.stage):
-        while (one := hear(line)) is not None:
+    with evaluating(link.stage):
+        while (one := hear(link)) is not None:
             if one.fresh:
                 keys = DynamicCache(config=config)
             elif one.order is not None:
                 keys.reorder_cache(one.order)
-            one.run(line, keys)
+            one.run(link, keys)
 
 
 def _for_others(error: Exception) -> Exception:
@@ -166,15 +166,15 @@ class Searcher(PreTrainedModel, GenerationMixin):
     """A causal language model whose forward pass is that of all stages.
 
     Args:
-        line: of the last stage.
+        link: of the last stage.
     """
 
-    def __init__(self, line: Line) -> None:
-        stage: Any = line.stage
+    def __init__(self, link: StageLink) -> None:
+        stage: Any = link.stage
         config = copy.deepcopy(stage.config)
         config._attn_implementation = "eager"  # transformers asks whether it can do the stage's own, and it has none
         super().__init__(config)
-        self.stage, self._line = stage, line
+        self.stage, self._link = stage, link
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
@@ -194,8 +194,8 @@ class Searcher(PreTrainedModel, GenerationMixin):
         order, past_key_values.reordered = past_key_values.reordered, None
         fresh = past_key_values.get_seq_length() == 0
         one = Pass(input_ids, position_ids.expand_as(input_ids), attention_mask, order, fresh)
-        announce(self._line, one)
-        hidden = one.run(self._line, past_key_values)
+        announce(self._link, one)
+        hidden = one.run(self._link, past_key_values)
         assert hidden is not None, "the search is on the last stage"
         logits = self.stage.logits(hidden[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.pipeline.model_parts import Anatomy
+from groupwise.pipeline.model_parts import ModelParts
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.image_classification import image_outcomes
 
@@ -22,7 +22,7 @@ class ImageStage(Stage):
 
     def __init__(
         self,
-        anatomy: Anatomy,
+        anatomy: ModelParts,
         ranges: tuple[tuple[int, int], ...],
         index: int,
         *,

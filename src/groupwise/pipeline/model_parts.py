@@ -64,7 +64,7 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelParts:
     """The parts of one model.
 
     Args:
@@ -93,7 +93,7 @@ class Anatomy:
         return _body(self.network, self.family)
 
 
-def dissect(model: nn.Module) -> Anatomy:
+def find_parts(model: nn.Module) -> ModelParts:
     """Find the parts of a causal language model, bare or with peft's adapters inside, or of a wide residual network.
 
     Raises:
@@ -102,7 +102,7 @@ def dissect(model: nn.Module) -> Anatomy:
     network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if isinstance(network, WideResNet):
         start = _present(network.stem, getattr(network, "stem_norm", None))
-        return Anatomy(start, tuple(network.blocks), _present(network.final_norm, network.classifier), network)
+        return ModelParts(start, tuple(network.blocks), _present(network.final_norm, network.classifier), network)
     check_known(getattr(getattr(network, "config", None), "model_type", type(network).__name__))
     family = FAMILIES[network.config.model_type]
     head = network.get_output_embeddings()
@@ -111,7 +111,7 @@ def dissect(model: nn.Module) -> Anatomy:
     body = _body(network, family)
     entry = (getattr(body, name, None) for name in (family.tokens, family.positions, family.project_in))
     exit_ = (getattr(body, name, None) for name in (family.norm, family.project_out))
-    return Anatomy(_present(*entry), tuple(getattr(body, family.blocks)), _present(*exit_, head), network, family)
+    return ModelParts(_present(*entry), tuple(getattr(body, family.blocks)), _present(*exit_, head), network, family)
 
 
 def check_known(model_type: str) -> None:

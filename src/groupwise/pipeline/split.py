@@ -11,7 +11,7 @@ from torch import nn
 from groupwise.errors import UserError
 from groupwise.pipeline.balance import Ranges, choose_ranges
 from groupwise.pipeline.image_stage import ImageStage
-from groupwise.pipeline.model_parts import Anatomy, dissect
+from groupwise.pipeline.model_parts import ModelParts, find_parts
 from groupwise.pipeline.stage import Stage
 from groupwise.pipeline.text_stage import TextStage
 
@@ -42,7 +42,7 @@ def cut(
         UserError: a model that cannot be cut, a parameter that would train on two stages or on none, or a stage where
             nothing trains.
     """
-    anatomy = dissect(model)
+    anatomy = find_parts(model)
     _check_ranges(anatomy, ranges)
     _check_trainable(model, anatomy, ranges)
     names = {id(module): name for name, module in model.named_modules()}
@@ -52,14 +52,14 @@ def cut(
     return stage.train(model.training)
 
 
-def _check_ranges(anatomy: Anatomy, ranges: Ranges) -> None:
+def _check_ranges(anatomy: ModelParts, ranges: Ranges) -> None:
     ends = [0, *(stop for _, stop in ranges)]
     starts = [*(start for start, _ in ranges), len(anatomy.blocks)]
     if ends != starts or any(start >= stop for start, stop in ranges):
         raise UserError(f"Stages {ranges} do not hold each of the {len(anatomy.blocks)} blocks once: give others.")
 
 
-def _check_trainable(model: nn.Module, anatomy: Anatomy, ranges: Ranges) -> None:
+def _check_trainable(model: nn.Module, anatomy: ModelParts, ranges: Ranges) -> None:
     """Every parameter that trains is on one stage, and every stage has one."""
     last = len(ranges) - 1
     stages = [0, *(stage for stage, (start, stop) in enumerate(ranges) for _ in range(start, stop)), last]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.pipeline.model_parts import Anatomy, Family
+from groupwise.pipeline.model_parts import Family, ModelParts
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.text_task import at_least_float32, per_example, token_losses
 
@@ -28,7 +28,7 @@ class TextStage(Stage):
 
     def __init__(
         self,
-        anatomy: Anatomy,
+        anatomy: ModelParts,
         ranges: tuple[tuple[int, int], ...],
         index: int,
         *,

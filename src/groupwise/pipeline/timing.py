@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.pipeline.model_parts import dissect
+from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import cut
 from groupwise.training.task import Microbatch
 
@@ -32,7 +32,7 @@ def measure_costs(
         repeats: how often each part runs.
         precision: as in `cut`.
     """
-    anatomy = dissect(model)
+    anatomy = find_parts(model)
     whole = cut(model, ((0, len(anatomy.blocks)),), 0, precision=precision)
     modules = (*anatomy.entry, *anatomy.blocks)
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}

@@ -12,7 +12,7 @@ import torch
 
 from groupwise.clipping.costs import USUAL_RATES, machine_rates
 from groupwise.errors import UserError
-from groupwise.pipeline.model_parts import dissect
+from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.accelerators import Rated, Speed
 from groupwise.planner.cpu_timing import Timed
@@ -141,7 +141,7 @@ class Estimate:
             dtype=options.weights_dtype,
             attention=options.attention,
         )
-        self.blocks = len(dissect(self.model).blocks)
+        self.blocks = len(find_parts(self.model).blocks)
         self.imagined = lru_cache(None)(footprint)
         self._speeds: dict[Work, Speed] = {}
 

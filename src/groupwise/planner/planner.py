@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from groupwise.errors import UserError
-from groupwise.pipeline.model_parts import dissect
+from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.estimate import Estimate, Memory, kinds
 from groupwise.planner.footprint import Work
@@ -101,7 +101,7 @@ def largest_microbatch(estimate: Estimate) -> int:
 
 def least_devices(estimate: Estimate) -> int | None:
     """The least number of stages, beyond those asked for, with which the work fits; None if none does."""
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in dissect(estimate.model).blocks]
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in find_parts(estimate.model).blocks]
     for stages in range(estimate.options.devices + 1, estimate.blocks + 1):
         weights = max(sum(sizes[start:stop]) for start, stop in choose_ranges(estimate.model, stages))
         if weights <= estimate.options.room and estimate.fits(estimate.work, stages):

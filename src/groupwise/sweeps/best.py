@@ -19,7 +19,7 @@ HEADLINES = ("valid/accuracy", "valid/perplexity")
 """A task has one of them; with `data.holdout` the split is a part of the training set, without it the paper's own."""
 
 
-def objective(row: Mapping[str, Any]) -> float | None:
+def search_metric(row: Mapping[str, Any]) -> float | None:
     """The headline of a result row; None where a run has none, as it only explained itself."""
     return next((float(row[name]) for name in HEADLINES if name in row), None)
 

@@ -41,13 +41,16 @@ class Alone:
         """This replica's part of a drawn batch: all of it."""
         return examples
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the main process passed in: ``value``."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, by process: this one alone."""
         return [value]
+
+    def barrier(self) -> None:
+        """Wait for all processes: nothing to do."""
 
 
 class Ranks:
@@ -111,7 +114,7 @@ class Ranks:
         """
         return examples[self.replica :: self.replicas]
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the main process passed in, to every process; for small things, once."""
         values = [value]
         dist.broadcast_object_list(values, src=0)
@@ -122,6 +125,10 @@ class Ranks:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        self.gather(None)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -3,7 +3,7 @@
 import hashlib
 
 
-def place_of(content: str | bytes, key: int) -> float:
+def keyed_fraction(content: str | bytes, key: int) -> float:
     """A place in [0, 1): like a uniform draw, but the same on every machine; no other row has a part in it.
 
     Equal contents have equal places, so copies of a row are never on both sides of a split.
