@@ -52,6 +52,7 @@ json.dump([[len({file for file, _ in found}), len(found)] for found in (way, bat
 
 
 def files_of(root: Path, folder: str, suffix: str) -> list[Path]:
+    """Tracked files of a folder that end so."""
     listed = subprocess.run(["git", "-C", root, "ls-files", folder], capture_output=True, text=True, check=True).stdout
     return [root / name for name in listed.splitlines() if name.endswith(suffix)]
 
@@ -86,6 +87,7 @@ def touched(root: Path, scratch: Path) -> list[list[int]]:
 
 
 def main(root: Path, scratch: Path) -> None:
+    """Print the figures of the checkout `root`; `scratch` is for a short run."""
     sources = files_of(root, "src/groupwise", ".py")
     lines = sorted(len(file.read_text().splitlines()) for file in sources)
     found = circles(root / "src" / "groupwise")
