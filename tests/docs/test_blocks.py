@@ -68,8 +68,8 @@ def test_the_readme_has_ten_lines_of_clipping_before_any_table() -> None:
 
 
 def test_the_private_loop_keeps_its_budget_and_learns() -> None:
-    [loop] = [block.text for block in PYTHON if block.document == "privacy.md"]
-    epsilon, accuracy = (float(number) for number in re.findall(r"(?:epsilon|accuracy) ([\d.]+)", execute(loop))[-2:])
+    printed = execute((ROOT / "examples" / "own_loop.py").read_text())
+    epsilon, accuracy = (float(number) for number in re.findall(r"(?:epsilon|accuracy) ([\d.]+)", printed)[-2:])
     assert 2.9 < epsilon <= 3
     assert accuracy > 0.8
 
