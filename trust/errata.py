@@ -1,7 +1,6 @@
 """Computes the sizes that docs/errata.md quotes, ε where the paper is read otherwise:  python -m trust.errata
 
-It takes two minutes. Each line is what it says before the colon, at the σ that meets the claimed ε as this project reads
-the paper.
+It takes two minutes. Each line is what it says before the colon, at the σ of the claimed ε as this project reads it.
 """
 
 from collections.abc import Iterator
