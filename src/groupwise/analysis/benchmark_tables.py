@@ -185,10 +185,14 @@ def full(measured: Path) -> str:
         "## Speed and memory of a step",
         _made(measured, "throughput", THROUGHPUT, throughput_tables),
         "## Growth",
-        "The factor of a step's time / the factor of its peak memory when one size doubles; under `all` the product.",
+        "The factor of a step's time / the factor of its peak memory when one size doubles; under `all` the product. "
+        "The networks are a small transformer and a small convolutional network of plain layers, of which every size "
+        "can be doubled alone.",
         _made(measured, "growth", GROWTH, growth_tables),
         "## The loop around a step",
-        "The ratio is bare / loop: 0.95 is a loop that adds 5 %.",
+        "A step of `run.py` (sampling, loading, logging, progress bar, thresholds, accounting) beside the bare step "
+        "(losses, clipped backward, noise, optimiser), on the same examples and in the same process. The ratio is bare "
+        "/ loop: 0.95 is a loop that adds 5 %.",
         _made(measured, "loop", LOOP, loop_table),
     )
     return "\n\n".join(parts) + "\n"
