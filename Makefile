@@ -65,7 +65,7 @@ bench-loop: $(STAMP) ## the loop of run.py around the bare step, on the demo: a 
 bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-xl (LoRA) at full size: minutes, 5 GiB
 	$(BIN)/python -m benchmarks.full_size
 
-bench-page: $(STAMP) ## the tables of docs/benchmarks.md, from the measured rows
+bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, from the measured rows
 	$(BIN)/python -m groupwise.analysis.benchmark_tables
 
 figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows (BUDGET: GiB of its second panel)
@@ -117,7 +117,7 @@ audit: $(STAMP) ## attack every clipping mode at three budgets, and show how muc
 verify: $(STAMP) ## account for a finished run anew from its record: make verify RUN=results/runs/<hash>
 	$(BIN)/python -m groupwise.audit.reaccount $(RUN)
 
-trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md: audits, planted bugs, faults, norms, architectures, mutants (MUTANTS) …; hours
+trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its tables in results/trust: audits, planted bugs, faults, mutants (MUTANTS) …; hours
 	$(BIN)/python -m groupwise.audit --all
 	$(BIN)/python -m trust.planted_bugs
 	$(BIN)/python -m trust.faults

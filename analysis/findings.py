@@ -1,6 +1,6 @@
 # %% [markdown]
 # # What the rows say about the paper's claims
-# `python -m groupwise.analysis.findings` writes this into docs/findings.md.
+# `python -m groupwise.analysis.findings` writes this into results/tables/findings.md.
 
 # %%
 from IPython.display import Markdown

@@ -1,8 +1,12 @@
-"""Writes the tables of docs/trust.md and docs/models.md from results/trust/*.csv:  python -m trust.page"""
+"""Writes results/trust/*.md, and what they come to in docs/trust.md and docs/models.md:  python -m trust.page
+
+Each CSV in results/trust becomes a page of tables beside it; the documents hold a summary of each.
+"""
 
 import csv
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.analysis.benchmark_tables import between_markers, markdown
@@ -12,6 +16,9 @@ from trust.models.rows import summary, tables
 
 PAGE, MODELS = Path("docs/trust.md"), Path("docs/models.md")
 RESULTS = Path("results/trust")
+DEFECTS = ("traceback", "talkative", "silent", "partial", "outside")
+"""Columns of bad_input.csv that should hold nothing but 0."""
+NOTHING = "Not measured yet."
 Rows = list[dict[str, str]]
 
 
@@ -48,6 +55,17 @@ def audit_summary(rows: Rows) -> str:
     return f"{len(rows)} audits, {above} above their claim. The most that one proves of its claim: {'; '.join(parts)}."
 
 
+def planted_summary(rows: Rows) -> str:
+    """How many bugs, how many were caught, and the bounds that come nearest to missing or to a false alarm."""
+    least = min(rows, key=lambda row: float(row["bug_epsilon"]) / float(row["claimed_epsilon"]))
+    most = max(float(row["correct_epsilon"]) / float(row["claimed_epsilon"]) for row in rows)
+    return (
+        f"{len(rows)} bugs, {sum(row['caught'] == 'yes' for row in rows)} caught. The least that one shows is ε ≥ "
+        f"{least['bug_epsilon']} where {least['claimed_epsilon']} is claimed ({least['bug']}); without the bug no game "
+        f"shows more than {most:.0%} of its claim."
+    )
+
+
 def planted(rows: Rows) -> str:
     """One line a bug."""
     head = ["bug", "claimed ε", "at least, with the bug", "at least, without", "caught", "how"]
@@ -55,9 +73,35 @@ def planted(rows: Rows) -> str:
     return markdown(head, [[row[name] or "–" for name in names] for row in rows])
 
 
+def faults_summary(rows: Rows) -> str:
+    """How many faults were tried, and in how many something was lost."""
+    tried, lost = (sum(int(row[name]) for row in rows) for name in ("tried", "lost"))
+    return f"{len(rows)} kinds of fault, tried {tried} times: {lost} lost."
+
+
+def bad_input_summary(rows: Rows) -> str:
+    """How many attempts, what came of them, and how many were defects."""
+    totals = {name: sum(int(row[name]) for row in rows) for name in rows[0] if name != "kind"}
+    defects = {name: totals[name] for name in DEFECTS}
+    sound = ", ".join(f"{totals[name]:,} {name}" for name in ("ran", "accepted", "refused", "stopped"))
+    found = ", ".join(f"{count} {name}" for name, count in defects.items() if count)
+    return f"{totals['tried']:,} attempts of {len(rows)} kinds: {sound}; {sum(defects.values())} defects" + (
+        f" ({found})." if found else "."
+    )
+
+
 def plain(rows: Rows) -> str:
     """The file as it is."""
     return markdown([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
+
+
+def norms_summary(rows: Rows) -> str:
+    """The worst of all layers, sizes and laws."""
+    under, over = (max(rows, key=lambda row: float(row[name])) for name in ("understated", "over_threshold"))
+    return (
+        f"{len(rows)} cases. A norm is under-stated by at most {under['understated']} ({under['formula']}), "
+        f"a threshold exceeded by at most {over['over_threshold']} ({over['formula']}); 1e-6 is allowed."
+    )
 
 
 def norms(rows: Rows) -> str:
@@ -74,55 +118,92 @@ def norms(rows: Rows) -> str:
     return markdown(head, lines)
 
 
+def mutants_summary(rows: Rows) -> str:
+    """One line a package."""
+    return "\n".join(
+        f"- `{row['package']}`: {row['tried']} of {row['mutants']} mutants tried, {row['survived']} survived beside "
+        f"{row['equivalent']} equivalent ones; score {float(row['score']):.1%}, 95 % interval {float(row['low']):.1%} "
+        f"to {float(row['high']):.1%}."
+        for row in rows
+        if row["file"] == "all"
+    )
+
+
 def mutants(rows: Rows) -> str:
     """The packages first, then their files."""
     return plain(sorted(rows, key=lambda row: (row["file"] != "all", row["package"], row["file"])))
 
 
-Tables = tuple[tuple[str, str, Callable[[Rows], str]], ...]
-"""Names of markers, files of rows, and what makes the one of the other."""
-TABLES: Tables = (
-    ("summary", "audit", audit_summary),
-    ("audit", "audit", audits),
-    ("planted", "planted", planted),
-    ("faults", "faults", plain),
-    ("bad_input", "bad_input", plain),
-    ("norms", "norms", norms),
-    ("mutation", "mutation", mutants),
+@dataclass(frozen=True)
+class Evidence:
+    """Rows of `results/trust/<name>.csv`: their page, what it is called, and how they are shown there and in it."""
+
+    name: str
+    page: Path
+    title: str
+    summary: Callable[[Rows], str]
+    tables: Callable[[Rows], str]
+
+
+EVIDENCE = (
+    Evidence("audit", PAGE, "Audits", audit_summary, audits),
+    Evidence("planted", PAGE, "Planted bugs", planted_summary, planted),
+    Evidence("faults", PAGE, "Faults", faults_summary, plain),
+    Evidence("bad_input", PAGE, "Bad input", bad_input_summary, plain),
+    Evidence("norms", PAGE, "Norms", norms_summary, norms),
+    Evidence("mutation", PAGE, "Mutants", mutants_summary, mutants),
+    Evidence("models", MODELS, "Models", summary, tables),
 )
-PAGES: dict[Path, Tables] = {PAGE: TABLES, MODELS: (("summary", "models", summary), ("models", "models", tables))}
+
+
+def rows_of(name: str, results: Path) -> Rows:
+    """The rows of `<results>/<name>.csv`; none where there is no such file."""
+    path = results / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def fill(text: str, results: Path = RESULTS, page: Path = PAGE) -> str:
-    """The text of a page with each table as the file of its name in `results` has it.
+    """The text of a page with the summary of each of its files in `results` between its markers.
 
     Raises:
         UserError: a pair of markers is missing.
     """
-    for name, source, make in PAGES[page]:
-        path = results / f"{source}.csv"
-        content = "Not measured yet."
-        if path.is_file():
-            with open(path, encoding="utf-8", newline="") as file:
-                content = make(list(csv.DictReader(file)))
-        text = between_markers(text, name, content, page)
+    for evidence in EVIDENCE:
+        if evidence.page == page:
+            rows = rows_of(evidence.name, results)
+            text = between_markers(text, evidence.name, evidence.summary(rows) if rows else NOTHING, page)
     return text
+
+
+def full(evidence: Evidence, results: Path = RESULTS) -> str:
+    """The page of tables that stands beside the CSV."""
+    rows = rows_of(evidence.name, results)
+    said = (
+        f"Made by `python -m trust.page` from `{evidence.name}.csv`; what it means is in `{evidence.page.as_posix()}`."
+    )
+    return f"# {evidence.title}\n\n{said}\n\n{evidence.tables(rows) if rows else NOTHING}\n"
 
 
 def main(arguments: Iterable[str] = ()) -> int:
     """The command line; returns the exit code."""
     if list(arguments):
         print(
-            "error: python -m trust.page takes no options: it writes docs/trust.md and docs/models.md.", file=sys.stderr
+            "error: python -m trust.page takes no options: it writes docs/trust.md, docs/models.md and results/trust.",
+            file=sys.stderr,
         )
         return 2
     try:
-        for page in PAGES:
+        for page in dict.fromkeys(evidence.page for evidence in EVIDENCE):
             write_text(page, fill(page.read_text(encoding="utf-8"), page=page))
+        for evidence in EVIDENCE:
+            write_text(RESULTS / f"{evidence.name}.md", full(evidence))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{PAGE} and {MODELS} show what {RESULTS} holds")
+    print(f"{PAGE}, {MODELS} and {RESULTS}/*.md show what {RESULTS}/*.csv hold")
     return 0
 
 

@@ -1,13 +1,21 @@
-"""The page's tables say what the CSVs say; docs/benchmarks.md is up to date."""
+"""The tables say what the CSVs say; docs/benchmarks.md and results/tables/benchmarks.md are up to date."""
 
 from pathlib import Path
 
 import pandas as pd
 
-from groupwise.analysis.benchmark_tables import fill, growth_tables, loop_table, main, throughput_tables
+from groupwise.analysis.benchmark_tables import (
+    fill,
+    full,
+    growth_tables,
+    loop_table,
+    main,
+    throughput_summary,
+    throughput_tables,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("throughput", "growth", "loop", "figures")
+NAMES = ("summary", "figures")
 
 
 def blank(path: Path) -> Path:
@@ -19,6 +27,8 @@ def test_the_committed_page_shows_the_committed_rows():
     page, results = ROOT / "docs" / "benchmarks.md", ROOT / "results"
     shown = fill(page.read_text(), page, results / "measured" / "benchmarks", results / "figures")
     assert page.read_text() == shown, "run python -m groupwise.analysis.benchmark_tables"
+    tables = full(results / "measured" / "benchmarks")
+    assert (results / "tables" / "benchmarks.md").read_text() == tables, "run the same"
 
 
 def test_a_throughput_table(throughput):
@@ -49,21 +59,33 @@ def test_the_loop_table(loop):
     assert "| 78,650 | 256 (128) | 100.0 | 102.0 | 0.980 [0.960..0.990] | 3 |" in loop_table(loop)
 
 
+def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus(throughput):
+    slower = throughput[throughput["method"] == "opacus_hooks"].assign(method="opacus_functorch", ratio=0.1)
+    text = throughput_summary(pd.concat([throughput, slower]))
+    assert "| GPT-2 shape, tied, 100 tokens, batch 4 | Made-up CPU, 1 thread, float32 | 0.97 / 1.01 |" in text
+    assert text.count("GPT-2 shape") == 2 and "0.10 /" not in text
+    unmeasured = throughput[throughput["method"] != "ghost"]
+    assert " – |" in throughput_summary(unmeasured) and " – |" not in text
+
+
 def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop):
     page, measured, figures = blank(tmp_path / "page.md"), tmp_path / "measured", tmp_path / "figures"
+    tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
-    command = ["--page", str(page), "--measured", str(measured), "--figures", str(figures)]
+    command = ["--page", str(page), "--out", str(tables.parent), "--measured", str(measured), "--figures", str(figures)]
     assert main(command) == 0
     text = page.read_text()
-    assert text.count("Not measured yet.") == 3 and text.count("kept") == 4 and "old" not in text
+    assert text.count("Not measured yet.") == 1 and text.count("kept") == 2 and "old" not in text
+    assert tables.read_text().count("Not measured yet.") == 3
     for name, rows in (("throughput", throughput), ("growth", growth), ("loop", loop)):
         rows.to_csv(measured / f"{name}.csv", index=False)
     figures.mkdir()
     (figures / "throughput.png").write_text("")
     assert main(command) == 0
     text = page.read_text()
-    assert "Not measured yet." not in text and "](figures/throughput.png)" in text
-    assert throughput_tables(pd.read_csv(measured / "throughput.csv")) in text
+    assert "Not measured yet." not in text + tables.read_text() and "](figures/throughput.png)" in text
+    assert throughput_summary(pd.read_csv(measured / "throughput.csv")) in text
+    assert throughput_tables(pd.read_csv(measured / "throughput.csv")) in tables.read_text()
     assert main(command) == 0 and page.read_text() == text
 
 
@@ -73,4 +95,4 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
     assert main(["--page", str(tmp_path / "bare.md"), "--measured", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all(line.startswith("error: ") for line in errors)
-    assert "begin throughput" in errors[1]
+    assert "begin summary" in errors[1]

@@ -64,3 +64,11 @@ def test_files_named_in_prose_exist() -> None:
         for name in re.findall(r"`((?:src|conf|tests|sweeps|docs|scripts|benchmarks|trust)/[\w./*-]*)`", prose(path)):
             made_here = "/_build/" in name
             assert made_here or list(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"
+
+
+def test_the_way_of_one_batch_names_files_that_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| \d+ \|.*\| (.*) \|$", page, re.M)
+    named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
+    assert len(rows) > 10 and len(named) > 15
+    assert not [name for name in named if not (ROOT / "src" / "groupwise" / name).is_file()]

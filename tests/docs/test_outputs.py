@@ -73,7 +73,8 @@ def test_files_in_a_tree_exist(block: Block) -> None:
             continue
         names = re.split(r"\s{2,}", line.strip())[0].split(", ")
         folders = [(d, folder) for d, folder in folders if d < depth]
+        parent = ROOT / "".join(folder for _, folder in folders)
         for name in names:
-            assert (ROOT / "".join(folder for _, folder in folders) / name).exists(), name
+            assert (parent / name).exists(), name
             if name.endswith("/"):
                 folders.append((depth, name))

@@ -1,11 +1,25 @@
-"""docs/trust.md and docs/models.md show what results/trust holds, and nothing else."""
+"""docs/trust.md, docs/models.md and the pages beside the CSVs show what results/trust holds, and nothing else."""
 
 from pathlib import Path
 
 import pytest
 
 from groupwise.errors import UserError
-from trust.page import PAGES, TABLES, audit_summary, audits, fill
+from trust.page import (
+    DEFECTS,
+    EVIDENCE,
+    NOTHING,
+    Evidence,
+    audit_summary,
+    audits,
+    bad_input_summary,
+    faults_summary,
+    fill,
+    full,
+    mutants_summary,
+    norms_summary,
+    planted_summary,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "trust.md"
@@ -16,14 +30,24 @@ def row(claimed: str, lower: str, gaussian: str = "") -> dict[str, str]:
     return {**ROW, "epsilon_claimed": claimed, "epsilon_lower": lower, "epsilon_lower_gaussian": gaussian}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", sorted({evidence.page for evidence in EVIDENCE}), ids=str)
 def test_the_pages_show_what_the_files_hold(page: Path) -> None:
     text = (ROOT / page).read_text()
-    assert fill(text, ROOT / "results" / "trust", page) == text
+    assert fill(text, ROOT / "results" / "trust", page) == text, "run python -m trust.page"
+
+
+@pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.name)
+def test_the_tables_beside_the_files_show_what_these_hold(evidence: Evidence) -> None:
+    results = ROOT / "results" / "trust"
+    assert (results / f"{evidence.name}.md").read_text() == full(evidence, results), "run python -m trust.page"
+    assert f"results/trust/{evidence.name}.md" in (ROOT / evidence.page).read_text()
 
 
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
-    assert fill(PAGE.read_text(), tmp_path).count("Not measured yet.") == len(TABLES)
+    assert fill(PAGE.read_text(), tmp_path).count(NOTHING) == len(
+        [one for one in EVIDENCE if one.page.name == PAGE.name]
+    )
+    assert NOTHING in full(EVIDENCE[0], tmp_path)
 
 
 def test_a_page_without_a_place_for_a_table_is_refused(tmp_path: Path) -> None:
@@ -41,3 +65,46 @@ def test_each_budget_has_its_column() -> None:
     rows = [row("1", "0.5", "0.9"), {**row("8", "4"), "mode": "ghost"}, {**row("8", "3"), "dropout": "0.1"}]
     assert "| `flat` | layers | global | 0 | 0.5 (0.9) | – |" in audits(rows)
     assert "| `flat` | layers, dropout 0.1 | global | 0 | – | 3 |" in audits(rows)
+
+
+def test_a_bug_that_was_missed_is_not_counted_as_caught() -> None:
+    caught = {
+        "bug": "no noise",
+        "claimed_epsilon": "1",
+        "bug_epsilon": "6.3",
+        "correct_epsilon": "0.25",
+        "caught": "yes",
+    }
+    missed = {**caught, "bug": "too small a σ", "bug_epsilon": "0.8", "caught": "no"}
+    said = planted_summary([caught, missed])
+    assert (
+        said.startswith("2 bugs, 1 caught.") and "ε ≥ 0.8 where 1 is claimed (too small a σ)" in said and "25%" in said
+    )
+
+
+def test_what_was_lost_is_counted() -> None:
+    said = faults_summary([{"tried": "3", "lost": "1"}, {"tried": "2", "lost": "0"}])
+    assert said == "2 kinds of fault, tried 5 times: 1 lost."
+
+
+def test_defects_are_counted_by_name() -> None:
+    sound = dict.fromkeys(("ran", "accepted", "refused", "stopped"), "1")
+    clean = {"kind": "a", "tried": "4", **sound, **dict.fromkeys(DEFECTS, "0")}
+    assert bad_input_summary([clean]).endswith("; 0 defects.")
+    assert bad_input_summary([clean, {**clean, "silent": "2"}]).endswith("; 2 defects (2 silent).")
+
+
+def test_the_worst_norm_is_named() -> None:
+    rows = [
+        {"formula": "A", "understated": "1e-8", "over_threshold": "-3e-9"},
+        {"formula": "B", "understated": "-1e-3", "over_threshold": "2e-7"},
+    ]
+    said = norms_summary(rows)
+    assert "at most 1e-8 (A)" in said and "at most 2e-7 (B)" in said
+
+
+def test_a_package_has_one_line_and_its_files_none() -> None:
+    line = {"package": "privacy", "file": "all", "mutants": "9", "tried": "8", "survived": "1", "equivalent": "2"}
+    line |= {"score": "0.8333", "low": "0.4", "high": "0.95"}
+    said = mutants_summary([line, {**line, "file": "privacy/plan.py"}])
+    assert said.count("\n") == 0 and "8 of 9 mutants tried, 1 survived" in said and "83.3%" in said

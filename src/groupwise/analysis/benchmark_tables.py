@@ -1,4 +1,7 @@
-"""Writes the tables of docs/benchmarks.md:  python -m groupwise.analysis.benchmark_tables"""
+"""Writes the tables of the benchmarks:  python -m groupwise.analysis.benchmark_tables
+
+results/tables/benchmarks.md has all of them, docs/benchmarks.md one line for each workload, and the figures.
+"""
 
 import argparse
 import os
@@ -37,6 +40,13 @@ WORKLOADS = {
 }
 FULL_DEPTH = 12
 """Layers of the language models' base shape."""
+KINDS = {
+    "adaptive_layer": "adaptive per layer",
+    "flat": "flat, book-keeping",
+    "ghost": "flat, ghost",
+    "opacus": "fastest of Opacus",
+}
+"""How names of methods begin, and what the summary calls the fastest that begins so."""
 FIGURES = {
     "throughput": "Memory against batch size, and throughput at the largest batch that fits",
     "runtime_breakdown": "The same on another machine configuration",
@@ -45,11 +55,31 @@ FIGURES = {
 
 def throughput_tables(rows: pd.DataFrame) -> str:
     """One table for each workload and machine configuration, at the batch size that most methods were measured at."""
-    table = cells(rows)
+    return "\n\n".join(map(_throughput_table, _workloads(rows)))
+
+
+def throughput_summary(rows: pd.DataFrame) -> str:
+    """One line for each workload and machine configuration: speed ratio / memory ratio of each kind of method."""
+    lines = []
+    for cell in _workloads(rows):
+        first = cell.iloc[0]
+        measured = cell[was_measured(cell)]
+        best = {kind: measured[measured["method"].str.startswith(kind)].nlargest(1, "ratio") for kind in KINDS}
+        name = WORKLOADS.get(first["workload"], first["workload"]) + f", batch {first['batch']:g}"
+        machine = in_words(tuple(first[column] for column in MACHINE))
+        ratios = [
+            f"{one['ratio'].item():.2f} / {one['memory_ratio'].item():.2f}" if len(one) else "–"
+            for one in best.values()
+        ]
+        lines.append([name, machine, *ratios])
+    return markdown(["workload", "on", *KINDS.values()], lines)
+
+
+def _workloads(rows: pd.DataFrame) -> list[pd.DataFrame]:
     order = {name: place for place, name in enumerate(WORKLOADS)}
-    groups = table.groupby(["workload", *MACHINE, "layers"], dropna=False, sort=False)
+    groups = cells(rows).groupby(["workload", *MACHINE, "layers"], dropna=False, sort=False)
     chosen = sorted(groups, key=lambda group: order.get(str(group[0][0]), len(order)))
-    return "\n\n".join(_throughput_table(_main_batch(lines)) for _, lines in chosen)
+    return [_main_batch(lines) for _, lines in chosen]
 
 
 def _main_batch(lines: pd.DataFrame) -> pd.DataFrame:
@@ -133,21 +163,44 @@ def figure_links(figures: Path, page: Path) -> str:
 
 
 def fill(text: str, page: Path, measured: Path, figures: Path) -> str:
-    """The text of `page` with its markers filled from the CSVs under `measured` and the files under `figures`.
+    """The text of `page` with its markers filled from the rows under `measured` and the files under `figures`.
 
     Raises:
         UserError: a marker is missing, or a CSV is not what its benchmark writes.
     """
-    sources: dict[str, tuple[tuple[str, ...], Callable[[pd.DataFrame], str]]] = {
-        "throughput": (THROUGHPUT, throughput_tables),
-        "growth": (GROWTH, growth_tables),
-        "loop": (LOOP, loop_table),
-    }
-    for name, (columns, make) in sources.items():
-        path = measured / f"{name}.csv"
-        content = make(read_rows(path, columns)) if path.is_file() else "Not measured yet."
-        text = between_markers(text, name, content, page)
+    text = between_markers(text, "summary", _made(measured, "throughput", THROUGHPUT, throughput_summary), page)
     return between_markers(text, "figures", figure_links(figures, page), page)
+
+
+def full(measured: Path) -> str:
+    """All tables as a page of their own.
+
+    Raises:
+        UserError: a CSV is not what its benchmark writes.
+    """
+    parts = (
+        "# Benchmarks",
+        "Made by `python -m groupwise.analysis.benchmark_tables`; what is measured is in "
+        "[docs/benchmarks.md](../../docs/benchmarks.md).",
+        "## Speed and memory of a step",
+        _made(measured, "throughput", THROUGHPUT, throughput_tables),
+        "## Growth",
+        "The factor of a step's time / the factor of its peak memory when one size doubles; under `all` the product. "
+        "The networks are a small transformer and a small convolutional network of plain layers, of which every size "
+        "can be doubled alone.",
+        _made(measured, "growth", GROWTH, growth_tables),
+        "## The loop around a step",
+        "A step of `run.py` (sampling, loading, logging, progress bar, thresholds, accounting) beside the bare step "
+        "(losses, clipped backward, noise, optimiser), on the same examples and in the same process. The ratio is bare "
+        "/ loop: 0.95 is a loop that adds 5 %.",
+        _made(measured, "loop", LOOP, loop_table),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _made(measured: Path, name: str, columns: tuple[str, ...], make: Callable[[pd.DataFrame], str]) -> str:
+    path = measured / f"{name}.csv"
+    return make(read_rows(path, columns)) if path.is_file() else "Not measured yet."
 
 
 def between_markers(text: str, name: str, content: str, page: Path) -> str:
@@ -172,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.benchmark_tables")
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
+    parser.add_argument("--out", type=Path, default=Path("results/tables"))
     parser.add_argument("--measured", type=Path, default=Path("results/measured/benchmarks"))
     parser.add_argument("--figures", type=Path, default=Path("results/figures"))
     given = parser.parse_args(arguments)
@@ -179,13 +233,15 @@ def main(arguments: list[str] | None = None) -> int:
         if not given.page.is_file():
             raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
         before = given.page.read_text(encoding="utf-8")
-        text = fill(before, given.page, given.measured, given.figures)
+        text, tables = fill(before, given.page, given.measured, given.figures), full(given.measured)
         if text != before:
             write_text(given.page, text)
+        given.out.mkdir(parents=True, exist_ok=True)
+        write_text(given.out / "benchmarks.md", tables)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{given.page} shows what {given.measured} holds")
+    print(f"{given.page} and {given.out / 'benchmarks.md'} show what {given.measured} holds")
     return 0
 
 

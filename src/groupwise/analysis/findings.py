@@ -1,4 +1,7 @@
-"""Writes docs/findings.md, what the rows say about the paper's claims:  python -m groupwise.analysis.findings"""
+"""Writes what the rows say about the paper's claims:  python -m groupwise.analysis.findings
+
+results/tables/findings.md has every claim with its interval and verdict, docs/findings.md how many of each.
+"""
 
 import argparse
 import math
@@ -84,17 +87,30 @@ def p_in_words(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
+def full(found: Sequence[Verdict]) -> str:
+    """Every claim, and how a verdict is reached, as a page of its own."""
+    parts = (
+        "# The paper's claims, and what the measured rows say of them",
+        "Made by `python -m groupwise.analysis.findings`. Rows below `scale=paper` are no reproduction. `paper` is the "
+        "same difference between the paper's printed numbers, p of the paired t-test that the mean is zero.",
+        summary(found),
+        findings_table(found),
+        "## How a verdict is reached",
+        rules(),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
 def fill(text: str, page: Path, found: Sequence[Verdict]) -> str:
-    """The text of `page` with the parts between its markers made anew."""
-    text = between_markers(text, "summary", summary(found), page)
-    text = between_markers(text, "claims", findings_table(found), page)
-    return between_markers(text, "rules", rules(), page)
+    """The text of `page` with the summary between its markers made anew."""
+    return between_markers(text, "summary", summary(found), page)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.findings")
     parser.add_argument("--page", type=Path, default=Path("docs/findings.md"))
+    parser.add_argument("--out", type=Path, default=Path("results/tables"))
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
     try:
@@ -105,6 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         text = fill(before, given.page, found)
         if text != before:
             write_text(given.page, text)
+        given.out.mkdir(parents=True, exist_ok=True)
+        write_text(given.out / "findings.md", full(found))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from groupwise.analysis.claims import (
     decide,
     judge,
 )
-from groupwise.analysis.findings import fill, main, summary, verdicts
+from groupwise.analysis.findings import fill, full, main, summary, verdicts
 from groupwise.analysis.paper import Folders, settings_of
 from groupwise.analysis.statistics import Contrast, differences, summarise
 from groupwise.errors import UserError
@@ -26,9 +26,7 @@ from groupwise.sweeps.cells import read_sweep
 
 SWEEPS = Path(__file__).resolve().parents[3] / "sweeps"
 CIFAR = {"task": "cifar"}
-PAGE = "# Title\n" + "".join(
-    f"<!-- begin {name}: x -->\nstale\n<!-- end {name} -->\nprose\n" for name in ("summary", "claims", "rules")
-)
+PAGE = "# Title\n<!-- begin summary: x -->\nstale\n<!-- end summary -->\nprose\n"
 
 
 def claim(kind: str, plus=("fixed_layer",), minus=("flat",), sweep="adaptivity") -> Claim:
@@ -127,9 +125,10 @@ def test_rows_at_fault_stop_the_page(world, tmp_path, capsys):
     world.write(world.rows("fixed_per_layer").assign(scale="paper"), "fixed_per_layer")
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    assert main(["--page", str(page), *world.options()]) == 2
+    out = tmp_path / "tables"
+    assert main(["--page", str(page), "--out", str(out), *world.options()]) == 2
     assert "in the file of scale=mini" in capsys.readouterr().err
-    assert page.read_text() == PAGE
+    assert page.read_text() == PAGE and not out.exists()
     assert main(["--page", str(tmp_path / "none.md")]) == 2
 
 
@@ -137,12 +136,12 @@ def test_the_page_keeps_its_prose_and_is_the_same_twice(world, tmp_path):
     world.write(world.rows("adaptivity"), "adaptivity")
     found = [*judge(claim(LESS), world.folders), *judge(claim(MORE), world.folders)]
     once = fill(PAGE, tmp_path, found)
-    assert once.count("prose\n") == 3 and "stale" not in once
+    assert once.count("prose\n") == 1 and "stale" not in once
     assert "Verdicts at scale=mini (reduced): 1 agreement, 1 disagreement." in once
-    assert "| It is so | CIFAR-10 | mini | −4.30 | −3.92 |" in once
+    assert "| It is so | CIFAR-10 | mini | −4.30 | −3.92 |" in full(found)
     assert fill(once, tmp_path, found) == once
-    with pytest.raises(UserError, match="begin claims"):
-        fill(PAGE.replace("begin claims", "begin nothing"), tmp_path, found)
+    with pytest.raises(UserError, match="begin summary"):
+        fill(PAGE.replace("begin summary", "begin nothing"), tmp_path, found)
 
 
 def test_every_claim_of_the_project_selects_cells():
@@ -158,3 +157,4 @@ def test_the_projects_page_shows_what_its_rows_hold():
     root = SWEEPS.parent / "results"
     found = verdicts(Folders(root / "paper", root / "measured", SWEEPS))
     assert fill(page.read_text(), page, found) == page.read_text(), "run python -m groupwise.analysis.findings"
+    assert full(found) == (root / "tables" / "findings.md").read_text(), "run python -m groupwise.analysis.findings"

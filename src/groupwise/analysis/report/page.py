@@ -66,7 +66,8 @@ def render(folders: Folders, docs: Path, out: Path) -> tuple[str, dict[str, str]
     tables = [_table(name, folders) for name in TABLES]
     figures = [_figure(name, folders) for name in FIGURES]
     errata, more_errata = _document(docs / "errata.md", out, "errata")
-    findings = Markup("").join(_document(docs / "findings.md", out, "findings"))
+    judged = folders.measured.parent / "tables" / "findings.md"
+    findings = Markup("").join([*_document(docs / "findings.md", out, "findings"), *_document(judged, out, "claims")])
     environment = Environment(
         loader=PackageLoader("groupwise.analysis.report", "."),
         autoescape=True,
