@@ -1,4 +1,4 @@
-"""Finding a model's layers and their rules, and refusing what cannot be clipped, by name."""
+"""Finds a model's layers and their rules, and refuses what cannot be clipped, by name."""
 
 import warnings
 from collections import Counter
@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from groupwise.clipping.costs import Shared
 from groupwise.clipping.rules import REWRITTEN
 from groupwise.clipping.rules.base import LayerRule, find_rule
 from groupwise.clipping.rules.weights import Forward, forward_of
@@ -38,14 +37,14 @@ class Layer:
         """A parameter's name in the whole model."""
         return f"{self.name}.{local}" if self.name else local
 
-    def make_rule(self, shared: Shared) -> LayerRule:
+    def make_rule(self) -> LayerRule:
         """A rule object for this very layer, which has one.
 
         Raises:
             UserError: the layer has an option that cannot be clipped.
         """
         assert self.rule is not None
-        rule = self.rule(self.module, shared)
+        rule = self.rule(self.module)
         reason = rule.refuse()
         if reason:
             raise UserError(f"Layer {self.name!r} ({type(self.module).__name__}) cannot be clipped: {reason}.")

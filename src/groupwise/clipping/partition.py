@@ -1,4 +1,4 @@
-"""Partitions of a model's layers into groups: the one idea of which every clipping mode is a case."""
+"""Divides a model's layers into groups: the one idea of which every clipping mode is a case."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Squared norms of rows, added up so that no length of row under-states them.
+"""Adds up squares of rows so that no length of row and no rounding under-states a norm.
 
 On a CPU torch adds up squares in float32 almost one after the other: a norm of 1e7 entries comes out by 1e-3
 too small, one of 1e8 equal entries by 6e-2. Here float32 sums have at most `BLOCK` terms, and blocks are added up in
@@ -15,6 +15,7 @@ the least norm that factors are formed from (`LEAST_SQUARE`). In a product of tw
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +39,37 @@ def squared_row_norms(rows: Tensor) -> Tensor:
     if rest:
         squares += torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1).double().square_()
     return squares
+
+
+def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
+    """‖g^(i)‖² over all parameters, (B,) float64, from per-example gradients (B, *shape); None where not wanted."""
+    return torch.stack([squared_row_norms(rows) for rows in gradients if rows is not None]).sum(0)
+
+
+def rounding_slack(absolute: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
+    """How far rounding may have pushed down a sum of products whose absolute values add up to `absolute`.
+
+    Squared norms that come out of cancelling terms (Gram matrices, closed forms, cross terms) are raised by this much,
+    so that no norm is under-stated: 4·√n·eps, for inner products of n terms, holds with high probability (Higham and
+    Mary 2019) where roundings are independent, and, as `inner_products` adds up a few terms at a time, by measurement
+    where they are not: all terms equal. Where nothing cancels it is a relative 1e-5 or less in float32.
+    `dtype` is what the sum was computed in, if that is not the type of `absolute`.
+    """
+    return absolute * (4 * terms**0.5 * torch.finfo(dtype or absolute.dtype).eps)
+
+
+def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
+    """What the square of a materialised norm is raised by, (B,), where the clipped sum is made by another product.
+
+    x and g (B, ...) are the two sides of one example's gradient, a sum of `terms` outer products. The second product
+    rounds otherwise than the first, by up to 4·√n·eps·‖x‖‖g‖: nothing, unless the outer products cancel almost wholly.
+    """
+    return squared_row_norms(x) * squared_row_norms(g) * (16 * terms * torch.finfo(g.dtype).eps ** 2)
+
+
+def upcast(t: Tensor) -> Tensor:
+    """Half precision becomes float32; everything else stays: norms and sums are float32 or better."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def floor(rows: Tensor) -> float:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.layers import WSConv2d
+from groupwise.clipping import WSConv2d
 from groupwise.models.normalization import make_norm
 
 

@@ -1,4 +1,4 @@
-"""Transposed convolutions: the weight's gradient is a convolution's, with input and output gradient exchanged.
+"""Clips transposed convolutions: the weight's gradient is a convolution's, with input and output gradient exchanged.
 
 y = convᵀ(x, w) has ⟨g, y⟩ = ⟨conv(g, w), x⟩, so w (c, p/groups, *k) is the weight of a convolution from p channels to c
 whose input is g and whose output gradient is x. All that a convolution knows of norms and sums (`conv.py`) is used
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.costs import Shared
+from groupwise.clipping.context import RuleContext
 from groupwise.clipping.factors import weigh_rows
 from groupwise.clipping.rules.base import (
     Clip,
@@ -23,8 +23,8 @@ from groupwise.clipping.rules.base import (
     in_format_of,
     register_rule,
 )
-from groupwise.clipping.rules.conv import ConvRule, bias_rows
-from groupwise.clipping.squared_norms import squared_row_norms
+from groupwise.clipping.rules.conv import ConvRule
+from groupwise.clipping.squared_norms import squared_row_norms, upcast
 
 WEIGHT_ALONE = (True, False)
 
@@ -48,10 +48,9 @@ class ConvTransposeRule(LayerRule):
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     module: Any  # one of the classes of transposed convolutions: they share these attributes
 
-    def __init__(self, module: nn.Module, shared: Shared | None = None) -> None:
-        super().__init__(module, shared)
-        self._exchanged = Exchanged(module, shared)
-        self.choices = self._exchanged.choices
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._exchanged = Exchanged(module)
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
@@ -69,25 +68,29 @@ class ConvTransposeRule(LayerRule):
         assert x is not None and weight is not None
         return transposed_backward(self.module, g, x, weight, [True, False, False])[0]
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        biases = squared_row_norms(bias_rows(g)) if wanted[1] else None
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+        biases = squared_row_norms(_bias_gradients(g)) if wanted[1] else None
         if not wanted[0]:
             assert biases is not None
             return biases
-        squares = self._as_conv().squared_norms(*_exchange(saved, g), WEIGHT_ALONE)
+        squares = self._exchanged.squared_norms(*_exchange(saved, g), WEIGHT_ALONE, context)
         return squares if biases is None else squares + biases
 
-    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
-        weight = self._as_conv().weighted_sum(*_exchange(saved, g), factors, WEIGHT_ALONE)[0] if wanted[0] else None
+    def weighted_sum(
+        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
+    ) -> Gradients:
+        weight = None
+        if wanted[0]:
+            weight = self._exchanged.weighted_sum(*_exchange(saved, g), factors, WEIGHT_ALONE, context)[0]
         if not wanted[1]:
             return weight, None
-        rows = bias_rows(g)
+        rows = _bias_gradients(g)
         return weight, rows.sum(0) if factors is None else weigh_rows(factors, rows)
 
-    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
+    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
         if not wanted[0]:
-            return super().clipped_sum(saved, g, clip, wanted)
-        biases, factors = (bias_rows(g) if wanted[1] else None), list[Tensor]()
+            return super().clipped_sum(saved, g, clip, wanted, context)
+        biases, factors = (_bias_gradients(g) if wanted[1] else None), list[Tensor]()
 
         def clip_both(squares: Tensor) -> Tensor:
             start = sum(len(part) for part in factors)
@@ -96,16 +99,16 @@ class ConvTransposeRule(LayerRule):
             factors.append(clip(squares))
             return factors[-1]
 
-        weight = self._as_conv().clipped_sum(*_exchange(saved, g), clip_both, WEIGHT_ALONE)[0]
+        weight = self._exchanged.clipped_sum(*_exchange(saved, g), clip_both, WEIGHT_ALONE, context)[0]
         return weight, None if biases is None else weigh_rows(torch.cat(factors), biases)
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Tensor, Finish]:
         if not wanted[0]:
-            return super().book_keep(saved, g, wanted)
-        squares, finish = self._as_conv().book_keep(*_exchange(saved, g), WEIGHT_ALONE)
+            return super().book_keep(saved, g, wanted, context)
+        squares, finish = self._exchanged.book_keep(*_exchange(saved, g), WEIGHT_ALONE, context)
         if not wanted[1]:
             return squares, finish
-        biases = bias_rows(g)
+        biases = _bias_gradients(g)
 
         def finish_both(factors: Tensor) -> Gradients:
             return finish(factors)[0], weigh_rows(factors, biases)
@@ -114,12 +117,8 @@ class ConvTransposeRule(LayerRule):
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         exchanged = _exchange(saved, g)
-        weight = self._as_conv().per_example_gradients(*exchanged, WEIGHT_ALONE)[0] if wanted[0] else None
-        return weight, bias_rows(g) if wanted[1] else None
-
-    def _as_conv(self) -> Exchanged:
-        self._exchanged.alone, self._exchanged.thrifty = self.alone, self.thrifty
-        return self._exchanged
+        weight = self._exchanged.per_example_gradients(*exchanged, WEIGHT_ALONE)[0] if wanted[0] else None
+        return weight, _bias_gradients(g) if wanted[1] else None
 
 
 def _exchange(saved: Saved, g: Tensor) -> tuple[Saved, Tensor]:
@@ -127,6 +126,11 @@ def _exchange(saved: Saved, g: Tensor) -> tuple[Saved, Tensor]:
     x, weight = saved
     assert x is not None
     return (g, weight), x
+
+
+def _bias_gradients(g: Tensor) -> Tensor:
+    """Per-example gradients (B, p) of the bias, from output gradients (B, p, *out)."""
+    return upcast(g).flatten(2).sum(2)
 
 
 def transposed_backward(m: Any, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""RMSNorm: one example's weight gradient is Σ_t g∘x̂ with x̂ = x/√(mean x² + eps), whatever the class is called.
+"""Clips RMSNorm: one example's weight gradient is Σ_t g∘x̂ with x̂ = x/√(mean x² + eps), whatever the class is called.
 
 `nn.RMSNorm` is known by its type. The many classes of transformers (Llama, Qwen, Gemma, T5 ...) are known by what they
 compute: a module with one 1-D weight and an eps is tried on a few numbers, with its own weight and with others, and
@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.costs import Shared
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule, upcast
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
 from groupwise.clipping.rules.per_example import PerExampleRule
+from groupwise.clipping.squared_norms import upcast
 from groupwise.errors import UserError
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
@@ -104,8 +104,8 @@ class FoundRMSNormRule(_RMSNorm):
     layer_type: ClassVar[type[nn.Module]] = nn.Module
     autocast: ClassVar = "keep"  # these modules choose their precision themselves
 
-    def __init__(self, module: nn.Module, shared: Shared | None = None) -> None:
-        super().__init__(module, shared)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         form = find_form(module)
         assert form is not None
         self._found = form

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.costs import USUAL_RATES, Rates
+from groupwise.clipping.cost_model import USUAL_RATES, Rates
 from groupwise.pipeline.plan.shapes import build, with_blocks
 from groupwise.pipeline.split import Stage, cut
 

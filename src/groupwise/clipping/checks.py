@@ -1,14 +1,111 @@
-"""Proof that no parameter's gradient bypasses its group's gate."""
+"""Proves at every step that nothing bypasses clipping, and that every layer and parameter takes part and is the same.
 
-from typing import Any
+A parameter's gradient may come from its group's gate (or from a layer that clips by itself) and from nowhere else.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.functions import CopiesFunction, DirectFunction, LateFunction, LayerFunction
-from groupwise.clipping.gate import Gate
+from groupwise.clipping.autograd import CopiesFunction, DirectFunction, Gate, LateFunction, LayerFunction
+from groupwise.clipping.groups import ClippingGroup
+from groupwise.clipping.microbatches import BackwardPass
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
+
+
+def check_losses(losses: Tensor) -> None:
+    """Refuse losses that are not one number for each example.
+
+    Raises:
+        UserError: another shape, whole numbers, no gradient, or what holds no batch.
+    """
+    if losses.dim() != 1 or not losses.is_floating_point():
+        raise UserError(
+            f"The loss must be one value per example, a float tensor of shape (batch,); {tuple(losses.shape)} was "
+            "given: use reduction='none' and reduce over everything but the batch."
+        )
+    if isinstance(losses, PerExample):
+        raise UserError(
+            f"The losses hold no batch (they come from {losses.origin.label[0].lower()}{losses.origin.label[1:]}): "
+            "the first axis of the model's inputs must be the batch, or attach with batch_axis=1 if the second is."
+        )
+    if not losses.requires_grad:
+        raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")
+
+
+class Attached:
+    """The parameters of a model as they were when an engine was attached.
+
+    Args:
+        model: whose layers' forwards are replaced.
+        shards: parameters are swapped between shards and whole tensors (FSDP2), so only whether they train is known.
+    """
+
+    def __init__(self, model: nn.Module, shards: bool) -> None:
+        self._model, self._shards = model, shards
+        self._known = {name: (p, p.requires_grad, p.shape, p.dtype) for name, p in model.named_parameters()}
+
+    def check_same(self) -> None:
+        """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or got another shape or dtype.
+
+        Raises:
+            UserError: naming the parameter.
+        """
+        seen = 0
+        for name, parameter in self._model.named_parameters():
+            known = self._known.get(name)
+            if known is None:
+                _refuse(name, "added or replaced")
+            before, trained, shape, dtype = known
+            seen += 1
+            if parameter.requires_grad != trained:
+                _refuse(name, "thawed" if parameter.requires_grad else "frozen")
+            if not trained or self._shards:
+                continue
+            if parameter is not before:
+                _refuse(name, "replaced by another tensor", " (to change its values, copy them into it)")
+            if parameter.shape != shape or parameter.dtype != dtype:
+                _refuse(name, f"made {parameter.dtype} of shape {tuple(parameter.shape)}")
+        if seen < len(self._known):
+            there = dict(self._model.named_parameters())
+            _refuse(next(name for name in self._known if name not in there), "taken out of the model, or tied,")
+
+    def check_gradients(self) -> None:
+        """Refuse a parameter that trains and has no gradient.
+
+        Raises:
+            UserError: naming the parameter.
+        """
+        if self._shards:  # they may get their gradients later
+            return
+        for name, (parameter, trained, _, _) in self._known.items():
+            if trained and parameter.grad is None:
+                raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
+
+
+def check_groups(groups: Sequence[ClippingGroup], current: BackwardPass, direct: bool) -> None:
+    """Refuse a group of which no layer took part; with `direct`, whose layers report themselves, a single layer.
+
+    Raises:
+        UserError: naming the group or the layer, and a parameter of it.
+    """
+    for group in groups:
+        silent = [member for member in group.members if member.name not in current.reported] if direct else []
+        if group.index not in current.closed or silent:
+            member = silent[0] if silent else group.members[0]
+            what = f"layer {member.name!r}" if silent else f"layer of group {group.name!r}"
+            name = group.names[next(place for place in member.places if place is not None)]
+            raise UserError(
+                f"The losses reach no {what} (parameter {name!r} and the like): freeze its parameters, or use them in "
+                "every forward pass (times 0, where they shall do nothing)."
+            )
+
+
+def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
+    raise UserError(f"Parameter {name!r} was {done} after attaching: detach, then attach again{remedy}.")
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> bool:
