@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.checks import check_paths
-from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.partition import find_layers
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
 from groupwise.clipping.rules.base import find_rule

@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from groupwise.clipping import attach, flat, gram, per_layer, shared_parameters
 from groupwise.clipping.context import BufferPool, chunk_floats
 from groupwise.clipping.gram import LastProducts, self_products
+from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import normalization
 from groupwise.clipping.rules.base import in_format_of, numbers
 from groupwise.clipping.rules.conv import positions_first, positions_last
 from groupwise.clipping.rules.unfold import Geometry
-from groupwise.clipping.squared_norms import rounding_slack, sum_of_squares, upcast
 from tests.clipping.conftest import make_case
 
 

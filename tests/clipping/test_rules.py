@@ -8,8 +8,8 @@ from groupwise.clipping import WSConv2d, attach, flat, gram, per_layer
 from groupwise.clipping import shared_parameters as joint
 from groupwise.clipping.context import RuleContext
 from groupwise.clipping.cost_model import Choices
-from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.gram import OuterProducts as Outer
+from groupwise.clipping.partition import find_layers
 from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.conv import Conv2dRule
 from groupwise.clipping.rules.ws_conv import WSConv2dRule

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer
 from groupwise.clipping.gram import gram_norms, inner_products
-from groupwise.clipping.precision import full_float32
-from groupwise.clipping.squared_norms import BLOCK, LEAST_SQUARE, floor, rounding_slack, squared_row_norms
+from groupwise.clipping.precision import BLOCK, LEAST_SQUARE, floor, full_float32, rounding_slack, squared_row_norms
 from trust.norms import ALLOWED, LAWS
 
 

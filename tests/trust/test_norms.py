@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from groupwise.clipping import squared_norms as base
+from groupwise.clipping import precision as base
 from trust import norms
 from trust.norms import ALLOWED, LAWS, RESULT, Row, main, measure
 from trust.norms_cases import CASES, LARGEST, Case

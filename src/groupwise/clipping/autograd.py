@@ -1,12 +1,13 @@
-"""Puts clipping inside autograd: layers report squared norms to a probe, and a gate turns them into clipped sums.
+"""Puts clipping inside autograd: layers report squared norms, and their group returns clipped sums as gradients.
 
-A group's probe is the output of its `Gate`, made just before the group's first layer runs, so the gate's backward runs
-once the backward pass has left that layer, when every member has added its squared norms to the probe's gradient. The
-gate then *returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and reductions on
-gradients need no special case. The norms of all groups go to the engine, which counts them at once.
+A group's `GroupFunction` runs just before the group's first layer and gives a probe, B zeros, to all its layers. So its
+backward runs once the backward pass has left the first layer, when every member has added its squared norms to the
+probe's gradient. It then *returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and
+reductions on gradients need no special case. The norms of all groups go to the engine, which counts them at once.
 
-Where parameters are shards that become whole tensors only while their layer runs (FSDP2), no gate can hold on to them:
-`DirectFunction` returns the gradients itself. That takes a norm which one layer knows, or two backward passes.
+Where parameters are shards that become whole tensors only while their layer runs (FSDP2), a group has nothing whole to
+return: `DirectFunction` returns a layer's gradients itself. That takes a norm which one layer knows, or two backward
+passes.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +28,12 @@ from groupwise.errors import UserError
 def probe_of(group_pass: GroupPass, device: torch.device) -> Tensor | None:
     """The probe (B,) of a group's pass, made when it is first asked for; None when the pass is over."""
     if group_pass.probe is None and not group_pass.over:
-        group_pass.probe = Gate.apply(group_pass, device, *group_pass.group.gated)
+        group_pass.probe = GroupFunction.apply(group_pass, device, *group_pass.group.inputs)
     return group_pass.probe
 
 
-class Gate(torch.autograd.Function):
-    """Opens as a probe of B zeros; its backward closes the group and returns the clipped sums."""
+class GroupFunction(torch.autograd.Function):
+    """From a group's parameters to its probe, B zeros; its backward closes the group and returns the clipped sums."""
 
     @staticmethod
     def forward(ctx: Any, group_pass: GroupPass, device: torch.device, *parameters: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class Gate(torch.autograd.Function):
 
 
 class LayerFunction(torch.autograd.Function):
-    """A layer's own forward and input gradient; its parameters' gradients go through the gate."""
+    """A layer's own forward and input gradient; its parameters' gradients come from its group."""
 
     @staticmethod
     def forward(
@@ -158,7 +159,7 @@ class DirectFunction(torch.autograd.Function):
 
 
 def run_backward(losses: Tensor) -> None:
-    """Add the gradients of the sum of the losses (B,) to the parameters' .grad, by way of their gates.
+    """Add the gradients of the sum of the losses (B,) to the parameters' .grad, by way of their groups.
 
     Raises:
         UserError: a kept tensor was changed in place; a checkpoint that does not compute the same again.

@@ -1,19 +1,37 @@
 """Proves at every step that nothing bypasses clipping, and that every layer and parameter takes part and is the same.
 
-A parameter's gradient may come from its group's gate (or from a layer that clips by itself) and from nowhere else.
+A parameter's gradient may come from its group (or from a layer that clips by itself) and from nowhere else.
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import CopiesFunction, DirectFunction, Gate, LateFunction, LayerFunction
+from groupwise.clipping.autograd import CopiesFunction, DirectFunction, GroupFunction, LateFunction, LayerFunction
+from groupwise.clipping.cost_model import Formula
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.microbatches import BackwardPass
+from groupwise.clipping.partition import Partition
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
+
+
+def check_options(norms: str, partition: Partition, formula: str, batch_axis: int) -> None:
+    """Refuse options that are unknown, or do not go together.
+
+    Raises:
+        UserError: naming the option.
+    """
+    if norms not in ("bookkeeping", "ghost"):
+        raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
+    if norms == "ghost" and len(partition) != 1:
+        raise UserError(f"Ghost clipping reweights whole losses, so it needs one group; {len(partition)} were given.")
+    if formula not in get_args(Formula):
+        raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
+    if batch_axis not in (0, 1):
+        raise UserError(f"batch_axis={batch_axis!r} is unknown: 0, or 1 where sequences come first.")
 
 
 def check_losses(losses: Tensor) -> None:
@@ -109,7 +127,7 @@ def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> bool:
-    """Walk the autograd graph of the losses: only gates (or layers that clip by themselves) may lead to parameters.
+    """Walk the autograd graph of the losses: only groups, or layers that clip by themselves, may lead to parameters.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
     the clipped sum.
@@ -126,7 +144,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         UserError: naming the parameter; reentrant checkpointing, inside which nothing can be seen.
     """
     reorders = False
-    gate, direct = Gate.__name__ + "Backward", DirectFunction.__name__ + "Backward"
+    group, direct = GroupFunction.__name__ + "Backward", DirectFunction.__name__ + "Backward"
     seen: set[Any] = set()
     stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
     while stack:
@@ -135,7 +153,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
             continue
         seen.add(node)
         kind = node.name()
-        if kind == gate:
+        if kind == group:
             continue
         if kind == "CheckpointFunctionBackward":
             raise UserError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import is_sync_free
-from groupwise.clipping.squared_norms import LEAST_SQUARE
+from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.errors import UserError
 
 RELATIONS = ("add_remove",)

@@ -2,23 +2,22 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import run_backward, squared_norms_of
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.checks import Attached, check_groups, check_losses, check_paths
+from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.context import RuleContext
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.counts import RELATIONS, Counts, Sensitivity
-from groupwise.clipping.discovery import find_layers, warn_of_copies
 from groupwise.clipping.factors import ClipRule, clip_factors, left_out
 from groupwise.clipping.groups import build_groups
 from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
-from groupwise.clipping.partition import Partition, check_partition
+from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.precision import full_float32
 from groupwise.errors import UserError
@@ -90,16 +89,7 @@ class ClippingEngine:
         batch_axis: int,
         direct: bool,
     ) -> None:
-        if norms not in ("bookkeeping", "ghost"):
-            raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
-        if norms == "ghost" and len(partition) != 1:
-            raise UserError(
-                f"Ghost clipping reweights whole losses, so it needs one group; {len(partition)} were given."
-            )
-        if formula not in get_args(Formula):
-            raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
-        if batch_axis not in (0, 1):
-            raise UserError(f"batch_axis={batch_axis!r} is unknown: 0, or 1 where sequences come first.")
+        check_options(norms, partition, formula, batch_axis)
         layers = find_layers(model)
         check_partition(layers, partition)
         self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
@@ -267,7 +257,7 @@ class ClippingEngine:
         finally:
             self._context.clear()
 
-    # -- several microbatches in flight (pipelines) ---------------------------------------------------------------
+    # -- several microbatches at once (pipelines) ------------------------------------------------------------------
 
     @contextmanager
     def forward_of(self, microbatch: Hashable) -> Iterator[None]:

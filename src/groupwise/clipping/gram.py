@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from groupwise.clipping.squared_norms import rounding_slack
+from groupwise.clipping.precision import rounding_slack
 
 LEAST_SPLIT = 1 << 22
 """Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""

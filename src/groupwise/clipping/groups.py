@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.context import RuleContext
-from groupwise.clipping.discovery import Layer
 from groupwise.clipping.factors import ClipRule, keep_finite
-from groupwise.clipping.partition import Group, Partition
+from groupwise.clipping.partition import Group, Layer, Partition
+from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.clipping.rules.base import LayerRule, Wanted
 from groupwise.clipping.rules.per_example import ParameterRule
-from groupwise.clipping.squared_norms import LEAST_SQUARE
 from groupwise.errors import UserError
 
 
@@ -48,8 +47,8 @@ class ClippingGroup:
     """Where its trainable parameters are found: a module, and the name inside it."""
     names: tuple[str, ...]
     """Their names in the whole model."""
-    gated: tuple[Tensor, ...]
-    """What the gate returns gradients for: the parameters, or a stand-in that gets none where layers return them."""
+    inputs: tuple[Tensor, ...]
+    """What its function returns gradients for: the parameters, or a stand-in where layers return them."""
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
@@ -80,7 +79,7 @@ def build_groups(
         partition: which of them belong together.
         clip_rule: norms and threshold -> factors.
         context: what the rules share; each layer gets choices of its own.
-        direct: layers return their parameters' gradients themselves, without a gate.
+        direct: layers return their parameters' gradients themselves, without a function of the group.
 
     Raises:
         UserError: a layer that cannot be `direct`, or would have to be.
@@ -178,7 +177,7 @@ def _check_direct(groups: tuple[ClippingGroup, ...], uses: dict[int, int], ghost
 
 
 def _check_whole(layers: tuple[Layer, ...]) -> None:
-    """Refuse parameters in shards: a gate would hold on to what is whole only while its layer runs."""
+    """Refuse parameters in shards: their group would return gradients for what is whole only while its layer runs."""
     for layer in layers:
         for local, parameter in layer.trainable.items():
             if hasattr(parameter, "placements"):  # a DTensor, without importing torch.distributed

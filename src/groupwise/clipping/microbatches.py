@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall,
 from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved
 from groupwise.clipping.rules.per_example import FoldedRule
-from groupwise.clipping.shared_parameters import LayerCall, cross_terms, stack_calls
+from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
 
 
@@ -74,7 +73,7 @@ class GroupPass:
         self.joint_calls: list[LayerCall] = []
         """Calls of parameters that are used more than once."""
         self.due: list[tuple[Member, Finish]] = []
-        self.sums: list[Tensor | None] = [None] * len(group.gated)
+        self.sums: list[Tensor | None] = [None] * len(group.inputs)
         self.squares: list[Tensor] = []
         self.done = False
 
@@ -184,7 +183,7 @@ class GroupPass:
         return self.squares[0] if len(self.squares) == 1 else torch.cat(self.squares)
 
     def close(self, squares: Tensor) -> list[Tensor | None]:
-        """All members have reported their squared norms (B,): form the factors, and the clipped sums of `group.gated`.
+        """All members have reported their squared norms (B,): form the factors, and the clipped sums of `group.inputs`.
 
         Raises:
             UserError: outside of the engine's backward passes, or in that of another microbatch.
@@ -239,7 +238,7 @@ class GroupPass:
                 known = self.sums[place]
                 if (rows := member.rows_of(i)) is not None:
                     if known is None:
-                        known = self.sums[place] = torch.zeros_like(self.group.gated[place], dtype=gradient.dtype)
+                        known = self.sums[place] = torch.zeros_like(self.group.inputs[place], dtype=gradient.dtype)
                     known[rows] += gradient
                 else:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
@@ -346,11 +345,3 @@ class OpenPasses:
     def forget(self) -> None:
         """Drop the microbatches that wait."""
         self._waiting.clear()
-
-
-def overlap(uses: list[slice | None]) -> bool:
-    """Whether two uses of a parameter, in all its rows (None) or in some, share an entry."""
-    if len(uses) < 2:
-        return False
-    known = sorted((use.start, use.stop) for use in uses if use is not None)
-    return len(known) < len(uses) or any(end > start for (_, end), (start, _) in pairwise(known))

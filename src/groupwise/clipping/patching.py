@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.discovery import Layer
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import BatchAxis, ModelCall
 from groupwise.clipping.parameter_uses import ModuleWeights, ParameterUse
+from groupwise.clipping.partition import Layer
 from groupwise.clipping.per_example import PerExample, align
 from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.factors import ClipRule, clip_factors
-from groupwise.clipping.partition import Partition
+from groupwise.clipping.partition import Partition, find_layers
 from groupwise.errors import UserError
 
 

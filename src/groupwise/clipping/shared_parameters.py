@@ -8,15 +8,15 @@ materialised gradients.
 """
 
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
 
 from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.groups import Member
+from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_of_squares, upcast
 from groupwise.clipping.rules.base import LayerRule, Saved
-from groupwise.clipping.squared_norms import rounding_slack, squared_row_norms, sum_of_squares, upcast
 
 CHUNK_FLOATS = 1 << 24
 """Numbers that the per-example gradients of one chunk may hold where they have to be materialised."""
@@ -30,6 +30,14 @@ class LayerCall:
     member: Member
     saved: Saved
     g: Tensor
+
+
+def overlap(uses: list[slice | None]) -> bool:
+    """Whether two uses of a parameter, in all its rows (None) or in some, share an entry."""
+    if len(uses) < 2:
+        return False
+    known = sorted((use.start, use.stop) for use in uses if use is not None)
+    return len(known) < len(uses) or any(end > start for (_, end), (start, _) in pairwise(known))
 
 
 def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall]]:

@@ -6,7 +6,6 @@ from groupwise.clipping.rules import (  # noqa: F401
     embedding,
     linear,
     normalization,
-    rms_norm,
     ws_conv,
 )
 from groupwise.clipping.rules.attention import ATTENTION

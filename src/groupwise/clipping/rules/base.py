@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from groupwise.clipping.context import RuleContext
 from groupwise.clipping.gram import OuterProducts
-from groupwise.clipping.squared_norms import sum_of_squares
+from groupwise.clipping.precision import sum_of_squares
 from groupwise.errors import UserError
 
 Saved = tuple[Tensor | None, ...]

@@ -18,10 +18,10 @@ from groupwise.clipping.context import RuleContext, chunk_floats
 from groupwise.clipping.cost_model import Work
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
 from groupwise.clipping.gram import norms_from_products, self_products
+from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, Saved, Wanted, in_format_of, numbers, register_rule
 from groupwise.clipping.rules.matrix import MatrixRule, chunk_memory
 from groupwise.clipping.rules.unfold import Geometry
-from groupwise.clipping.squared_norms import second_product_slack, squared_row_norms, upcast
 
 LEAST_KERNEL_INPUT = 20480
 """On a CPU torch gives one example of fewer numbers to a convolution kernel that is slower than unfolding."""
@@ -99,7 +99,7 @@ class ConvRule(MatrixRule):
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         saved, g = self._as_rows(saved, g)
-        bias = self.bias_gradients(g) if wanted[1] else None
+        bias = self.bias_gradients(saved, g) if wanted[1] else None
         if not self.uses_weight(wanted):
             return None, bias
         kept = g.new_empty(len(g), *self.gradient_shape(saved, g))
@@ -111,7 +111,7 @@ class ConvRule(MatrixRule):
 
     # -- steps of `MatrixRule` ------------------------------------------------------------------------------------
 
-    def bias_gradients(self, g: Tensor) -> Tensor:
+    def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
         """The bias's gradients (B, p), from output gradients (B, p, *out)."""
         return g.flatten(2).sum(2)
 
@@ -141,7 +141,7 @@ class ConvRule(MatrixRule):
         step = max(1, chunk_floats(g) // self._product_numbers(saved, g))
         parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
         total = torch.cat([self._squares_from_products(*part, wanted, context) for part in parts])
-        return total + squared_row_norms(self.bias_gradients(g)) if wanted[1] else total
+        return total + squared_row_norms(self.bias_gradients(saved, g)) if wanted[1] else total
 
     def gradient_shape(self, saved: Saved, g: Tensor) -> tuple[int, int]:
         """(p, K), weights in the order of the unfolded inputs: channels fastest."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from groupwise.clipping.context import RuleContext
 from groupwise.clipping.factors import scale_rows
 from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 from groupwise.clipping.rules.weights import Forward, Weights
-from groupwise.clipping.squared_norms import second_product_slack, squared_row_norms, upcast
 from groupwise.errors import UserError
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.precision import upcast
 from groupwise.clipping.rules.base import Saved, register_rule
 from groupwise.clipping.rules.matrix import MatrixRule
-from groupwise.clipping.squared_norms import upcast
 
 
 @register_rule

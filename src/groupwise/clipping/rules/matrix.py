@@ -25,8 +25,8 @@ from groupwise.clipping.context import RuleContext, chunk_floats
 from groupwise.clipping.cost_model import Work
 from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows, weigh_rows
 from groupwise.clipping.gram import gram_norms
+from groupwise.clipping.precision import floor, second_product_slack, squared_row_norms
 from groupwise.clipping.rules.base import Clip, Finish, Gradients, LayerRule, Saved, Wanted, numbers
-from groupwise.clipping.squared_norms import floor, second_product_slack, squared_row_norms
 
 THIN = 1 << 18
 """Weights of so few numbers (low-rank adapters) are formed the faster way round, and turned when they are done."""
@@ -37,7 +37,7 @@ class MatrixRule(LayerRule):
 
     A layer says `rows`, its forward and its input gradient. One that does not have X at hand (a convolution would have
     to unfold its input) gives in `rows` what X and G are read from, and says the steps below for itself.
-    `saved` begins with (input, weight).
+    `saved` begins with (input, weight); the steps get what `rows` gave in the input's and the output gradient's places.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -46,14 +46,14 @@ class MatrixRule(LayerRule):
 
     @abstractmethod
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """X (B, T, d) and G (B, T, p), float32 or better; of rows it gives the same rows."""
+        """X (B, T, d) and G (B, T, p), float32 or better."""
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         saved, g = self._as_rows(saved, g)
         if not self.uses_weight(wanted):
-            return squared_row_norms(self.bias_gradients(g))
+            return squared_row_norms(self.bias_gradients(saved, g))
         way = self.way(saved, g, context)
         if way == "gram":
             return self.gram_squares(saved, g, wanted, context)
@@ -61,8 +61,8 @@ class MatrixRule(LayerRule):
             return _one_position(saved[0], g, wanted[1])
         measure = self.measure(saved, wanted)
         chunks = self.gradient_chunks(saved, g, way, context)
-        squares = torch.cat([measure(rows) for rows in chunks]) + self.slack(saved, g)
-        return squares + squared_row_norms(self.bias_gradients(g)) if wanted[1] else squares
+        squares = torch.cat([measure(gradients) for gradients in chunks]) + self.slack(saved, g)
+        return squares + squared_row_norms(self.bias_gradients(saved, g)) if wanted[1] else squares
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
@@ -86,29 +86,28 @@ class MatrixRule(LayerRule):
         return self.finish(saved, weight, bias, wanted)
 
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
-        saved, g = self._as_rows(saved, g)
-        way = self.way(saved, g, context) if self.uses_weight(wanted) else ""
+        rows = self._as_rows(saved, g)
+        way = self.way(*rows, context) if self.uses_weight(wanted) else ""
         if not way.startswith("materialize"):
             return super().clipped_sum(saved, g, clip, wanted, context)
-        measure, start, factors, weight = self.measure(saved, wanted), 0, list[Tensor](), None
-        biases = self.bias_gradients(g) if wanted[1] else None
+        measure, start, factors, weight = self.measure(rows[0], wanted), 0, list[Tensor](), None
+        biases = self.bias_gradients(*rows) if wanted[1] else None
         bias_squares = None if biases is None else squared_row_norms(biases)
-        for rows in self.gradient_chunks(saved, g, way, context):
-            squares, here = measure(rows), slice(start, start := start + len(rows))
+        for gradients in self.gradient_chunks(*rows, way, context):
+            squares, here = measure(gradients), slice(start, start := start + len(gradients))
             factors.append(clip(squares if bias_squares is None else squares + bias_squares[here]))
-            weight = add_weighed_rows(weight, factors[-1], rows)
+            weight = add_weighed_rows(weight, factors[-1], gradients)
         bias = None if biases is None else weigh_rows(torch.cat(factors), biases)
         return self.finish(saved, weight, bias, wanted)
 
     def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Tensor, Finish]:
-        saved, g = self._as_rows(saved, g)
-        way = self.way(saved, g, context) if self.uses_weight(wanted) else ""
-        shape = self.gradient_shape(saved, g)
+        rows = self._as_rows(saved, g)
+        way, shape = self.way(*rows, context) if self.uses_weight(wanted) else "", self.gradient_shape(*rows)
         if not way.startswith("materialize") or len(g) * shape[0] * shape[1] > numbers(saved[0], g):
             return super().book_keep(saved, g, wanted, context)
-        kept, measure = g.new_empty(len(g), *shape), self.measure(saved, wanted)
-        squares = torch.cat([measure(rows) for rows in self.gradient_chunks(saved, g, way, context, kept)])
-        biases = self.bias_gradients(g) if wanted[1] else None
+        kept, measure = rows[1].new_empty(len(g), *shape), self.measure(rows[0], wanted)
+        squares = torch.cat([measure(gradients) for gradients in self.gradient_chunks(*rows, way, context, kept)])
+        biases = self.bias_gradients(*rows) if wanted[1] else None
         if biases is not None:
             squares = squares + squared_row_norms(biases)
         return squares, partial(self._weigh_kept, (None, None, *saved[2:]), kept, biases, wanted=wanted)
@@ -124,8 +123,8 @@ class MatrixRule(LayerRule):
         """Whether the weight's gradient counts."""
         return wanted[0]
 
-    def bias_gradients(self, g: Tensor) -> Tensor:
-        """The bias's gradients (B, p), from G."""
+    def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
+        """The bias's gradients (B, p)."""
         return g.sum(1)
 
     def way(self, saved: Saved, g: Tensor, context: RuleContext) -> str:

@@ -11,9 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping.verification.module_calls import OUTSIDE, Fingerprints
-from groupwise.clipping.verification.randomness import FOLLOWING_VALUES, Draw, host_states, moved, shared_draws
+from groupwise.clipping.verification.randomness import (
+    FOLLOWING_VALUES,
+    OUTSIDE,
+    Draw,
+    host_states,
+    moved,
+    shared_draws,
+)
 from groupwise.clipping.verification.runs import Outcome, Runs
 from groupwise.errors import UserError
 
@@ -261,3 +268,32 @@ class _Host:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+
+
+class Fingerprints:
+    """A few numbers for each chosen row of every tensor that enters or leaves a module, in the order of the calls."""
+
+    def __init__(self, batch: int, rows: Sequence[int]) -> None:
+        self._batch, self._rows = batch, list(rows)
+        self.taken: list[tuple[str, list[Tensor]]] = []
+
+    def take(self, place: str, values: Any) -> None:
+        """Tensors whose first axis is not made of the batch are left out."""
+        found = []
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] and tensor.shape[0] % self._batch == 0:
+                rows = tensor.detach().reshape(self._batch, -1)[self._rows].double()
+                found.append(torch.stack([rows.sum(1), rows.norm(dim=1)]).cpu())
+        self.taken.append((place, found))
+
+    def first_difference(self, other: "Fingerprints", tolerance: float) -> str | None:
+        """Where the same rows of two forward passes part, in words; None where they never do, as far as is seen."""
+        for (place, ours), (there, theirs) in zip(self.taken, other.taken, strict=False):
+            if place != there or len(ours) != len(theirs):
+                return place
+            for a, b in zip(ours, theirs, strict=True):
+                size = torch.maximum(a[1], b[1]).nan_to_num()
+                moved = (a - b).abs() > tolerance * size + 1e-9
+                if bool((moved | (a.isfinite() != b.isfinite())).any()):
+                    return place
+        return None

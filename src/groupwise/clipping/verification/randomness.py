@@ -1,6 +1,7 @@
-"""Watches which random numbers a forward pass draws and where, from generators that can be kept, seeded and compared.
+"""Watches which random numbers a forward pass draws, in which module, and from which generators.
 
-Inside `Draws` every random operation of torch is noted, or gives its expectation instead.
+Inside `Draws` every random operation of torch is noted, or gives its expectation instead. `ModuleCalls` knows the
+module whose code runs. `Generators` are kept, seeded and compared.
 """
 
 import random
@@ -8,14 +9,63 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping.verification.module_calls import OUTSIDE, ModuleCalls
+Border = Callable[[str, Any], None]
+"""Called when a forward pass enters a module ("the input of ...", arguments) or leaves it ("the output of ...")."""
+
+OUTSIDE = "the loss, outside of the model's modules"
+
+
+class ModuleCalls:
+    """The modules that the forward pass is in; inside `followed` only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._open: list[str] = []
+
+    @property
+    def innermost(self) -> str:
+        """The module whose code runs, in words."""
+        return self._open[-1] if self._open else OUTSIDE
+
+    @property
+    def inside(self) -> bool:
+        """Whether any module's code runs."""
+        return bool(self._open)
+
+    @contextmanager
+    def followed(self, border: Border | None = None) -> Iterator[None]:
+        """Inside, modules that are called are known, and `border` hears of each that is entered or left."""
+        self._open.clear()
+        hooks = []
+        for name, module in self._model.named_modules():
+            label = f"layer {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+            hooks.append(
+                module.register_forward_pre_hook(partial(self._enter, label, border), prepend=True, with_kwargs=True)
+            )
+            hooks.append(module.register_forward_hook(partial(self._leave, label, border)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, label: str, border: Border | None, module: nn.Module, *given: Any) -> None:
+        if border is not None:
+            border(f"the input of {label}", given)
+        self._open.append(label)
+
+    def _leave(self, label: str, border: Border | None, module: nn.Module, given: Any, made: Any) -> None:
+        if border is not None:
+            border(f"the output of {label}", made)
+        self._open.pop()
 
 
 class Generators:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from groupwise.clipping.engine import ClippingEngine
-from groupwise.clipping.verification.module_calls import Border, ModuleCalls
-from groupwise.clipping.verification.randomness import Draw, Draws, Generators
+from groupwise.clipping.verification.randomness import Border, Draw, Draws, Generators, ModuleCalls
 from groupwise.errors import UserError
 
 Losses = Callable[[Sequence[int]], Tensor]
