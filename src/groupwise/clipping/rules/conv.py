@@ -158,7 +158,8 @@ class ConvRule(MatrixRule):
             return self._by_kernel(saved, g, step, chunk_memory(context, g, step, shape, kept))
         unfolded = math.prod(g.shape[2:]) * shape[1] * self._geometry.groups
         part = max(1, min(step, chunk_floats(g) // max(unfolded, numbers(x[0]))))
-        chunks = chunk_memory(context, g, step // part * part, shape, kept)
+        step = step if step == len(g) else step // part * part  # a part lies in one chunk
+        chunks = chunk_memory(context, g, step, shape, kept)
         return self._by_unfolding(x, g, part, chunks, context)
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:

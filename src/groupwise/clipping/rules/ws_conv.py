@@ -92,8 +92,7 @@ class WSConv2dRule(ConvRule):
         gain, y = saved[4], saved[6]
         if y is None:
             return saved
-        divides = gain is None or (is_sync_free(gain) and float(gain.detach().abs().min()) > LEAST_GAIN)
-        needed = not context.save_memory and divides and self.choose(saved, y, context) == "gram"
+        needed = not context.save_memory and _divides(gain) and self.choose(saved, y, context) == "gram"
         return saved if needed else (*saved[:6], None)
 
     def way(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
@@ -161,6 +160,11 @@ class WSConv2dRule(ConvRule):
             across = weight - weight.mean(1, keepdim=True) - (active * along).unsqueeze(1) * standard
             total = self._unflatten(across * scale.unsqueeze(1))
         return total, bias, along if wanted[2] else None
+
+
+def _divides(gain: Tensor | None) -> bool:
+    """Whether outputs divided by their gains (p,) can be trusted; a GPU is not asked."""
+    return gain is None or (is_sync_free(gain) and float(gain.detach().abs().min()) > LEAST_GAIN)
 
 
 def _squares(standard: Tensor, scale_squared: Tensor, active: Tensor, wanted: Wanted, rows: Tensor) -> Tensor:
