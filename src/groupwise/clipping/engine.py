@@ -205,7 +205,7 @@ class ClippingEngine:
         """Add the clipped sums of one microbatch to the parameters' .grad, and its counts to `counts`.
 
         Args:
-            losses: one loss per example, (B,); they are summed, never averaged (B is the first axis of every layer).
+            losses: one loss per example, (B,); they are summed, never averaged.
 
         Raises:
             UserError: losses of another shape; a parameter frozen or thawed since `attach`; a parameter used outside

@@ -1,4 +1,4 @@
-"""Clip rules: pure functions from per-example norms and a threshold to factors."""
+"""Turns per-example norms and a threshold into clip factors, and weighs rows by them."""
 
 import math
 from collections.abc import Callable

@@ -25,7 +25,7 @@ from groupwise.errors import UserError
 
 
 class Phase(Enum):
-    """What a backward pass does: everything at once, only norms (ghost, first), only sums (ghost, second), nothing."""
+    """The work of a backward pass: all at once, nothing but a look, only norms (ghost, first), only sums (second)."""
 
     CLIP = "clip"
     LOOK = "look"
@@ -179,7 +179,7 @@ class GroupPass:
         return self.group.factors(squares)
 
     def all_squares(self) -> Tensor:
-        """Squared norms (B,) of the whole round, once they are in."""
+        """Squared norms (B,) of the whole backward pass, once they are in."""
         return self.squares[0] if len(self.squares) == 1 else torch.cat(self.squares)
 
     def close(self, squares: Tensor) -> list[Tensor | None]:

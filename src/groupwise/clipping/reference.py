@@ -1,4 +1,4 @@
-"""The truth: per-example gradients by a loop over single examples, clipped one by one. Slow and plain."""
+"""Clips per-example gradients by a loop over single examples, one by one: the truth, slow and plain."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
