@@ -63,8 +63,7 @@ class BareStep:
                     parameter.grad.div_(batch_size)
             return
         release_gradients(
-            [group.parameters for group in trainer.engine.groups],
-            trainer.thresholds.clip_thresholds,
+            trainer.engine.sensitivity("add_remove"),
             allocation=trainer.allocation,
             noise_multiplier=trainer.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,

@@ -84,7 +84,6 @@ class Ours:
         self._adaptive = adaptive
         self._engine = attach(workload.model, groups, start, norms=norms)  # type: ignore[arg-type]
         self._noise = NoiseSource.from_seed(0)
-        self._clipped_at = self._thresholds.clip_thresholds
         self._steps = 0
 
     def step(self) -> None:
@@ -92,8 +91,7 @@ class Ours:
         self.clear()
         self._engine.reset()
         if self._adaptive:
-            self._clipped_at = self._thresholds.clip_thresholds
-            self._engine.set_thresholds(self._clipped_at, self._thresholds.count_thresholds)
+            self._engine.set_thresholds(self._thresholds.clip_thresholds, self._thresholds.count_thresholds)
         self._engine.backward(self._workload.loss())
         if self._adaptive:
             self._thresholds.update(self._engine.counts, self._workload.batch, self._noise, self._steps)
@@ -102,8 +100,7 @@ class Ours:
     def noise(self) -> None:
         """N(0, std_k²) in place, then division by B."""
         release_gradients(
-            [group.parameters for group in self._engine.groups],
-            self._clipped_at,
+            self._engine.sensitivity("add_remove"),
             allocation="global",
             noise_multiplier=NOISE_MULTIPLIER,
             expected_batch_size=self._workload.batch,

@@ -227,8 +227,7 @@ def _microbatch(work: Work, first: Any) -> Microbatch:
 
 def _release(engine: ClippingEngine, noise: NoiseSource) -> None:
     release_gradients(
-        [group.parameters for group in engine.groups],
-        engine.thresholds,
+        engine.sensitivity("add_remove"),
         allocation="equal_budget",
         noise_multiplier=1.0,
         expected_batch_size=1.0,

@@ -54,8 +54,7 @@ for step in range(plan.steps):
         with secret_randomness(noise, step, start):  # dropout's masks, if the model had any
             engine.backward(torch.nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none"))
     release_gradients(
-        [group.parameters for group in engine.groups],
-        thresholds.clip_thresholds,
+        engine.sensitivity(plan.adjacency),
         allocation="global",
         noise_multiplier=plan.gradient_noise_multiplier,
         expected_batch_size=plan.expected_batch_size,

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.clipping import Rates, WSConv2d, attach, costs, explain, factors, flat, per_layer
+from groupwise.clipping import Rates, WSConv2d, attach, explain, factors, flat, per_layer
+from groupwise.clipping import cost_model as costs
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
 from groupwise.errors import UserError
@@ -20,8 +21,8 @@ def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
     """The way each layer goes, in order, "one" where there is no choice."""
     with attach(model, per_layer(model), 0.1, **options) as engine:
         engine.backward(model(x).flatten(1).square().sum(1))
-        rules = [member.rule for group in engine.groups for member in group.members]
-        return [rule.choices[rule.choices.last].chosen if rule.choices.last else "one" for rule in rules]
+        every = [member.context.choices for group in engine.groups for member in group.members]
+        return [choices[choices.last].chosen if choices.last else "one" for choices in every]
 
 
 @pytest.mark.parametrize(("length", "way"), [(4, "gram"), (500, "materialize"), (1, "one")])
@@ -84,7 +85,7 @@ def test_every_way_of_a_convolution_is_exact(layer, way, make_partition, double,
     with attach(model, partition, threshold, **WAYS[way]) as engine:
         engine.backward(losses(slice(None)))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-        (decision,) = engine.groups[0].members[0].rule.choices.values()
+        (decision,) = engine.groups[0].members[0].context.choices.values()
         expected = {"gram": "gram", "unfold": "materialize", "kernel": "materialize/kernel"}[way]
         if expected in decision.work:
             assert decision.chosen == expected
@@ -197,7 +198,7 @@ def test_explain_is_a_table_with_the_way_that_was_taken_first():
     for formula, forced in (("auto", ""), ("materialize", " (forced)")):
         with attach(model, per_layer(model), 1.0, rates=EVEN, formula=formula) as engine:
             engine.backward(model(torch.randn(3, 5, 4)).flatten(1).sum(1))
-            (decision,) = engine.groups[0].members[0].rule.choices.values()
+            (decision,) = engine.groups[0].members[0].context.choices.values()
             lines = explain(engine).splitlines()
         other = next(name for name in decision.work if name != decision.chosen)
         costs_of = [
@@ -219,7 +220,7 @@ def test_explain_says_where_there_is_no_choice_and_what_was_shared():
     model = nn.Sequential(nn.LayerNorm(4))
     with attach(model, per_layer(model), 1.0, rates=EVEN) as engine:
         engine.backward(model(torch.randn(3, 5, 4)).flatten(1).sum(1))
-        engine._shared.products.reused = 7
+        engine._context.products.reused = 7
         lines = explain(engine).splitlines()
     assert lines[1] == f"0      LayerNorm  {'':15}  one way   no choice to make"
     assert lines[2].endswith("before: 7 times.")
@@ -240,10 +241,10 @@ class NoQuestions(TorchDispatchMode):
 )
 def test_backward_asks_a_gpu_nothing(make_partition, norms, monkeypatch):
     for module in (factors, conv):
-        if hasattr(module, "may_ask"):
-            monkeypatch.setattr(module, "may_ask", lambda t: False)
+        if hasattr(module, "is_sync_free"):
+            monkeypatch.setattr(module, "is_sync_free", lambda t: False)
     for name in ("counts", "rules.ws_conv"):
-        monkeypatch.setattr(f"groupwise.clipping.{name}.may_ask", lambda t: False)
+        monkeypatch.setattr(f"groupwise.clipping.{name}.is_sync_free", lambda t: False)
     model = nn.Sequential(
         nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6), nn.Unflatten(2, (6, 1)), nn.Flatten(2), nn.Linear(6, 6),
         nn.Unflatten(1, (2, 2)), nn.Flatten(2), nn.Unflatten(2, (3, 4)), WSConv2d(2, 4, 3, padding=1, gain=True),

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
-from groupwise.clipping.discovery import find_layers
-from groupwise.clipping.joint import Outer
-from groupwise.clipping.paths import check_paths
+from groupwise.clipping.checks import check_paths
+from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.partition import find_layers
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
 from groupwise.clipping.rules.base import find_rule
@@ -56,7 +56,7 @@ def test_a_layer_is_alone_only_in_a_group_of_its_own():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for make_partition, alone in ((flat, False), (per_layer, True)):
         with attach(model, make_partition(model), 1.0) as engine:
-            assert [m.rule.alone for group in engine.groups for m in group.members] == [alone, alone]
+            assert [m.context.own_group for group in engine.groups for m in group.members] == [alone, alone]
 
 
 def test_gradients_of_an_embedding_have_a_row_an_example():
@@ -79,7 +79,7 @@ def test_what_an_engine_knows_of_a_layer_cannot_be_changed():
         with pytest.raises(dataclasses.FrozenInstanceError):
             found.name = "other"
     reference = clipped_sums(layer, lambda i: layer(torch.ones(3)).sum(), [0], per_layer(layer), [1.0])
-    for thing in (reference, Outer(torch.ones(1, 1, 1), torch.ones(1, 1, 1))):
+    for thing in (reference, OuterProducts(torch.ones(1, 1, 1), torch.ones(1, 1, 1))):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, dataclasses.fields(thing)[0].name, None)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG, embedding_bag
+from groupwise.clipping.rules.embedding import EMBEDDING_BAG, embedding_bag
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
 from tests.clipping.plain_weights import PlainWeights

@@ -10,8 +10,8 @@ from groupwise.clipping import factors as factors_module
 from groupwise.clipping.factors import (
     add_weighed_rows,
     drop_zero_rows,
+    is_sync_free,
     keep_finite,
-    may_ask,
     scale_rows,
     weigh_rows,
 )
@@ -65,14 +65,14 @@ def test_where_nobody_is_left_out_rows_are_as_they_were():
 
 
 def test_rows_left_out_are_masked_where_values_may_not_be_looked_at(monkeypatch):
-    monkeypatch.setattr(factors_module, "may_ask", lambda t: False)
+    monkeypatch.setattr(factors_module, "is_sync_free", lambda t: False)
     rows = torch.tensor([[1.0], [float("nan")], [3.0]])
     assert drop_zero_rows(torch.tensor([1.0, 0.0, 0.5]), rows).tolist() == [[1.0], [0.0], [3.0]]
     assert drop_zero_rows(torch.ones(3), rows[:1].expand(3, 1)).tolist() == [[1.0]] * 3
 
 
 def test_values_are_looked_at_on_a_cpu_only():
-    assert may_ask(torch.zeros(1)) and not may_ask(torch.zeros(1, device="meta"))
+    assert is_sync_free(torch.zeros(1)) and not is_sync_free(torch.zeros(1, device="meta"))
 
 
 def test_automatic_factors_by_hand():

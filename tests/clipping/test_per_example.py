@@ -158,8 +158,7 @@ def test_a_temperature_is_released_with_noise():
         engine.backward(losses_of(model, torch.randn(4, 3, 5), list(range(4))))
         clipped = model.p.grad.clone()
         release_gradients(
-            [group.parameters for group in engine.groups],
-            engine.thresholds,
+            engine.sensitivity("add_remove"),
             allocation="global",
             noise_multiplier=1.0,
             expected_batch_size=4,

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from groupwise.clipping import attach, flat, joint, per_layer, products
-from groupwise.clipping.products import LastProducts, self_products
-from groupwise.clipping.rooms import Rooms
-from groupwise.clipping.rules import gram, group_norm
-from groupwise.clipping.rules.base import chunk_floats, in_format_of, numbers, rounding_slack, sum_of_squares, upcast
+from groupwise.clipping import attach, flat, gram, per_layer, shared_parameters
+from groupwise.clipping.context import BufferPool, chunk_floats
+from groupwise.clipping.gram import LastProducts, self_products
+from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
+from groupwise.clipping.rules import normalization
+from groupwise.clipping.rules.base import in_format_of, numbers
 from groupwise.clipping.rules.conv import positions_first, positions_last
 from groupwise.clipping.rules.unfold import Geometry
 from tests.clipping.conftest import make_case
@@ -21,7 +22,7 @@ from tests.clipping.conftest import make_case
 
 @pytest.mark.parametrize("rows", [31, 32, 33, 40])
 def test_a_symmetric_product_is_whole_and_its_quarter_is_not_computed_twice(monkeypatch, rows):
-    monkeypatch.setattr(products, "LEAST_SPLIT", 0)
+    monkeypatch.setattr(gram, "LEAST_SPLIT", 0)
     x = torch.randn(3, rows, 7, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
         found = self_products(x)
@@ -56,7 +57,7 @@ def test_inner_products_by_pixels_are_those_of_the_unfolded_input(kernel, stride
     every = torch.eye(taps, dtype=x.dtype).view(taps, 48, *kernel)  # a filter for each number that a position sees
     unfolded = conv(x, every, None, stride, padding, dilation)
     assert geometry.products_work(48, space, unfolded.shape[2:])[0]
-    found = geometry.products(x, unfolded.shape[2:], Rooms())
+    found = geometry.products(x, unfolded.shape[2:], BufferPool())
     columns = unfolded.flatten(2)
     torch.testing.assert_close(found, columns.mT @ columns, rtol=1e-12, atol=1e-12)
 
@@ -100,32 +101,32 @@ class TestLastProducts:
         assert last._key is None and last._kept is None
 
 
-class TestRooms:
-    def test_a_room_is_used_again_grown_and_given_back(self):
-        rooms, like = Rooms(), torch.zeros(1)
-        first = rooms.take("a", like, 2, 3)
+class TestBufferPool:
+    def test_a_buffer_is_used_again_grown_and_given_back(self):
+        buffers, like = BufferPool(), torch.zeros(1)
+        first = buffers.take("a", like, 2, 3)
         assert first.shape == (2, 3) and first.dtype == torch.float32
-        assert rooms.take("a", like, 3, 2).data_ptr() == first.data_ptr()
-        assert rooms.take("a", like, 4).data_ptr() == first.data_ptr()
-        assert rooms.take("a", like, 7).numel() == 7
-        larger = rooms.take("a", like, 5)
+        assert buffers.take("a", like, 3, 2).data_ptr() == first.data_ptr()
+        assert buffers.take("a", like, 4).data_ptr() == first.data_ptr()
+        assert buffers.take("a", like, 7).numel() == 7
+        larger = buffers.take("a", like, 5)
         assert larger.data_ptr() != first.data_ptr() and larger.untyped_storage().nbytes() == 28
-        rooms.clear()
-        assert rooms.take("a", like, 5).untyped_storage().nbytes() == 20
+        buffers.clear()
+        assert buffers.take("a", like, 5).untyped_storage().nbytes() == 20
 
-    def test_purposes_and_types_have_rooms_of_their_own(self):
-        rooms = Rooms()
+    def test_purposes_and_types_have_buffers_of_their_own(self):
+        buffers = BufferPool()
         kinds = (torch.float32, torch.float64)
-        taken = [rooms.take(purpose, torch.zeros(1, dtype=kind), 4) for purpose in "ab" for kind in kinds]
-        assert len({room.data_ptr() for room in taken}) == 4
-        assert [room.dtype for room in taken] == [torch.float32, torch.float64] * 2
+        taken = [buffers.take(purpose, torch.zeros(1, dtype=kind), 4) for purpose in "ab" for kind in kinds]
+        assert len({buffer.data_ptr() for buffer in taken}) == 4
+        assert [buffer.dtype for buffer in taken] == [torch.float32, torch.float64] * 2
 
 
 CHUNKED = {
     "gram": (gram, "linear_3d", {"formula": "gram"}, 2 * 9),
-    "group norm": (group_norm, "group_norm_4d", {}, 2 * 54),
-    "tied, materialised": (joint, "tied_conv1d", {}, 2 * 48),
-    "tied, one at a time": (joint, "tied_conv1d", {}, 1),
+    "group norm": (normalization, "group_norm_4d", {}, 2 * 54),
+    "tied, materialised": (shared_parameters, "tied_conv1d", {}, 2 * 48),
+    "tied, one at a time": (shared_parameters, "tied_conv1d", {}, 1),
 }
 
 
@@ -162,11 +163,11 @@ def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, 
 
 @pytest.mark.parametrize(("floats", "rows"), [(2 * 12, 2), (11, 1), (10**6, 5)])
 def test_group_norm_writes_products_into_a_buffer_of_a_few_examples(monkeypatch, floats, rows):
-    monkeypatch.setattr(group_norm, "CHUNK_FLOATS", floats)
+    monkeypatch.setattr(normalization, "CHUNK_FLOATS", floats)
     made, real = [], torch.empty_like
-    monkeypatch.setattr(group_norm.torch, "empty_like", lambda t: made.append(len(t)) or real(t))
+    monkeypatch.setattr(normalization.torch, "empty_like", lambda t: made.append(len(t)) or real(t))
     g, x = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
-    torch.testing.assert_close(group_norm._channel_products(g, x), (g * x).sum(2))
+    torch.testing.assert_close(normalization._channel_products(g, x), (g * x).sum(2))
     assert made == [rows]
 
 
@@ -244,7 +245,7 @@ def test_features_of_one_number_are_no_positions(double, formula, width):
 
 
 def test_a_layer_alone_keeps_no_more_than_it_must():
-    """`thrifty` and `alone` follow from the partition and the kind of norms."""
+    """`save_memory` and `own_group` follow from the partition and the kind of norms."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].bias = model[0].bias
     for partition, norms, alone, thrifty in (
@@ -252,8 +253,8 @@ def test_a_layer_alone_keeps_no_more_than_it_must():
         (flat(model), "ghost", [False, False], True),
     ):
         with attach(model, partition, 1.0, norms=norms) as engine:
-            rules = [m.rule for group in engine.groups for m in group.members]
-            assert [rule.alone for rule in rules] == alone and [rule.thrifty for rule in rules] == [thrifty] * 2
+            contexts = [m.context for group in engine.groups for m in group.members]
+            assert [c.own_group for c in contexts] == alone and [c.save_memory for c in contexts] == [thrifty] * 2
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with attach(model, per_layer(model), 1.0) as engine:
-        assert all(m.rule.alone for group in engine.groups for m in group.members)
+        assert all(m.context.own_group for group in engine.groups for m in group.members)

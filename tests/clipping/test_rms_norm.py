@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
-from groupwise.clipping.rules import find_rule, rms_norm
-from groupwise.clipping.rules.layer_norm import LayerNormRule
-from groupwise.clipping.rules.rms_norm import FoundRMSNormRule, RMSNormRule, find_form
+from groupwise.clipping.rules import find_rule
+from groupwise.clipping.rules import normalization as rms_norm
+from groupwise.clipping.rules.normalization import FoundRMSNormRule, LayerNormRule, RMSNormRule, find_form
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError
 from tests.clipping.conftest import GemmaNorm, LlamaNorm

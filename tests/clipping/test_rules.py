@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import WSConv2d, attach, flat, joint, per_layer
-from groupwise.clipping.costs import Shared
-from groupwise.clipping.discovery import find_layers
-from groupwise.clipping.joint import Outer
-from groupwise.clipping.rules import gram, ws_conv
+from groupwise.clipping import WSConv2d, attach, flat, gram, per_layer
+from groupwise.clipping import shared_parameters as joint
+from groupwise.clipping.context import RuleContext
+from groupwise.clipping.cost_model import Choices
+from groupwise.clipping.gram import OuterProducts as Outer
+from groupwise.clipping.partition import find_layers
+from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.conv import Conv2dRule
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
 from tests.clipping.conftest import CASES, make_case
@@ -114,7 +116,7 @@ def test_each_part_of_a_standardised_norm_is_moved_towards_the_larger_by_its_rou
         if gain:
             layer.gain.uniform_(0.5, 2.0)
     x, g = torch.randn(5, 3, 6, 6), torch.randn(5, 4, 3, 3)
-    rule = WSConv2dRule(layer, Shared(formula))
+    rule, context = WSConv2dRule(layer), RuleContext(choices=Choices(formula))
     _, saved = rule.forward(x, *(None if p is None else p.detach() for p in (layer.weight, layer.bias, layer.gain)))
     rows, standard = used_gradients(layer, x, g)
     centred = layer.weight.detach().flatten(1) - layer.weight.detach().flatten(1).mean(1, keepdim=True)
@@ -133,7 +135,9 @@ def test_each_part_of_a_standardised_norm_is_moved_towards_the_larger_by_its_rou
         expected = expected + g.sum((2, 3)).square().sum(1)
     monkeypatch.setattr(ws_conv, "rounding_slack", slack)
     monkeypatch.setattr(gram, "rounding_slack", lambda sizes, longest: terms.append(longest) or torch.zeros_like(sizes))
-    torch.testing.assert_close(rule.squared_norms(saved, g, wanted), expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        rule.squared_norms(rule.keep(saved, context), g, wanted, context), expected, rtol=1e-9, atol=0
+    )
     assert set(terms) <= {27}
 
 
@@ -144,9 +148,9 @@ def test_rounding_of_a_standardised_norm_grows_with_what_its_terms_are_made_of(d
         layer.gain.uniform_(-2.0, -0.5)
     x, g, seen = torch.randn(5, 3, 4, 4), torch.randn(5, 4, 4, 4), []
     monkeypatch.setattr(ws_conv, "rounding_slack", lambda size, n: seen.append(size) or torch.zeros_like(size))
-    rule = WSConv2dRule(layer, Shared("gram"))
+    rule, context = WSConv2dRule(layer), RuleContext(choices=Choices("gram"))
     _, saved = rule.forward(x, *(p.detach() for p in (layer.weight, layer.bias, layer.gain)))
-    rule.squared_norms(saved, g, (True, True, True))
+    rule.squared_norms(saved, g, (True, True, True), context)
     windows = nn.functional.unfold(x, 3, padding=1).norm(dim=1)
     expected = torch.einsum("bt,bpt->bp", windows, g.flatten(2).abs())
     expected = expected + layer.bias.detach().abs() / layer.gain.detach().abs() * g.flatten(2).abs().sum(2)
@@ -169,10 +173,11 @@ def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space
     for module in (gram, ws_conv):
         monkeypatch.setattr(module, "rounding_slack", lambda sizes, n: seen.append(n) or torch.zeros_like(sizes))
     standardised = isinstance(layer, WSConv2d)
-    rule = (WSConv2dRule if standardised else Conv2dRule)(layer, Shared("gram"))
+    rule = (WSConv2dRule if standardised else Conv2dRule)(layer)
     parameters = (layer.weight.detach(), layer.bias.detach(), None)[: 3 if standardised else 2]
     y, saved = rule.forward(torch.randn(2, 3, space, space), *parameters)
-    rule.squared_norms(saved, torch.randn_like(y), (True, False, False)[: len(parameters)])
+    wanted = (True, False, False)[: len(parameters)]
+    rule.squared_norms(saved, torch.randn_like(y), wanted, RuleContext(choices=Choices("gram")))
     assert set(seen) == {longest}
 
 
@@ -192,16 +197,16 @@ def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
     slack = 4 * 4**0.5 * torch.finfo(torch.float64).eps * sizes[0] * sizes[1]
     found = sides[0].inner(sides[1])
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
-    joint_slack = joint.rounding_slack
+    real = gram.rounding_slack
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + joint_slack(size, n))
+        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + real(size, n))
         torch.testing.assert_close(sides[0].inner(sides[1]), exact + 100 + slack, rtol=1e-9, atol=0)
     torch.testing.assert_close(seen[0][0], sizes[0] * sizes[1])
     assert seen[0][1] == 4
     long = Outer(torch.randn(2, 9, 7), torch.randn(2, 9, 4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
+        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
         long.inner(long)
     assert seen[-1][1] == 9
 

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer
-from groupwise.clipping.precision import full_float32
-from groupwise.clipping.products import inner_products
-from groupwise.clipping.rules.base import rounding_slack
-from groupwise.clipping.rules.gram import gram_norms
-from groupwise.clipping.squared_norms import BLOCK, LEAST_SQUARE, floor, squared_row_norms
+from groupwise.clipping.gram import gram_norms, inner_products
+from groupwise.clipping.precision import BLOCK, LEAST_SQUARE, floor, full_float32, rounding_slack, squared_row_norms
 from trust.norms.__main__ import ALLOWED, LAWS
 
 

@@ -176,8 +176,8 @@ def test_norms_stated_too_small_are_found_also_where_nothing_is_clipped(monkeypa
 
 
 def test_a_wrong_rule_is_found(monkeypatch):
-    def half(self, saved, g, wanted):
-        return LayerRule.squared_norms(self, saved, g, wanted) / 4
+    def half(self, saved, g, wanted, context):
+        return LayerRule.squared_norms(self, saved, g, wanted, context) / 4
 
     monkeypatch.setattr(LinearRule, "squared_norms", half)
     engine, losses_of = attached(nn.Tanh())
@@ -197,8 +197,8 @@ def test_wrong_counts_are_found(monkeypatch):
 def test_a_clipped_sum_may_be_off_by_a_twentieth(monkeypatch, error, refused):
     real = LinearRule.weighted_sum
 
-    def off(self, *args):
-        weight, bias = real(self, *args)
+    def off(self, *args, **context):
+        weight, bias = real(self, *args, **context)
         return weight * (1 + error), bias
 
     monkeypatch.setattr(LinearRule, "weighted_sum", off)

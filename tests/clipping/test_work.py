@@ -10,9 +10,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from groupwise.clipping import Rates, WSConv2d, costs
-from groupwise.clipping.costs import Shared, Work
-from groupwise.clipping.rules import conv, find_rule, linear
+from groupwise.clipping import Rates, WSConv2d
+from groupwise.clipping import cost_model as costs
+from groupwise.clipping.context import BufferPool, RuleContext
+from groupwise.clipping.cost_model import Choices, Work
+from groupwise.clipping.rules import conv, find_rule, matrix
 from groupwise.clipping.rules.conv import Conv2dRule
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.clipping.rules.unfold import Geometry
@@ -44,18 +46,18 @@ def operations(run) -> int:
     return counter.get_total_flops()
 
 
-def promised(rule) -> int:
-    decision = rule.choices[rule.choices.last]
+def promised(choices) -> int:
+    decision = choices[choices.last]
     work = decision.work[decision.chosen]
     return int(work.matmul + work.gram + work.outer + work.kernel)
 
 
-def norms_and_sum(rule, saved, g, wanted) -> None:
+def norms_and_sum(rule, saved, g, wanted, context) -> None:
     factors = torch.full((len(g),), 0.5)
-    if rule.alone:
-        rule.clipped_sum(saved, g, lambda squares: factors[: len(squares)], wanted)
+    if context.own_group:
+        rule.clipped_sum(saved, g, lambda squares: factors[: len(squares)], wanted, context)
     else:
-        rule.book_keep(saved, g, wanted)[1](factors)
+        rule.book_keep(saved, g, wanted, context)[1](factors)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -63,11 +65,11 @@ def norms_and_sum(rule, saved, g, wanted) -> None:
 @pytest.mark.parametrize(("d", "p"), [(5, 7), (20, 20), (30, 6)])
 def test_a_linear_layer_does_the_operations_that_it_was_chosen_for(formula, alone, d, p):
     layer, x, g = nn.Linear(d, p), torch.randn(3, 4, d), torch.randn(3, 4, p)
-    rule = LinearRule(layer, Shared(formula, EVEN))
-    rule.alone = alone
-    done = operations(lambda: norms_and_sum(rule, (x, layer.weight.detach()), g, (True, True)))
-    assert rule.choices[rule.choices.last].chosen == formula
-    assert done == promised(rule) > 0
+    rule, context = LinearRule(layer), RuleContext(own_group=alone, choices=Choices(formula, EVEN))
+    done = operations(lambda: norms_and_sum(rule, (x, layer.weight.detach()), g, (True, True), context))
+    choices = context.choices
+    assert choices[choices.last].chosen == formula
+    assert done == promised(choices) > 0
 
 
 LAYERS = {
@@ -88,13 +90,13 @@ def test_a_convolution_does_the_operations_that_it_was_chosen_for(monkeypatch, n
     monkeypatch.setattr(conv, "LEAST_KERNEL_INPUT", 0)
     make, shape = LAYERS[name]
     layer, x = make(), torch.randn(shape)
-    rule = find_rule(layer)(layer, Shared(**WAYS[way]))
-    rule.alone = alone
+    rule, context = find_rule(layer)(layer), RuleContext(own_group=alone, choices=Choices(**WAYS[way]))
+    choices = context.choices
     y, saved = rule.forward(x, *(p.detach() for p in layer.parameters()))
-    done = operations(lambda: norms_and_sum(rule, saved, torch.randn_like(y), (True, True)))
-    assert rule.choices[rule.choices.last].chosen == way
-    assert done == promised(rule) > 0
-    calls = rule.choices[rule.choices.last].work[way].calls
+    done = operations(lambda: norms_and_sum(rule, saved, torch.randn_like(y), (True, True), context))
+    assert choices[choices.last].chosen == way
+    assert done == promised(choices) > 0
+    calls = choices[choices.last].work[way].calls
     assert calls == (2 if way.endswith("kernel") else 0)
 
 
@@ -111,16 +113,20 @@ def test_a_convolution_does_the_operations_that_it_was_chosen_for(monkeypatch, n
 def test_what_inner_products_between_positions_cost(geometry, channels, space, out, expected):
     assert geometry.products_work(channels, space, out) == expected
     x = torch.randn(1, channels, *space)
-    assert operations(lambda: geometry.products(x, torch.Size(out), Shared().rooms)) == expected[1]
+    assert operations(lambda: geometry.products(x, torch.Size(out), BufferPool())) == expected[1]
 
 
 def test_the_bytes_of_a_linear_layer():
     """Scaling reads and writes the smaller side; T×T products are touched three times, gradients two or three times."""
-    for once, materialize in ((True, 3 * 4 * 2 * 35), (False, 2 * 4 * 2 * 35 + 8 * 2 * 3 * 5)):
-        ways = linear._ways(2, 3, 5, 7, once)
-        assert ways["gram"].bytes == 8 * 2 * 3 * 5 + 24 * 2 * 9
-        assert ways["materialize"].bytes == materialize
-    assert linear._ways(2, 3, 7, 5, True)["gram"].bytes == 8 * 2 * 3 * 5 + 24 * 2 * 9
+
+    def ways(t, d, p, own_group):
+        return LinearRule(nn.Linear(d, p)).ways(torch.Size((2, t, d)), torch.Size((2, t, p)), own_group)
+
+    for alone, materialize in ((True, 3 * 4 * 2 * 35), (False, 2 * 4 * 2 * 35 + 8 * 2 * 2 * 5)):
+        assert ways(2, 5, 7, alone)["gram"].bytes == 8 * 2 * 2 * 5 + 24 * 2 * 4
+        assert ways(2, 5, 7, alone)["materialize"].bytes == materialize
+    assert ways(3, 5, 7, False)["materialize"].bytes == 3 * 4 * 2 * 35, "kept gradients need no second product"
+    assert ways(3, 7, 5, True)["gram"].bytes == 8 * 2 * 3 * 5 + 24 * 2 * 9
 
 
 def test_the_bytes_of_a_convolution(monkeypatch):
@@ -128,18 +134,17 @@ def test_the_bytes_of_a_convolution(monkeypatch):
     scaling, gradients, columns = 8 * 2 * 4 * 9, 4 * 2 * 4 * 27, 8 * 2 * 9 * 27
     for alone, later in ((True, 3 * gradients), (False, 2 * gradients + scaling)):
         rule = Conv2dRule(nn.Conv2d(3, 4, 3, padding=1))
-        rule.alone = alone
-        ways = rule._ways(torch.Size((2, 3, 3, 3)), torch.Size((2, 4, 3, 3)))
+        ways = rule.ways(torch.Size((2, 3, 3, 3)), torch.Size((2, 4, 3, 3)), alone)
         assert ways["materialize"].bytes == later + columns
         assert ways["materialize/kernel"].bytes == later + 3 * gradients
         assert ways["gram"].bytes == scaling + 4 * 2 * (486 + 6 * 81)
-    kept = Conv2dRule(nn.Conv2d(3, 4, 3, padding=1))._ways(torch.Size((2, 3, 6, 5)), torch.Size((2, 4, 6, 5)))
+    kept = Conv2dRule(nn.Conv2d(3, 4, 3, padding=1)).ways(torch.Size((2, 3, 6, 5)), torch.Size((2, 4, 6, 5)), False)
     assert kept["materialize"] == Work(outer=2 * 2 * 4 * 30 * 27, bytes=3 * gradients + 8 * 2 * 30 * 27)
 
 
 def test_which_ways_a_convolution_has(monkeypatch):
     def names(layer, inputs=(2, 4, 6, 6), out=(2, 4, 4, 4)):
-        return set(Conv2dRule(layer)._ways(torch.Size(inputs), torch.Size(out)))
+        return set(Conv2dRule(layer).ways(torch.Size(inputs), torch.Size(out), False))
 
     least = math.prod((4, 6, 6))
     for limit, kernels in ((least - 1, {"materialize/kernel"}), (least, set())):
@@ -153,20 +158,22 @@ def test_which_ways_a_convolution_has(monkeypatch):
 @pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3, padding=1), WSConv2d(3, 4, 3, padding=1)])
 def test_inner_products_are_made_for_as_many_examples_as_the_chunk_holds(monkeypatch, layer):
     standardised = isinstance(layer, WSConv2d)
-    rule = (WSConv2dRule if standardised else Conv2dRule)(layer, Shared("gram", EVEN))
+    rule, context = (WSConv2dRule if standardised else Conv2dRule)(layer), RuleContext(choices=Choices("gram", EVEN))
     parameters = (layer.weight.detach(), layer.bias.detach(), None)[: 3 if standardised else 2]
     y, saved = rule.forward(torch.randn(5, 3, 4, 4), *parameters)
     g, wanted = torch.randn_like(y), (True, True, False)[: len(parameters)]
-    whole = rule.squared_norms(saved, g, wanted)
+    whole = rule.squared_norms(saved, g, wanted, context)
     sizes = []
     real = type(rule)._squares_from_products
     monkeypatch.setattr(
-        type(rule), "_squares_from_products", lambda self, s, rows, w: sizes.append(len(rows)) or real(self, s, rows, w)
+        type(rule),
+        "_squares_from_products",
+        lambda self, saved, rows, *rest: sizes.append(len(rows)) or real(self, saved, rows, *rest),
     )
     one = rule._product_numbers(saved, g)
     assert one == rule._geometry.products_work(3, (4, 4), (4, 4))[2] + 3 * 16**2
     monkeypatch.setattr(conv, "chunk_floats", lambda g: 2 * one + 1)
-    torch.testing.assert_close(rule.squared_norms(saved, g, wanted), whole)
+    torch.testing.assert_close(rule.squared_norms(saved, g, wanted, context), whole)
     assert sizes == [2, 2, 1]
 
 
@@ -176,23 +183,25 @@ def test_gradients_of_a_linear_layer_come_a_chunk_at_a_time(monkeypatch, transpo
     layer = nn.Linear(d, p)
     if transposed:
         layer.weight = nn.Parameter(layer.weight.t().detach().clone())
-    rule = LinearRule(layer, Shared("materialize", EVEN))
-    rule.alone, monkeypatch_type = True, type(rule)
-    monkeypatch.setattr(monkeypatch_type, "transposed", transposed)
+    rule, context = LinearRule(layer), RuleContext(own_group=True, choices=Choices("materialize", EVEN))
+    monkeypatch.setattr(type(rule), "transposed", transposed)
     x, g = torch.randn(5, 3, d), torch.randn(5, 3, p)
     each = torch.einsum("btd,btp->bdp" if transposed else "btd,btp->bpd", x, g)
-    for thin in (linear.THIN, 0):
-        monkeypatch.setattr(linear, "THIN", thin)
+    for thin in (matrix.THIN, 0):
+        monkeypatch.setattr(matrix, "THIN", thin)
         for floats, sizes in ((2 * d * p, [2, 2, 1]), (d * p - 1, [1] * 5), (10**6, [5])):
-            monkeypatch.setattr(linear, "chunk_floats", lambda x, floats=floats: floats)
-            parts = [(w.clone(), b.clone()) for w, b in rule._materialized(x, g, True)]
-            assert [len(w) for w, _ in parts] == sizes
-            formed = torch.cat([w for w, _ in parts])
+            monkeypatch.setattr(matrix, "chunk_floats", lambda x, floats=floats: floats)
+            parts = [part.clone() for part in rule.gradient_chunks((x,), g, "materialize", context)]
+            assert [len(part) for part in parts] == sizes
+            formed = torch.cat(parts)
+            kept = torch.empty_like(formed)
+            assert [len(part) for part in rule.gradient_chunks((x,), g, "materialize", context, kept)] == sizes
+            assert torch.equal(kept, formed)
             if rule._inputs_first(d, p) != transposed:
                 formed = formed.mT
             torch.testing.assert_close(formed, each)
-            torch.testing.assert_close(torch.cat([b for _, b in parts]), g.sum(1))
-            weight, bias = rule.clipped_sum((x, layer.weight.detach()), g, lambda s: torch.ones_like(s), (True, True))
+            saved = (x, layer.weight.detach())
+            weight, bias = rule.clipped_sum(saved, g, torch.ones_like, (True, True), context)
             torch.testing.assert_close(weight, each.sum(0))
             torch.testing.assert_close(bias, g.sum((0, 1)))
 
@@ -204,7 +213,7 @@ def test_gradients_of_a_linear_layer_come_a_chunk_at_a_time(monkeypatch, transpo
 def test_gradients_of_a_convolution_come_a_chunk_at_a_time(monkeypatch, make, way):
     make_layer, shape = make
     layer, x = make_layer(), torch.randn(5, *shape[1:])
-    rule = Conv2dRule(layer, Shared("materialize", EVEN))
+    rule, context = Conv2dRule(layer), RuleContext(choices=Choices("materialize", EVEN))
     y, saved = rule.forward(x, layer.weight.detach(), layer.bias.detach())
     g = torch.randn_like(y)
     expected = []
@@ -213,9 +222,9 @@ def test_gradients_of_a_convolution_come_a_chunk_at_a_time(monkeypatch, make, wa
         expected.append(rule._flatten(row))
     taken, real = [], Geometry.unfolded
 
-    def spy(self, x, out, step, rooms):
+    def spy(self, x, out, step, buffers):
         taken.append(step)
-        return real(self, x, out, step, rooms)
+        return real(self, x, out, step, buffers)
 
     monkeypatch.setattr(Geometry, "unfolded", spy)
     size = layer.weight.numel()
@@ -223,7 +232,10 @@ def test_gradients_of_a_convolution_come_a_chunk_at_a_time(monkeypatch, make, wa
     for floats, most in ((10**7, 5), (2 * size, 2), (size - 1, 1), (2 * max(size, unfolded), None)):
         monkeypatch.setattr(conv, "chunk_floats", lambda g, floats=floats: floats)
         taken.clear()
-        parts = [part.clone() for part in rule._materialized(saved, g, way)]
+        parts = [part.clone() for part in rule.gradient_chunks(saved, g, way, context)]
+        kept = g.new_empty(5, *rule.gradient_shape(saved, g))
+        assert [len(part) for part in rule.gradient_chunks(saved, g, way, context, kept)] == [len(p) for p in parts]
+        assert torch.equal(kept, torch.cat(parts))
         torch.testing.assert_close(torch.cat(parts), torch.stack(expected), rtol=1e-4, atol=1e-4)
         if most is not None:
             assert [len(part) for part in parts] == [most] * (5 // most) + ([5 % most] if 5 % most else [])
@@ -336,8 +348,7 @@ def test_what_costs_are_made_of_cannot_be_changed():
 
 
 def test_a_choice_is_made_once_for_a_size_and_is_the_cheapest():
-    shared, asked = Shared(rates=EVEN), []
-    choices = costs.Choices(shared)
+    choices, asked = Choices(rates=EVEN), []
 
     def options():
         asked.append(1)
@@ -347,5 +358,5 @@ def test_a_choice_is_made_once_for_a_size_and_is_the_cheapest():
         assert choices.choose((1,), torch.device("cpu"), options) == "fast"
     assert len(asked) == 1 and choices.last == (1,)
     assert choices[(1,)].seconds == {"slow": 2.0, "fast": 1.0, "tie": 1.0} and not choices[(1,)].forced
-    forced = costs.Choices(Shared("slow", EVEN))  # type: ignore[arg-type]
+    forced = Choices("slow", EVEN)  # type: ignore[arg-type]
     assert forced.choose((2,), torch.device("cpu"), options) == "slow" and forced[(2,)].forced

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.clipping.layers import WSConv2d
+from groupwise.clipping import WSConv2d
 from groupwise.errors import UserError
 from groupwise.models import BLOCK_ORDERS, wide_resnet
 from groupwise.models.wide_resnet import ClassicBlock, PreactivationBlock, UnitVarianceConv, group_count, make_norm

@@ -1,6 +1,7 @@
 """The release of a logical batch: sum, noise once, divide by the configured B; and what one example can move."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,9 +25,18 @@ def make_groups(*shapes, dtype=torch.float32) -> list[list[nn.Parameter]]:
     return groups
 
 
+class Sums(NamedTuple):
+    """Sums in the .grad of groups of parameters, by no engine."""
+
+    relation: str
+    groups: list[list[nn.Parameter]]
+    thresholds: torch.Tensor
+
+
 def release(groups, thresholds, **options) -> torch.Tensor:
     defaults = {"allocation": "global", "noise_multiplier": 1.0, "expected_batch_size": 4.0, "noise": SOURCE, "step": 0}
-    return release_gradients(groups, thresholds, **{**defaults, **options})
+    thresholds = torch.as_tensor(thresholds, dtype=torch.float64)
+    return release_gradients(Sums("add_remove", groups, thresholds), **{**defaults, **options})
 
 
 def flat(group) -> np.ndarray:

@@ -141,9 +141,9 @@ def test_an_empty_batch_is_a_step_of_noise_alone():
 def test_noise_uses_the_thresholds_that_clipped(monkeypatch):
     trainer, seen = make_trainer(ADAPTIVE_LAYER), []
 
-    def spy(groups, thresholds, **settings):
-        seen.append((thresholds.clone(), trainer.engine.thresholds.clone()))
-        return release(groups, thresholds, **settings)
+    def spy(sensitivity, **settings):
+        seen.append((sensitivity.thresholds.clone(), trainer.engine.thresholds.clone()))
+        return release(sensitivity, **settings)
 
     release = loop.release_gradients
     monkeypatch.setattr(loop, "release_gradients", spy)

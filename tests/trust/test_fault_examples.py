@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.clipping import gate, verify
+from groupwise.clipping import groups, verify
 from tests.training.test_step import (
     ADAPTIVE_BLOCK,
     ADAPTIVE_FLAT,
@@ -32,7 +32,7 @@ def test_the_sum_stays_within_its_bound(mode):
 @pytest.fixture
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that clips what is not finite like anything else."""
-    monkeypatch.setattr(gate, "keep_finite", lambda factors, squares: factors)
+    monkeypatch.setattr(groups, "keep_finite", lambda factors, squares: factors)
 
 
 def test_a_rule_that_keeps_them_is_caught(careless):

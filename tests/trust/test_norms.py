@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from groupwise.clipping.rules import base
+from groupwise.clipping import precision as base
 from trust.norms import __main__ as norms
 from trust.norms.__main__ import ALLOWED, LAWS, RESULT, Row, main, measure
 from trust.norms.cases import CASES, LARGEST, Case

@@ -94,7 +94,7 @@ def measure(case: Case, law: str, entries: int, seed: int = 0) -> Row:
         engine.backward((model(inputs) * g).flatten(1).sum(1))
         stated = float(engine.per_example_norms[0, 0])
         added = _length([p.grad for p in model.parameters()])
-        choices = engine.groups[0].members[0].rule.choices
+        choices = engine.groups[0].members[0].context.choices
     chosen = None if choices.last is None else choices[choices.last].chosen
     if case.way is not None and chosen != case.way:
         raise RuntimeError(f"{case.name}: the engine chose {chosen}, not {case.way}")

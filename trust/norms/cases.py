@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import WSConv2d
-from groupwise.clipping.costs import Rates
+from groupwise.clipping.cost_model import Rates
 
 _KERNEL = Rates(matmul=1e11, gram=1e11, outer=1e3, kernel=1e18, bytes=1e10, calls=1e18)
 _UNFOLDING = Rates(matmul=1e11, gram=1e11, outer=1e11, kernel=1e3, bytes=1e10, calls=1e3)

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.clipping import ClippingEngine, gate
+from groupwise.clipping import ClippingEngine, Sensitivity, microbatches
 from groupwise.clipping.factors import keep_finite
-from groupwise.clipping.gate import GroupState
-from groupwise.clipping.joint import Entry
-from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler
-from groupwise.privacy import mechanism as allocation
-from groupwise.privacy import thresholds as quantiles
+from groupwise.clipping.groups import ClippingGroup
+from groupwise.clipping.shared_parameters import LayerCall
+from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, mechanism, thresholds
 from groupwise.training import step as loop
 from groupwise.training.step import Trainer
 
@@ -32,8 +30,8 @@ def no_noise() -> AbstractContextManager[object]:
 
 def noise_without_root_k() -> AbstractContextManager[object]:
     """S = max_k C_k/γ_k in the place of (Σ_k C_k²/γ_k²)^½, which for equal thresholds is √K too small."""
-    real = allocation.sensitivity
-    return patch.object(allocation, "sensitivity", lambda c, weights: real(c, weights) / math.sqrt(len(c)))
+    real = mechanism.sensitivity
+    return patch.object(mechanism, "sensitivity", lambda c, weights: real(c, weights) / math.sqrt(len(c)))
 
 
 @contextmanager
@@ -46,8 +44,7 @@ def noise_on_every_rank() -> Iterator[None]:
     def release(self: Trainer, step: int) -> dict[str, float]:
         assert self.engine is not None and self.thresholds is not None
         loop.release_gradients(
-            [group.parameters for group in self.engine.groups],
-            self.thresholds.clip_thresholds,
+            self.engine.sensitivity(self.plan.adjacency),
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier / self.ranks.replicas,
             expected_batch_size=self.plan.expected_batch_size,
@@ -87,28 +84,28 @@ def masks_from_the_public_seed() -> AbstractContextManager[object]:
 
 def no_clipping() -> AbstractContextManager[object]:
     """All factors are 1."""
-    return patch.object(GroupState, "factors", lambda self, squares: keep_finite(torch.ones_like(squares), squares))
+    return patch.object(ClippingGroup, "factors", lambda self, squares: keep_finite(torch.ones_like(squares), squares))
 
 
 def first_layer_unclipped() -> AbstractContextManager[object]:
     """The factors of the first group are 1."""
-    real = GroupState.factors
+    real = ClippingGroup.factors
 
-    def factors(self: GroupState, squares: Tensor) -> Tensor:
+    def factors(self: ClippingGroup, squares: Tensor) -> Tensor:
         return real(self, squares) if self.index else keep_finite(torch.ones_like(squares), squares)
 
-    return patch.object(GroupState, "factors", factors)
+    return patch.object(ClippingGroup, "factors", factors)
 
 
 def tied_use_missed() -> AbstractContextManager[object]:
     """Of a weight that is used several times in a forward pass, the norm knows one use only."""
 
-    def stack_calls(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-        unnoticed: list[Any] = [_Unnoticed(entry.rule) for entry in entries[1:]]
-        later = [replace(entry, rule=rule) for entry, rule in zip(entries[1:], unnoticed, strict=True)]
-        return [], [*entries[:1], *later]
+    def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall]]:
+        unnoticed: list[Any] = [_Unnoticed(call.rule) for call in calls[1:]]
+        later = [replace(call, rule=rule) for call, rule in zip(calls[1:], unnoticed, strict=True)]
+        return [], [*calls[:1], *later]
 
-    return patch.object(gate, "stack_calls", stack_calls)
+    return patch.object(microbatches, "stack_calls", stack_calls)
 
 
 class _Unnoticed:  # as much of a rule as a closing group asks for
@@ -124,18 +121,28 @@ class _Unnoticed:  # as much of a rule as a closing group asks for
 
 def tied_uses_as_if_separate() -> AbstractContextManager[object]:
     """The norm of a tied weight adds up squares of its uses, without their inner products."""
-    return patch.object(gate, "stack_calls", lambda entries: ([], entries))
+    return patch.object(microbatches, "stack_calls", lambda calls: ([], calls))
 
 
 @contextmanager
 def thresholds_before_noise() -> Iterator[None]:
-    """Thresholds move before the gradients are noised, so the noise is that of others than clipped."""
-    real_release, real_update = Trainer._release, AdaptiveThresholds.update
+    """Thresholds move before the gradients are noised, and the noise is that of those in force, which did not clip."""
+    real_release, real_update, real_sensitivity = (
+        Trainer._release,
+        AdaptiveThresholds.update,
+        ClippingEngine.sensitivity,
+    )
 
     def release(self: Trainer, step: int) -> dict[str, float]:
         assert self.engine is not None and isinstance(self.thresholds, AdaptiveThresholds)
         real_update(self.thresholds, self.engine.counts, self.engine.examples, self._count_noise, step)
-        return real_release(self, step)
+        moved = self.thresholds.clip_thresholds
+
+        def in_force(engine: ClippingEngine, relation: str) -> Sensitivity:
+            return replace(real_sensitivity(engine, relation), thresholds=moved)
+
+        with patch.object(ClippingEngine, "sensitivity", in_force):
+            return real_release(self, step)
 
     with (
         patch.object(Trainer, "_release", release),
@@ -146,7 +153,7 @@ def thresholds_before_noise() -> Iterator[None]:
 
 def counts_not_centred() -> AbstractContextManager[object]:
     """Raw counts, as Algorithm 1 prints them."""
-    return patch.object(quantiles, "centred_counts", lambda counts, examples: torch.as_tensor(counts).double().clone())
+    return patch.object(thresholds, "centred_counts", lambda counts, examples: torch.as_tensor(counts).double().clone())
 
 
 def counts_of_the_last_microbatch() -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""Group-wise clipping of per-example gradients for any PyTorch model; needs nothing but torch.
+"""Clips per-example gradients group by group for any PyTorch model; needs nothing but torch.
 
 >>> import torch
 >>> from groupwise.clipping import attach, per_layer
@@ -11,14 +11,14 @@ True
 >>> engine.detach()
 """
 
-from groupwise.clipping.costs import Rates
+from groupwise.clipping.cost_model import Rates
+from groupwise.clipping.counts import Sensitivity
+from groupwise.clipping.diagnostics import explain, gradient_norms
 from groupwise.clipping.engine import ClippingEngine, attach
-from groupwise.clipping.explain import explain
 from groupwise.clipping.factors import automatic_factors, clip_factors
-from groupwise.clipping.layers import WSConv2d
-from groupwise.clipping.measure import gradient_norms
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.rules import LayerRule, register_rule
+from groupwise.clipping.rules.ws_conv import WSConv2d
 from groupwise.clipping.verification import verify
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "LayerRule",
     "Partition",
     "Rates",
+    "Sensitivity",
     "WSConv2d",
     "attach",
     "automatic_factors",

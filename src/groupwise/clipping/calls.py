@@ -1,89 +1,259 @@
-"""Follow a forward pass through a model's modules, to name the one in which something happened."""
+"""Runs layers and products inside their groups: finds where an input holds the batch, and the group's open pass.
 
-from collections.abc import Callable, Iterator, Sequence
+Besides the model's own layers a group may have members that are none: a parameter that a module uses by itself, and
+linear maps and embeddings inside a module. They are made when they are first used.
+"""
+
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-Border = Callable[[str, Any], None]
-"""Called when a forward pass enters a module ("the input of ...", arguments) or leaves it ("the output of ...")."""
+from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
+from groupwise.clipping.context import RuleContext
+from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.layouts import FIRST, BatchAxis, Layout, ModelCall, Order
+from groupwise.clipping.microbatches import GroupPass, OpenPasses
+from groupwise.clipping.per_example import PerExample
+from groupwise.clipping.precision import autocast
+from groupwise.clipping.rules.base import LayerRule
+from groupwise.clipping.rules.embedding import EmbeddingRule
+from groupwise.clipping.rules.linear import LinearRule
+from groupwise.clipping.rules.per_example import ParameterRule
+from groupwise.errors import UserError
 
-OUTSIDE = "the loss, outside of the model's modules"
+Values = list[Tensor | None]
+"""The values of a layer's parameters, detached, in the order of its rule's `parameter_names`."""
 
 
-class Calls:
-    """The modules that the forward pass is in; inside `followed` only."""
+@dataclass(frozen=True)
+class Use:
+    """One parameter of a product: where it stands in its group (None: it does not train), and which rows are used."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._open: list[str] = []
+    place: int | None
+    shape: torch.Size
+    rows: slice | None = None
+    padding_idx: int | None = None
 
-    @property
-    def innermost(self) -> str:
-        """The module whose code runs, in words."""
-        return self._open[-1] if self._open else OUTSIDE
 
-    @property
-    def inside(self) -> bool:
-        """Whether any module's code runs."""
-        return bool(self._open)
+class LayerCalls:
+    """The calls of an engine's layers, while the model runs.
+
+    Args:
+        model: whose buffers are the same for all examples.
+        groups: the engine's.
+        passes: where the passes of the groups are kept.
+        context: what their rules share.
+        batch_axis: which axis of an input counts examples where no call of the model tells it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: tuple[ClippingGroup, ...],
+        passes: OpenPasses,
+        context: RuleContext,
+        batch_axis: int,
+    ) -> None:
+        self.passes = passes
+        self._model, self._context, self._axis = model, context, batch_axis
+        self._constants: set[int] | None = None
+        self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
+        self._members: dict[tuple[object, ...], Member] = {}
+
+    # -- the call of the model ------------------------------------------------------------------------------------
 
     @contextmanager
-    def followed(self, border: Border | None = None) -> Iterator[None]:
-        """Inside, modules that are called are known, and `border` hears of each that is entered or left."""
-        self._open.clear()
-        hooks = []
-        for name, module in self._model.named_modules():
-            label = f"layer {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-            hooks.append(
-                module.register_forward_pre_hook(partial(self._enter, label, border), prepend=True, with_kwargs=True)
-            )
-            hooks.append(module.register_forward_hook(partial(self._leave, label, border)))
+    def within(self, call: ModelCall) -> Iterator[None]:
+        """Inside, layers belong to this call of the model."""
+        self.passes.model_call = call
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            self.passes.model_call = self._constants = None
 
-    def _enter(self, label: str, border: Border | None, module: nn.Module, *given: Any) -> None:
-        if border is not None:
-            border(f"the input of {label}", given)
-        self._open.append(label)
+    def batch(self, label: str) -> int:
+        """B of the model's call.
 
-    def _leave(self, label: str, border: Border | None, module: nn.Module, given: Any, made: Any) -> None:
-        if border is not None:
-            border(f"the output of {label}", made)
-        self._open.pop()
+        Raises:
+            UserError: naming what is used outside of a call, or in one without a batch.
+        """
+        call = self.passes.model_call
+        if call is None:
+            raise UserError(
+                f"{label} left the model as if it were the same for all examples: give the model its inputs as "
+                "tensors, the batch first, and do what the loss does with parameters inside the model."
+            )
+        if call.batch is None:
+            raise UserError(
+                f"{label} is used in a call without a tensor that has an axis for the batch, so it cannot be told how "
+                "many examples there are: give the model its inputs as tensors, the batch first."
+            )
+        return call.batch
+
+    def batch_axis_of(self, x: Tensor, label: str) -> BatchAxis | None:
+        """Where a tensor that meets a parameter has its examples; None for a constant.
+
+        Raises:
+            UserError: it depends on the batch, and no axis of it has its size.
+        """
+        batch, call = self.batch(label), self.passes.model_call
+        if x.dim() == 0 or not len(x):
+            return None
+        if batch == 1:
+            return BatchAxis(0, len(x))
+        assert call is not None
+        if not x.requires_grad and not call.is_given(x) and self._is_constant(x):
+            return None
+        layout = self.passes.layouts.of(_meeting(label, x), x, batch, True, call.is_given, alike=False)
+        if layout.order is Order.NONE:
+            return None
+        return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
+
+    def doubt(self, group: ClippingGroup, label: str, x: Tensor, place: BatchAxis) -> None:
+        """Gradients must show that a parameter met the batch on the axis that was taken for it."""
+        group_pass = self.passes.open[group.index]
+        group_pass.uncertain = True
+        group_pass.doubts.add((_meeting(label, x), x.shape, place.order))
+
+    def _is_constant(self, x: Tensor) -> bool:
+        if self._constants is None:
+            self._constants = {b.untyped_storage().data_ptr() for b in self._model.buffers() if b.numel()}
+        return x.untyped_storage().data_ptr() in self._constants
+
+    # -- members that are no layers of the model ------------------------------------------------------------------
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[ClippingGroup, int] | None:
+        """The group of a parameter that trains, and its place there."""
+        return self._places.get(id(parameter))
+
+    def product(self, kind: str, group: ClippingGroup, uses: tuple[Use | None, ...]) -> Member:
+        """A "linear" or "embedding" layer of a group's parameters: its weight and its bias, if that trains.
+
+        Args:
+            kind: what it does with them.
+            group: whose parameters they are.
+            uses: one for each parameter; None where there is none, or it does not train.
+        """
+        key = (
+            kind,
+            group.index,
+            *((u.place, u.rows and (u.rows.start, u.rows.stop), u.shape, u.padding_idx) for u in uses if u),
+        )
+        if key not in self._members:
+            weight = uses[0]
+            assert weight is not None
+            rule: LayerRule
+            with torch.device("meta"):
+                if kind == "embedding":
+                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
+                else:
+                    rule = LinearRule(nn.Linear(weight.shape[1], weight.shape[0], uses[1] is not None))
+            places = tuple(None if u is None else u.place for u in uses)
+            name = next(group.names[place] for place in places if place is not None)
+            rows = tuple(None if u is None else u.rows for u in uses)
+            wanted = tuple(place is not None for place in places)
+            context = self._context.for_layer()
+            self._members[key] = Member(name, rule, wanted, places, context, rows if any(rows) else ())
+        return self._members[key]
+
+    def copies(self, group: ClippingGroup, place: int, batch: int) -> Tensor:
+        """A parameter's copies (B, *shape), made once a forward pass."""
+        key = ("parameter", group.index, place)
+        if key not in self._members:
+            rule = ParameterRule(*group.homes[place])
+            self._members[key] = Member(group.names[place], rule, (True,), (place,), self._context.for_layer())
+        member, parameter = self._members[key], group.parameters[place]
+        group_pass = self.passes.open.get(group.index)
+        if group_pass is not None and group_pass.batch == batch and place in group_pass.copies:
+            return group_pass.copies[place]
+        group_pass, probe = self.enter(group, member, batch, parameter.device)
+        copies: Tensor = CopiesFunction.apply(group_pass, member, probe, parameter.detach())
+        group_pass.copies[place] = copies
+        return copies
+
+    # -- calls of layers ------------------------------------------------------------------------------------------
+
+    def enter(
+        self, group: ClippingGroup, member: Member, batch: int, device: torch.device
+    ) -> tuple[GroupPass, Tensor | None]:
+        """The group's pass for a call with B examples, and its probe."""
+        group_pass = self.passes.pass_of(group, member, batch)
+        return group_pass, probe_of(group_pass, device)
+
+    def run(self, group: ClippingGroup, member: Member, x: Tensor, values: Values, batch_first: bool = False) -> Tensor:
+        """A layer's output for an input x of any layout, with its parameters' values."""
+        if isinstance(x, PerExample):
+            return PerExample.of_rows(
+                self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name)
+            )
+        layout, batch = self.layout_of(member, x, batch_first)
+        if layout.order is Order.NONE:
+            return self._without_batch(group, member, x, values, batch)
+        inputs, values = autocast(member.rule.autocast, x, values)
+        group_pass, probe = self.enter(group, member, batch, x.device)
+        group_pass.uncertain |= not layout.certain
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, probe, inputs, *values)
+        return y
+
+    def run_direct(self, group: ClippingGroup, member: Member, x: Tensor, parameters: Values) -> Tensor:
+        """A layer's output where it returns its parameters' gradients itself; x has the batch as its first axis."""
+        x, _ = autocast(member.rule.autocast, x, [])
+        group_pass, probe = self.enter(group, member, x.shape[0], x.device)
+        y: Tensor = DirectFunction.apply(group_pass, member, probe, x, *parameters)
+        return y
+
+    def layout_of(self, member: Member, x: Tensor, batch_first: bool) -> tuple[Layout, int]:
+        """How a layer's input holds the batch, and B."""
+        known = self.passes.model_call
+        batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
+        given = known.is_given if known is not None else lambda _: True
+        any_order = member.rule.features_last and not batch_first
+        return self.passes.layouts.of(member.label, x, batch, any_order, given), batch
+
+    def _run_rows(self, group: ClippingGroup, member: Member, rows: Tensor, values: Values) -> Tensor:
+        inputs, values = autocast(member.rule.autocast, rows, values)
+        group_pass, probe = self.enter(group, member, len(rows), rows.device)
+        y: Tensor = LayerFunction.apply(group_pass, member, FIRST, probe, inputs, *values)
+        return y
+
+    def _without_batch(self, group: ClippingGroup, member: Member, x: Tensor, values: Values, batch: int) -> PerExample:
+        """The output for an input that all examples share; it has a copy for each of them once it is used."""
+        with torch.no_grad():
+            inputs, lowered = autocast(member.rule.autocast, x, values)
+            like, _ = member.rule.forward(inputs, *lowered)
+        made: list[Tensor] = []
+
+        def make() -> Tensor:
+            if not made:
+                made.append(self._run_rows(group, member, x.unsqueeze(0).expand(batch, *x.shape), values))
+            return made[0]
+
+        return PerExample(make, like, LayerOutput(self, group, member.name))
 
 
-class Fingerprints:
-    """A few numbers for each chosen row of every tensor that enters or leaves a module, in the order of the calls."""
+class LayerOutput:
+    """What a layer made of an input without a batch axis; a `per_example.Origin`."""
 
-    def __init__(self, batch: int, rows: Sequence[int]) -> None:
-        self._batch, self._rows = batch, list(rows)
-        self.taken: list[tuple[str, list[Tensor]]] = []
+    def __init__(self, calls: LayerCalls, group: ClippingGroup, name: str) -> None:
+        self.calls, self.group, self.label = calls, group, f"The output of layer {name!r}"
 
-    def take(self, place: str, values: Any) -> None:
-        """Tensors whose first axis is not made of the batch are left out."""
-        found = []
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] and tensor.shape[0] % self._batch == 0:
-                rows = tensor.detach().reshape(self._batch, -1)[self._rows].double()
-                found.append(torch.stack([rows.sum(1), rows.norm(dim=1)]).cpu())
-        self.taken.append((place, found))
+    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """See `per_example.Origin`."""
+        return self.calls.batch_axis_of(x, self.label)
 
-    def first_difference(self, other: "Fingerprints", tolerance: float) -> str | None:
-        """Where the same rows of two forward passes part, in words; None where they never do, as far as is seen."""
-        for (place, ours), (there, theirs) in zip(self.taken, other.taken, strict=False):
-            if place != there or len(ours) != len(theirs):
-                return place
-            for a, b in zip(ours, theirs, strict=True):
-                size = torch.maximum(a[1], b[1]).nan_to_num()
-                moved = (a - b).abs() > tolerance * size + 1e-9
-                if bool((moved | (a.isfinite() != b.isfinite())).any()):
-                    return place
-        return None
+    def doubt(self, x: Tensor, place: BatchAxis) -> None:
+        """See `per_example.Origin`."""
+        self.calls.doubt(self.group, self.label, x, place)
+
+    def linear(self, x: Tensor, bias: PerExample | None) -> None:
+        """It is no parameter."""
+
+    def embedding(self, x: Tensor, padding_idx: int | None) -> None:
+        """It is no parameter."""
+
+
+def _meeting(label: str, x: Tensor) -> str:
+    return f"{label}, which meets {'numbers' if x.is_floating_point() else 'indices'},"

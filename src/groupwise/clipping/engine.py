@@ -1,27 +1,25 @@
-"""The engine: attach a partition to a model, run backward passes that clip, give the model back as it was."""
+"""Attaches a partition to a model, runs backward passes that clip, and gives the model back as it was."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.backward import run_backward, squared_norms_of
-from groupwise.clipping.costs import Formula, Rates, Shared
-from groupwise.clipping.counts import Counts
-from groupwise.clipping.discovery import find_layers, warn_of_copies
+from groupwise.clipping.autograd import run_backward, squared_norms_of
+from groupwise.clipping.calls import LayerCalls
+from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
+from groupwise.clipping.context import RuleContext
+from groupwise.clipping.cost_model import Choices, Formula, Rates
+from groupwise.clipping.counts import RELATIONS, Counts, Sensitivity
 from groupwise.clipping.factors import ClipRule, clip_factors, left_out
-from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import Phase, Round
 from groupwise.clipping.groups import build_groups
+from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
-from groupwise.clipping.partition import Partition, check_partition
+from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
-from groupwise.clipping.paths import check_paths
-from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import full_float32
-from groupwise.clipping.reach import Attached, check_groups
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -91,31 +89,23 @@ class ClippingEngine:
         batch_axis: int,
         direct: bool,
     ) -> None:
-        if norms not in ("bookkeeping", "ghost"):
-            raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
-        if norms == "ghost" and len(partition) != 1:
-            raise UserError(
-                f"Ghost clipping reweights whole losses, so it needs one group; {len(partition)} were given."
-            )
-        if formula not in get_args(Formula):
-            raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
-        if batch_axis not in (0, 1):
-            raise UserError(f"batch_axis={batch_axis!r} is unknown: 0, or 1 where sequences come first.")
+        check_options(norms, partition, formula, batch_axis)
         layers = find_layers(model)
         check_partition(layers, partition)
-        self._shared = Shared(formula, rates)
+        self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
         self.model, self.partition, self.norms = model, partition, norms
-        self.groups = build_groups(layers, partition, clip_rule, self._shared, thrifty=norms == "ghost", direct=direct)
+        self.groups = build_groups(layers, partition, clip_rule, self._context, direct)
         self._counts = Counts(len(partition), self.groups[0].threshold)
         self.squared_norms: dict[int, Tensor] = {}
-        self._flights = Flights()
+        self._passes = OpenPasses()
         self._checked = False
         self.asks_order = True  # False: the caller sees to it that no operation puts examples in another order
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._direct = direct
         self.set_thresholds(thresholds)
-        self._patches = Patches(model, layers, self.groups, self._flights, self._shared, batch_axis, direct)
+        calls = LayerCalls(model, self.groups, self._passes, self._context, batch_axis)
+        self._patches = Patches(model, layers, self.groups, calls, batch_axis, direct)
         warn_of_copies(layers)
 
     # -- thresholds and counts ------------------------------------------------------------------------------------
@@ -139,11 +129,29 @@ class ClippingEngine:
             UserError: not one finite positive number a group.
         """
         values = self._spread(clip)
-        self._counts.at.copy_(torch.tensor(values if count is None else self._spread(count), dtype=torch.float64))
-        for group, value in zip(self.groups, values, strict=True):
+        self._counts.set_thresholds(values, values if count is None else self._spread(count))
+        for group, value in zip(self.groups, values.tolist(), strict=True):
             group.threshold.fill_(value)
 
-    def _spread(self, values: float | Sequence[float] | Tensor) -> list[float]:
+    def sensitivity(self, relation: str) -> Sensitivity:
+        """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
+
+        It tells the thresholds that clipped, whatever has been set since; where they changed between microbatches, the
+        larger. .grad must have been cleared when the batch began.
+
+        Args:
+            relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
+
+        Raises:
+            UserError: a relation for which no bound is proven.
+        """
+        if relation not in RELATIONS:
+            raise UserError(
+                f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
+            )
+        return Sensitivity(relation, tuple(group.parameters for group in self.groups), self._counts.clipped)
+
+    def _spread(self, values: float | Sequence[float] | Tensor) -> Tensor:
         numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
         numbers = numbers.expand(len(self.groups)) if numbers.dim() == 0 else numbers
         if numbers.shape != (len(self.groups),):
@@ -152,7 +160,7 @@ class ClippingEngine:
             )
         if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
             raise UserError(f"Clipping thresholds must be finite and positive; {numbers.tolist()} were given.")
-        return numbers.tolist()
+        return numbers.clone()
 
     @property
     def counts(self) -> Tensor:
@@ -172,7 +180,7 @@ class ClippingEngine:
     @property
     def products_reused(self) -> int:
         """How often a layer took XXᵀ from the layer before, which had the same input."""
-        return self._shared.products.reused
+        return self._context.products.reused
 
     @property
     def per_example_norms(self) -> Tensor:
@@ -182,7 +190,7 @@ class ClippingEngine:
     def reset(self) -> None:
         """Begin a logical batch: forget counts, examples and microbatches that still wait for their backward pass (the
         parameters' .grad are the caller's to clear)."""
-        self._flights.forget()
+        self._passes.forget()
         self._counts.reset()
 
     @contextmanager
@@ -197,14 +205,14 @@ class ClippingEngine:
         """Add the clipped sums of one microbatch to the parameters' .grad, and its counts to `counts`.
 
         Args:
-            losses: one loss per example, (B,); they are summed, never averaged (B is the first axis of every layer).
+            losses: one loss per example, (B,); they are summed, never averaged.
 
         Raises:
             UserError: losses of another shape; a parameter frozen or thawed since `attach`; a parameter used outside
                 its layer; a trainable parameter that the losses do not reach.
         """
-        self._flights.refuse_nesting()
-        self._check_losses(losses)
+        self._passes.refuse_nesting()
+        check_losses(losses)
         self.check_output(losses)
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
@@ -216,7 +224,7 @@ class ClippingEngine:
 
     def _ghost_norms(self, losses: Tensor) -> Tensor:
         """First pass: only squared norms, as the probe's gradient; the graph stays for the second."""
-        group_pass = self._flights.open.get(0)
+        group_pass = self._passes.open.get(0)
         if group_pass is None or group_pass.probe is None:
             raise UserError("The losses do not come from the attached model: no layer of it ran with gradients on.")
         squares = squared_norms_of(losses, group_pass.probe)
@@ -224,12 +232,12 @@ class ClippingEngine:
             squares = squares[: len(losses)]
             return squares + group_pass.joint_squares(squares, Phase.NORMS)
 
-    def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[Round, Tensor]:
+    def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[BackwardPass, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
         with torch.no_grad():
             factors = self.factors(squares)
-        current = Round(Phase.SUMS, len(squares), self._flights.open, left_out(factors), {0: squares})
-        self._flights.round = current
+        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, left_out(factors), {0: squares})
+        self._passes.backward_pass = current
         return current, torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
 
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
@@ -237,18 +245,19 @@ class ClippingEngine:
         self._counts.add(squared_norms, examples)
 
     @contextmanager
-    def _backward(self, phase: Phase, examples: int, *microbatch: Hashable) -> Iterator[Round]:
+    def _backward(self, phase: Phase, examples: int, *microbatch: Hashable) -> Iterator[BackwardPass]:
         """Inside, layers report; afterwards the passes that took part are over."""
         try:
-            with self._flights.backward(phase, examples, *microbatch) as current, full_float32():
+            with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
+                self._counts.begin_clipping()
                 if self.asks_order:
                     refuse_doubts(current.passes.values(), examples)
                 with self._patches.recomputing():
                     yield current
         finally:
-            self._shared.clear()
+            self._context.clear()
 
-    # -- several microbatches in flight (pipelines) ---------------------------------------------------------------
+    # -- several microbatches at once (pipelines) ------------------------------------------------------------------
 
     @contextmanager
     def forward_of(self, microbatch: Hashable) -> Iterator[None]:
@@ -257,7 +266,7 @@ class ClippingEngine:
         Raises:
             UserError: inside another one; or the microbatch waits already, with another batch size.
         """
-        with self._flights.forward_of(microbatch):
+        with self._passes.forward_of(microbatch):
             yield
 
     def check_output(self, output: Tensor) -> None:
@@ -272,7 +281,7 @@ class ClippingEngine:
         reorders = check_paths(output, self._names, shards=self._direct)
         if output.dim() > 0 and output.requires_grad and not self._direct:
             rows = rows_as_losses(output)
-            prove_layouts(rows, self._flights, reorders and self.asks_order, self._patches.recomputing)
+            prove_layouts(rows, self._passes, reorders and self.asks_order, self._patches.recomputing)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
@@ -362,21 +371,7 @@ class ClippingEngine:
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
-    def _check_losses(self, losses: Tensor) -> None:
-        if losses.dim() != 1 or not losses.is_floating_point():
-            raise UserError(
-                f"The loss must be one value per example, a float tensor of shape (batch,); {tuple(losses.shape)} was "
-                "given: use reduction='none' and reduce over everything but the batch."
-            )
-        if isinstance(losses, PerExample):
-            raise UserError(
-                f"The losses hold no batch (they come from {losses.origin.label[0].lower()}{losses.origin.label[1:]}): "
-                "the first axis of the model's inputs must be the batch, or attach with batch_axis=1 if the second is."
-            )
-        if not losses.requires_grad:
-            raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")
-
-    def _check_reached(self, current: Round) -> None:
+    def _check_reached(self, current: BackwardPass) -> None:
         check_groups(self.groups, current, self._direct)
         self._attached.check_gradients()
         self._checked = True
@@ -392,8 +387,8 @@ class ClippingEngine:
     def detach(self) -> None:
         """Give the model back as it was."""
         self._patches.remove()
-        self._flights.forget()
-        self._flights.open.clear()
+        self._passes.forget()
+        self._passes.open.clear()
 
     def __enter__(self) -> "ClippingEngine":
         return self

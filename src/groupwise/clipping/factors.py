@@ -1,4 +1,4 @@
-"""Clip rules: pure functions from per-example norms and a threshold to factors."""
+"""Turns per-example norms and a threshold into clip factors, and weighs rows by them."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def keep_finite(factors: Tensor, squared_norms: Tensor) -> Tensor:
     return torch.where(squared_norms < math.inf, factors, 0.0)  # NaN is not
 
 
-def may_ask(t: Tensor) -> bool:
+def is_sync_free(t: Tensor) -> bool:
     """Whether looking at a value costs nothing: elsewhere the host would wait for the device."""
     return t.device.type == "cpu"
 
@@ -54,7 +54,7 @@ def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
     On a CPU the common case, nobody left out, costs a look at B numbers; elsewhere rows are masked without asking,
     so that the host never waits for the device.
     """
-    if factors is None or (may_ask(rows) and bool(factors.all())):
+    if factors is None or (is_sync_free(rows) and bool(factors.all())):
         return rows
     return rows.masked_fill((factors == 0).view(-1, *[1] * (rows.dim() - 1)), 0)
 
@@ -83,4 +83,4 @@ def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Ten
 def left_out(factors: Tensor) -> Tensor | None:
     """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
     keep = (factors != 0).to(factors.dtype)
-    return None if may_ask(keep) and bool(keep.all()) else keep
+    return None if is_sync_free(keep) and bool(keep.all()) else keep

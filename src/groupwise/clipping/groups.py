@@ -1,27 +1,85 @@
-"""From a partition of the layers to the engine's groups: which parameters train, where, and with which rule."""
+"""Makes the engine's groups from a partition of the layers: which parameters train, where, and with which rule."""
+
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from groupwise.clipping.costs import Shared
-from groupwise.clipping.discovery import Layer
-from groupwise.clipping.factors import ClipRule
-from groupwise.clipping.gate import GroupState, Member
-from groupwise.clipping.partition import Group, Partition
-from groupwise.clipping.rules.parameter import ParameterRule
+from groupwise.clipping.context import RuleContext
+from groupwise.clipping.factors import ClipRule, keep_finite
+from groupwise.clipping.partition import Group, Layer, Partition
+from groupwise.clipping.precision import LEAST_SQUARE
+from groupwise.clipping.rules.base import LayerRule, Wanted
+from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer inside its group: its rule, which of its parameters train, and their places in the group."""
+
+    name: str
+    rule: LayerRule
+    wanted: Wanted
+    places: tuple[int | None, ...]
+    context: RuleContext
+    rows: tuple[slice | None, ...] = ()
+    """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"Layer {self.name!r}"
+
+    def rows_of(self, parameter: int) -> slice | None:
+        """The rows of its parameter of that number."""
+        return self.rows[parameter] if self.rows else None
+
+
+@dataclass
+class ClippingGroup:
+    """A group's fixed parts and the threshold that is in force."""
+
+    index: int
+    name: str
+    members: tuple[Member, ...]
+    homes: tuple[tuple[nn.Module, str], ...]
+    """Where its trainable parameters are found: a module, and the name inside it."""
+    names: tuple[str, ...]
+    """Their names in the whole model."""
+    inputs: tuple[Tensor, ...]
+    """What its function returns gradients for: the parameters, or a stand-in where layers return them."""
+    clip_rule: ClipRule
+    threshold: Tensor
+    """C_k, a scalar."""
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Its trainable parameters as they are now (shards, between two passes under FSDP2)."""
+        return tuple(module.get_parameter(name) for module, name in self.homes)
+
+    def factors(self, squares: Tensor) -> Tensor:
+        """Squared norms (n,) -> clip factors (n,), 0 where a norm is not finite."""
+        threshold = self.threshold if self.threshold.dtype == squares.dtype else self.threshold.to(squares.dtype)
+        factors = self.clip_rule(squares.clamp_min(LEAST_SQUARE).sqrt_(), threshold)
+        return keep_finite(factors, squares.to(self.threshold.dtype))
 
 
 def build_groups(
     layers: tuple[Layer, ...],
     partition: Partition,
     clip_rule: ClipRule,
-    shared: Shared,
-    *,
-    thrifty: bool,
+    context: RuleContext,
     direct: bool,
-) -> tuple[GroupState, ...]:
-    """One `GroupState` a group; `thrifty` layers keep nothing for the sake of speed, `direct` ones use no gate.
+) -> tuple[ClippingGroup, ...]:
+    """One `ClippingGroup` a group, in order.
+
+    Args:
+        layers: all layers that train.
+        partition: which of them belong together.
+        clip_rule: norms and threshold -> factors.
+        context: what the rules share; each layer gets choices of its own.
+        direct: layers return their parameters' gradients themselves, without a function of the group.
 
     Raises:
         UserError: a layer that cannot be `direct`, or would have to be.
@@ -32,12 +90,10 @@ def build_groups(
         for parameter in layer.trainable.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     groups = tuple(
-        _build_group(k, group, by_name, uses, clip_rule, shared, direct) for k, group in enumerate(partition)
+        _build_group(k, group, by_name, uses, clip_rule, context, direct) for k, group in enumerate(partition)
     )
-    for member in (member for group in groups for member in group.members):
-        member.rule.thrifty = thrifty
     if direct:
-        _check_direct(groups, uses, ghost=thrifty)
+        _check_direct(groups, uses, ghost=context.save_memory)
     else:
         _check_whole(layers)
     return groups
@@ -49,9 +105,9 @@ def _build_group(
     by_name: dict[str, Layer],
     uses: dict[int, int],
     clip_rule: ClipRule,
-    shared: Shared,
+    context: RuleContext,
     direct: bool,
-) -> GroupState:
+) -> ClippingGroup:
     parameters: list[nn.Parameter] = []
     homes: list[tuple[nn.Module, str]] = []
     names: list[str] = []
@@ -68,18 +124,24 @@ def _build_group(
         layer = by_name[name]
         if layer.rule is None:
             members += [
-                Member(layer.full_name(local), ParameterRule(layer.module, local, shared), (True,), (place[id(p)],))
+                Member(
+                    layer.full_name(local),
+                    ParameterRule(layer.module, local),
+                    (True,),
+                    (place[id(p)],),
+                    context.for_layer(),
+                )
                 for local, p in layer.trainable.items()
             ]
             continue
-        rule = layer.make_rule(shared)
+        rule = layer.make_rule()
         places = tuple(
             place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
         )
-        rule.alone = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
-        members.append(Member(name, rule, tuple(p is not None for p in places), places))
+        own_group = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
+        members.append(Member(name, rule, tuple(p is not None for p in places), places, context.for_layer(own_group)))
     dtype, device = parameters[0].dtype, parameters[0].device
-    return GroupState(
+    return ClippingGroup(
         index,
         group.name,
         tuple(members),
@@ -91,7 +153,7 @@ def _build_group(
     )
 
 
-def _check_direct(groups: tuple[GroupState, ...], uses: dict[int, int], ghost: bool) -> None:
+def _check_direct(groups: tuple[ClippingGroup, ...], uses: dict[int, int], ghost: bool) -> None:
     """Refuse what one layer alone cannot clip."""
     for group in groups:
         for member in group.members:
@@ -115,7 +177,7 @@ def _check_direct(groups: tuple[GroupState, ...], uses: dict[int, int], ghost: b
 
 
 def _check_whole(layers: tuple[Layer, ...]) -> None:
-    """Refuse parameters in shards: a gate would hold on to what is whole only while its layer runs."""
+    """Refuse parameters in shards: their group would return gradients for what is whole only while its layer runs."""
     for layer in layers:
         for local, parameter in layer.trainable.items():
             if hasattr(parameter, "placements"):  # a DTensor, without importing torch.distributed

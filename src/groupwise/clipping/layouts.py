@@ -1,11 +1,14 @@
-"""Tells which axis of a layer's input counts examples, and brings saved tensors and gradients to examples first."""
+"""Tells which axis of a tensor counts examples, from its shape and those of the model's inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from groupwise.errors import UserError
 
@@ -196,3 +199,32 @@ def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
             return Order.NONE, Order.FIRST, Order.FOLDED, Order.STACKED
         return Order.FIRST, Order.SECOND, Order.NONE, Order.FOLDED, Order.STACKED
     return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
+
+
+class ModelCall:
+    """A call of the outermost module: how many examples it has, and which tensors it was given."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> None:
+        self.given: set[int] = set()
+        self.batch: int | None = None
+        packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)), None)
+        if packed is not None:
+            self.batch = int(packed.batch_sizes[0])
+        for leaf in _tensors((args, kwargs)):
+            if self.batch is None and leaf.dim() > axis:
+                self.batch = leaf.shape[axis]
+            if leaf.numel():
+                self.given.add(leaf.untyped_storage().data_ptr())
+
+    def is_given(self, x: Tensor) -> bool:
+        """Whether x is one of the tensors, or a view of one."""
+        return x.untyped_storage().data_ptr() in self.given
+
+
+def _tensors(nested: Any) -> Iterable[Tensor]:
+    """All tensors of nested arguments, in order; of mappings that torch does not know too."""
+    for leaf in tree_leaves(nested):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors(dict(leaf))

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from groupwise.clipping.flight import Flights
-from groupwise.clipping.gate import GroupPass, Member, no_autocast
+from groupwise.clipping.checks import layer_nodes
+from groupwise.clipping.groups import Member
 from groupwise.clipping.layouts import FOLDS, Layout, Layouts, Order
-from groupwise.clipping.paths import layer_nodes
-from groupwise.clipping.rules.parameter import ParameterRule
+from groupwise.clipping.microbatches import GroupPass, OpenPasses
+from groupwise.clipping.precision import no_autocast
+from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
 
@@ -90,20 +91,20 @@ def telling_weights(examples: int) -> Tensor:
 
 
 def prove_layouts(
-    losses: Tensor, flights: Flights, doubted: bool, recomputing: Callable[[], AbstractContextManager[None]]
+    losses: Tensor, passes: OpenPasses, doubted: bool, recomputing: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """See from gradients which rows of the layers' outputs are whose, where shapes do not tell or that is doubted.
 
     Raises:
         UserError: a layer's rows, or a parameter's copies, are not one example's each.
     """
-    passes = [group_pass for group_pass in flights.open.values() if group_pass.probe is not None]
-    doubted |= any(group_pass.uncertain or group_pass.batch != len(losses) for group_pass in passes)
-    if len(losses) < 2 or flights.round is not None or not passes or not doubted:
+    running = [group_pass for group_pass in passes.open.values() if group_pass.probe is not None]
+    doubted |= any(group_pass.uncertain or group_pass.batch != len(losses) for group_pass in running)
+    if len(losses) < 2 or passes.backward_pass is not None or not running or not doubted:
         return
-    with recomputing(), flights.looking(len(losses)), no_autocast(losses.device.type):
-        owners = find_owners(losses, layer_nodes(losses), [p.probe for p in passes if p.probe is not None])
-    _settle(owners, passes, flights.layouts, len(losses))
+    with recomputing(), passes.looking(len(losses)), no_autocast(losses.device.type):
+        owners = find_owners(losses, layer_nodes(losses), [p.probe for p in running if p.probe is not None])
+    _settle(owners, running, passes.layouts, len(losses))
 
 
 def rows_as_losses(output: Tensor) -> Tensor:

@@ -1,14 +1,86 @@
-"""Full float32 while a backward pass measures and adds up gradients, whatever the program allows elsewhere.
+"""Keeps rounding from under-stating a norm: squares that are added up without loss, slack, and full float32.
 
-torch may multiply float32 numbers with 10 bits of fraction (TF32, on by default for convolutions on a GPU), or with 7
-(bfloat16). A clipped sum would then not be what its norm was measured on: up to 1e-3 apart.
+On a CPU torch adds up squares in float32 almost one after the other: a norm of 1e7 entries comes out by 1e-3
+too small, one of 1e8 equal entries by 6e-2. Here float32 sums have at most `BLOCK` terms, and blocks are added up in
+float64. What may be lost, relative to the norm:
+
+| from | at most |
+|---|---|
+| sums of a block's squares, 8 or 16 at a time: (1 + `BLOCK`/8 + 8) roundings of 2⁻²⁴, on the square | 7.5e-7 |
+| the root of a block's sum, rounded | 6e-8 |
+| adding up blocks in float64, up to 1e8 entries | 1e-10 |
+
+An entry below 1.1e-19 has no square in float32. All of these together, 1e-15 at 1e8 entries, are far less than 1e-10,
+the least norm that factors are formed from (`LEAST_SQUARE`). In a product of two norms they may be more: `floor`.
+
+torch may also multiply float32 numbers with 10 bits of fraction (TF32, on by default for convolutions on a GPU), or
+with 7 (bfloat16). A clipped sum would then not be what its norm was measured on, up to 1e-3 apart, so backward passes
+run with full float32 whatever the program allows elsewhere.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Most numbers whose squares are added up in the rows' own precision."""
+LEAST_SQUARE = 1e-20
+"""Squared norms below this count as this in clip factors: what has no square in float32 is far less."""
+
+
+def squared_row_norms(rows: Tensor) -> Tensor:
+    """‖row_i‖² of rows (B, ...), float32 or float64 -> (B,), float64; infinite above 1.8e19 in float32."""
+    if rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last):
+        rows = rows.permute(0, 2, 3, 1)  # the order of a row's numbers is all the same, and this takes no copy
+    flat = rows.reshape(len(rows), -1) if rows.dim() == 1 else rows.flatten(1)
+    count, rest = divmod(flat.shape[1], BLOCK)
+    if not count:
+        return torch.linalg.vector_norm(flat, dim=1).double().square_()
+    lengths = torch.linalg.vector_norm(flat[:, : count * BLOCK].unflatten(1, (count, BLOCK)), dim=2)
+    squares = torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64).square_()
+    if rest:
+        squares += torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1).double().square_()
+    return squares
+
+
+def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
+    """‖g^(i)‖² over all parameters, (B,) float64, from per-example gradients (B, *shape); None where not wanted."""
+    return torch.stack([squared_row_norms(rows) for rows in gradients if rows is not None]).sum(0)
+
+
+def rounding_slack(absolute: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
+    """How far rounding may have pushed down a sum of products whose absolute values add up to `absolute`.
+
+    Squared norms that come out of cancelling terms (Gram matrices, closed forms, cross terms) are raised by this much,
+    so that no norm is under-stated: 4·√n·eps, for inner products of n terms, holds with high probability (Higham and
+    Mary 2019) where roundings are independent, and, as `inner_products` adds up a few terms at a time, by measurement
+    where they are not: all terms equal. Where nothing cancels it is a relative 1e-5 or less in float32.
+    `dtype` is what the sum was computed in, if that is not the type of `absolute`.
+    """
+    return absolute * (4 * terms**0.5 * torch.finfo(dtype or absolute.dtype).eps)
+
+
+def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
+    """What the square of a materialised norm is raised by, (B,), where the clipped sum is made by another product.
+
+    x and g (B, ...) are the two sides of one example's gradient, a sum of `terms` outer products. The second product
+    rounds otherwise than the first, by up to 4·√n·eps·‖x‖‖g‖: nothing, unless the outer products cancel almost wholly.
+    """
+    return squared_row_norms(x) * squared_row_norms(g) * (16 * terms * torch.finfo(g.dtype).eps ** 2)
+
+
+def upcast(t: Tensor) -> Tensor:
+    """Half precision becomes float32; everything else stays: norms and sums are float32 or better."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def floor(rows: Tensor) -> float:
+    """More than the squared norm of a row (B, ...) whose squares have all underflowed."""
+    return math.prod(rows.shape[1:]) * torch.finfo(rows.dtype).tiny
 
 
 @contextmanager
@@ -27,3 +99,17 @@ def full_float32() -> Iterator[None]:
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
+
+
+def no_autocast(device: str) -> AbstractContextManager[object]:
+    """Rules choose their own precision; entering autocast costs microseconds a layer, so only where it is on."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
+    """What autocast would do to a layer's inputs, so that the rule itself can run without it."""
+    device = x.device.type
+    if kind == "keep" or not torch.is_autocast_enabled(device):
+        return x, parameters
+    dtype = torch.get_autocast_dtype(device) if kind == "lower" else torch.float32
+    return x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]

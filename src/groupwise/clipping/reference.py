@@ -1,4 +1,4 @@
-"""The truth: per-example gradients by a loop over single examples, clipped one by one. Slow and plain."""
+"""Clips per-example gradients by a loop over single examples, one by one: the truth, slow and plain."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.discovery import find_layers
 from groupwise.clipping.factors import ClipRule, clip_factors
-from groupwise.clipping.partition import Partition
+from groupwise.clipping.partition import Partition, find_layers
 from groupwise.errors import UserError
 
 

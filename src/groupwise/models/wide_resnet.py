@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.layers import WSConv2d
+from groupwise.clipping import WSConv2d
 from groupwise.errors import UserError
 
 NORMS = ("group", "batch")

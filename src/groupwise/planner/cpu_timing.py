@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from groupwise.clipping import attach, flat
 from groupwise.planner.accelerators import Seconds
 from groupwise.planner.footprint import Kind, Passes, Work, cut_out, inputs
 from groupwise.privacy import NoiseSource, release_gradients
@@ -74,12 +75,13 @@ class Timed:
         noise = NoiseSource.from_seed(0)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
+        with attach(stage, flat(stage), 1.0) as engine:
+            sensitivity = engine.sensitivity("add_remove")
 
         def update() -> None:
             if noisy:
                 release_gradients(
-                    [trained],
-                    [1.0],
+                    sensitivity,
                     allocation="equal_budget",
                     noise_multiplier=1.0,
                     expected_batch_size=1.0,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from groupwise.clipping.costs import USUAL_RATES, machine_rates
+from groupwise.clipping.cost_model import USUAL_RATES, machine_rates
 from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import Ranges, choose_ranges

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.costs import USUAL_RATES, Rates
+from groupwise.clipping.cost_model import USUAL_RATES, Rates
 from groupwise.pipeline.split import Stage, cut
 from groupwise.planner.shapes import build, with_blocks
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -11,9 +12,28 @@ from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
 
 
+@runtime_checkable
+class Sensitivity(Protocol):
+    """How far one example moves the sums in the .grad of groups of parameters, by whoever clipped them.
+
+    It is what `groupwise.clipping.ClippingEngine.sensitivity` says.
+    """
+
+    @property
+    def relation(self) -> str:
+        """Which batches are neighbours: an adjacency that a plan can have."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[nn.Parameter]]:
+        """K groups of parameters that share no memory."""
+
+    @property
+    def thresholds(self) -> torch.Tensor:
+        """C, (K,): group k's sum moves by at most C_k in ℓ2, jointly over the group."""
+
+
 def release_gradients(
-    groups: Sequence[Sequence[nn.Parameter]],
-    thresholds: torch.Tensor | Sequence[float],
+    sensitivity: Sensitivity,
     *,
     allocation: str,
     noise_multiplier: float,
@@ -24,17 +44,16 @@ def release_gradients(
 ) -> torch.Tensor:
     """Turn clipped sums into private means, in place on ``p.grad``: (Σ_i g̃_k^(i) + N(0, std_k²))/B.
 
-    Formal guarantee: let ``p.grad`` of group k hold the sum, over the examples of one Poisson sample, of gradients
-    clipped to ``thresholds[k]`` jointly over the group. Then all groups together are one release of the Gaussian
-    mechanism with noise multiplier ``noise_multiplier`` (σ_new of the plan), when one example is added or removed,
-    whatever the ``allocation``. Not covered: calling it twice for a step (once per microbatch, say), or with thresholds
-    other than those that clipped.
+    Formal guarantee: let ``p.grad`` hold, over the examples of one Poisson sample, sums that ``sensitivity`` is true
+    of. Then all groups together are one release of the Gaussian mechanism with noise multiplier ``noise_multiplier``
+    (σ_new of the plan), when one example is added or removed, whatever the ``allocation``. Thresholds come with the
+    sums, from the engine that clipped them, so no others can be given. Not covered: calling it twice for a step (once
+    per microbatch, say).
 
     Args:
-        groups: K groups of parameters that share no memory. A ``grad`` of None (an empty batch) is a sum of 0. Of
+        sensitivity: ``engine.sensitivity("add_remove")``. A ``grad`` of None (an empty batch) is a sum of 0. Of
             parameters in shards over several processes (FSDP2) each process noises its own shards, so its ``noise``
             must be a source of its own (see :meth:`~groupwise.privacy.noise.NoiseSource.derive`).
-        thresholds: C, (K,), the very ones that clipped this batch.
         allocation: "global", "equal_budget" or "weighted" (γ_k).
         noise_multiplier: σ_new; 0 adds nothing and guarantees nothing.
         expected_batch_size: B = ρN as configured, never the drawn size.
@@ -46,11 +65,27 @@ def release_gradients(
 
     Returns:
         std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
+
+    Raises:
+        UserError: anything else than a sensitivity, or one for another relation than plans account for; B that is not
+            finite and positive; memory that is in two groups; what :func:`~groupwise.privacy.noise_stds` refuses.
     """
+    if not isinstance(sensitivity, Sensitivity):
+        raise UserError(
+            f"release_gradients got a {type(sensitivity).__name__}; give engine.sensitivity('add_remove'), which says "
+            "which thresholds clipped which parameters."
+        )
+    if sensitivity.relation != "add_remove":
+        raise UserError(
+            f"the sensitivity is for relation {sensitivity.relation!r}; noise multipliers are accounted for "
+            "'add_remove': ask the engine for that one."
+        )
     if not 0.0 < expected_batch_size < math.inf:
         raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B = ρN, above 0.")
+    groups = sensitivity.groups
     _check_partition(groups)
     sizes = [sum(parameter.numel() for parameter in group) for group in groups]
+    thresholds = sensitivity.thresholds
     stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
     stream = 0
     for group, std in zip(groups, stds.tolist(), strict=True):

@@ -143,7 +143,7 @@ class Trainer:
         return [parameter.grad for parameter in self._trainable if parameter.grad is not None]
 
     def _release(self, step: int) -> dict[str, float]:
-        """Noise once for the logical batch, with the thresholds that clipped, then divide by the configured B."""
+        """Noise once for the logical batch, as far as the engine says one example moves it; then divide by B."""
         batch_size = self.plan.expected_batch_size
         if self.engine is None or self.thresholds is None:
             for parameter in self._trainable:
@@ -152,8 +152,7 @@ class Trainer:
                 parameter.grad.div_(batch_size)
             return {}
         stds = release_gradients(
-            [group.parameters for group in self.engine.groups],
-            self.thresholds.clip_thresholds,
+            self.engine.sensitivity(self.plan.adjacency),
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,

@@ -1,20 +1,16 @@
-"""Layer rules, one file each. Importing the package registers the built-in ones."""
+"""Holds the layer rules, one file a kind of layer; importing the package registers the built-in ones."""
 
 from groupwise.clipping.rules import (  # noqa: F401
     conv,
     conv_transpose,
     embedding,
-    group_norm,
-    hf_conv1d,
-    instance_norm,
-    layer_norm,
     linear,
-    rms_norm,
+    normalization,
     ws_conv,
 )
 from groupwise.clipping.rules.attention import ATTENTION
 from groupwise.clipping.rules.base import LayerRule, find_rule, register_rule
-from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG
+from groupwise.clipping.rules.embedding import EMBEDDING_BAG
 from groupwise.clipping.rules.recurrent import RECURRENT
 
 __all__ = ["REWRITTEN", "LayerRule", "find_rule", "register_rule"]

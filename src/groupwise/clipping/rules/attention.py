@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` in plain operations: self, cross and mixed attention, with every mask that torch takes.
+"""Says `nn.MultiheadAttention` in plain operations: self, cross and mixed attention, with every mask that torch takes.
 
 The product with the packed input weight is one linear map where query, key and value are one tensor, else one for each
 run of rows that reads the same tensor. Batch is the first axis inside, whatever `batch_first` says.

@@ -1,8 +1,9 @@
-"""The contract of a layer rule, and the registry that finds the rule of a layer.
+"""Says what a layer rule must give the engine, and finds the rule of a module.
 
-A rule is stateless mathematics on (saved tensors, output gradient) of one call of one layer. Batch is the first axis
-of everything. `wanted` tells which of the layer's parameters train, in the order of `parameter_names`: only these
-count in norms and sums.
+A rule is stateless mathematics on (saved tensors, output gradient) of one call of one layer: it holds its module, and
+nothing of an engine or of a pass. Batch is the first axis of everything. `wanted` tells which of the layer's parameters
+train, in the order of `parameter_names`: only these count in norms and sums. What depends on the engine (working
+memory, choices, whether the layer is a group by itself) comes as a `RuleContext`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from groupwise.clipping.costs import Choices, Shared
-from groupwise.clipping.squared_norms import squared_row_norms
+from groupwise.clipping.context import RuleContext
+from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.precision import sum_of_squares
 from groupwise.errors import UserError
 
 Saved = tuple[Tensor | None, ...]
@@ -28,28 +30,25 @@ Finish = Callable[[Tensor], Gradients]
 
 
 class LayerRule(ABC):
-    """What the engine must know of one type of layer. One file a rule; adding a layer is adding a file."""
+    """What the engine must know of one type of layer.
+
+    Three methods are the mathematics and have no default: `forward`, `input_gradient`, `per_example_gradients`; with
+    `PerExampleRule` nothing else is needed. For layers whose weight gradient is a product of matrices see `MatrixRule`.
+    """
 
     layer_type: ClassVar[type[nn.Module]]
     parameter_names: ClassVar[tuple[str, ...]]
     autocast: ClassVar[Literal["lower", "float32", "keep"]] = "lower"
     """What torch.autocast does to this layer's inputs: lower precision, float32, or nothing."""
-
     batched: ClassVar[tuple[int, ...]] = (0,)
     """Which of the saved tensors have the batch as their first axis."""
     features_last: ClassVar[bool] = False
     """Whether the layer works on the last axis alone, so that all others may come in any order and number."""
     stacks: ClassVar[bool] = False
     """Whether several calls can become one (`stack`)."""
-    alone = False
-    """Whether the engine gave the layer a group of its own: clipped sums can then be fused with the norms."""
-    thrifty = False
-    """Whether nothing may be kept for the sake of speed: set for ghost clipping, which is there to save memory."""
 
-    def __init__(self, module: nn.Module, shared: Shared | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.shared = shared or Shared()
-        self.choices = Choices(self.shared)
 
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
@@ -60,13 +59,21 @@ class LayerRule(ABC):
         """Why this very layer cannot be clipped (an option that mixes examples, say), or None."""
         return None
 
+    # -- the forward pass -----------------------------------------------------------------------------------------
+
     def prepare(self, x: Tensor) -> Tensor:
         """What happens to the input outside the rule, by ordinary autograd (unusual paddings, say)."""
         return x
 
     @abstractmethod
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
-        """The layer's output and what its backward needs."""
+        """The layer's output and what its backward needs, in a tuple whose positions mean the same at every call."""
+
+    def keep(self, saved: Saved, context: RuleContext) -> Saved:
+        """What of `saved` is worth its memory until the backward pass; None in the place of the rest."""
+        return saved
+
+    # -- the backward pass ----------------------------------------------------------------------------------------
 
     def arrange(self, saved: Saved, g: Tensor) -> Tensor:
         """The output gradient in the memory layout that the rest works on."""
@@ -74,7 +81,32 @@ class LayerRule(ABC):
 
     @abstractmethod
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
-        """Gradient for the input; None where inputs have none (embedding)."""
+        """Gradient for the input, of its shape; None where inputs have none (embedding)."""
+
+    @abstractmethod
+    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        """Each wanted parameter's per-example gradients (B, *shape), float32 or better; None for the others."""
+
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+        """‖g_k^(i)‖² over the wanted parameters, (B,), float64, never under-stated by rounding."""
+        return sum_of_squares(self.per_example_gradients(saved, g, wanted))
+
+    @abstractmethod
+    def weighted_sum(
+        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
+    ) -> Gradients:
+        """Σ_i factor_i · g_k^(i) for each parameter (None: all ones); examples with factor 0 are left out."""
+
+    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
+        """Norms, factors and weighted sum in one go; rules that materialise gradients anyway fuse it."""
+        return self.weighted_sum(saved, g, clip(self.squared_norms(saved, g, wanted, context)), wanted, context)
+
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Tensor, Finish]:
+        """Squared norms now, (B,), and what makes the weighted sum when the group's factors are known."""
+        finish = partial(self.weighted_sum, saved, g, wanted=wanted, context=context)
+        return self.squared_norms(saved, g, wanted, context), finish
+
+    # -- parameters that are used more than once ------------------------------------------------------------------
 
     def examples(self, saved: Saved, g: Tensor, rows: slice) -> tuple[Saved, Tensor]:
         """The same call for some of its examples only."""
@@ -84,25 +116,12 @@ class LayerRule(ABC):
         """Several calls of the layer as one whose gradients are the sums of theirs."""
         raise UserError(f"{type(self).__name__} says that its calls stack, but not how: give it `stack`.")
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        """‖g_k^(i)‖² over the wanted parameters, (B,), float64."""
-        return sum_of_squares(self.per_example_gradients(saved, g, wanted))
+    def outer_products(self, saved: Saved, g: Tensor) -> OuterProducts | None:
+        """The first parameter's gradients as sums of outer products, in the order of its axes; None: not of that kind.
 
-    @abstractmethod
-    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
-        """Σ_i factor_i · g_k^(i) for each parameter (None: all ones); examples with factor 0 are left out."""
-
-    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
-        """Norms, factors and weighted sum in one go; rules that materialise gradients anyway fuse it."""
-        return self.weighted_sum(saved, g, clip(self.squared_norms(saved, g, wanted)), wanted)
-
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
-        """Squared norms now, (B,), and what makes the weighted sum when the group's factors are known."""
-        return self.squared_norms(saved, g, wanted), partial(self.weighted_sum, saved, g, wanted=wanted)
-
-    @abstractmethod
-    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        """Each parameter's per-example gradients (B, *shape), for parameters that several layers share."""
+        Two uses of a parameter that both have them get their inner product from them; others are materialised.
+        """
+        return None
 
 
 _RULES: list[type[LayerRule]] = []
@@ -128,37 +147,6 @@ def _is_computed(module: nn.Module, name: str) -> bool:
     return is_parametrized(module, name) or (name not in module._parameters and module.__dict__.get(name) is not None)
 
 
-def sum_of_squares(gradients: Gradients) -> Tensor:
-    """‖g^(i)‖² over all parameters, (B,), from their per-example gradients (B, *shape); None where not wanted."""
-    return torch.stack([squared_row_norms(rows) for rows in gradients if rows is not None]).sum(0)
-
-
-def rounding_slack(absolute: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
-    """How far rounding may have pushed down a sum of products whose absolute values add up to `absolute`.
-
-    Squared norms that come out of cancelling terms (Gram matrices, closed forms, cross terms) are raised by this much,
-    so that no norm is under-stated: 4·√n·eps, for inner products of n terms, holds with high probability (Higham and
-    Mary 2019) where roundings are independent, and, as `inner_products` adds up a few terms at a time, by measurement
-    where they are not: all terms equal. Where nothing cancels it is a relative 1e-5 or less in float32.
-    `dtype` is what the sum was computed in, if that is not the type of `absolute`.
-    """
-    return absolute * (4 * terms**0.5 * torch.finfo(dtype or absolute.dtype).eps)
-
-
-def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
-    """What the square of a materialised norm is raised by, (B,), where the clipped sum is made by another product.
-
-    x and g (B, ...) are the two sides of one example's gradient, a sum of `terms` outer products. The second product
-    rounds otherwise than the first, by up to 4·√n·eps·‖x‖‖g‖: nothing, unless the outer products cancel almost wholly.
-    """
-    return squared_row_norms(x) * squared_row_norms(g) * (16 * terms * torch.finfo(g.dtype).eps ** 2)
-
-
-def chunk_floats(like: Tensor) -> int:
-    """Numbers that a chunk of materialised gradients may hold: about a core's cache, or enough to fill a GPU."""
-    return 1 << 20 if like.device.type == "cpu" else 1 << 26
-
-
 def numbers(*tensors: object) -> int:
     """How many numbers these tensors hold together; what is no tensor holds none."""
     return sum(t.numel() for t in tensors if isinstance(t, Tensor))
@@ -168,8 +156,3 @@ def in_format_of(x: Tensor, g: Tensor) -> Tensor:
     """g in the memory format of x, contiguous or channels_last: kernels read the two side by side."""
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return g.contiguous(memory_format=torch.channels_last) if last else g.contiguous()
-
-
-def upcast(t: Tensor) -> Tensor:
-    """Half precision becomes float32; everything else stays: norms and sums are float32 or better."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -1,40 +1,27 @@
-"""Convolutions in one, two and three dimensions, with any stride, padding, dilation and groups.
+"""Clips convolutions in one, two and three dimensions, with any stride, padding, dilation and groups.
 
-One example's weight gradient is GᵀX for unfolded inputs X (T, K), T output positions and K = c·∏k weights a filter.
-Where T is small its norm comes from XXᵀ and GGᵀ. Elsewhere the gradients of a few examples at a time are materialised
-(by unfolding and a batched product, or by the device's own kernel on one example), measured, weighed and added up at
-once, so that memory stays at one chunk and, in a group of its own, a layer computes nothing twice.
+One example's weight gradient is GᵀX for unfolded inputs X (T, K), T output positions and K = c·∏k weights a filter, and
+`matrix.py` has what follows from that. Here is what is special: X need not be formed. XXᵀ may come from inner products
+of pixels, gradients from the device's own kernel on one example, and the clipped sum from one convolution backward.
 """
 
 import math
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.costs import Work
-from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows, scale_rows, weigh_rows
-from groupwise.clipping.products import self_products
-from groupwise.clipping.rules.base import (
-    Clip,
-    Finish,
-    Gradients,
-    LayerRule,
-    Saved,
-    Wanted,
-    chunk_floats,
-    in_format_of,
-    numbers,
-    register_rule,
-    second_product_slack,
-    upcast,
-)
-from groupwise.clipping.rules.gram import norms_from_products
+from groupwise.clipping.context import RuleContext, chunk_floats
+from groupwise.clipping.cost_model import Work
+from groupwise.clipping.factors import drop_zero_rows, scale_rows
+from groupwise.clipping.gram import norms_from_products, self_products
+from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, in_format_of, numbers, register_rule
+from groupwise.clipping.rules.matrix import MatrixRule, chunk_memory
 from groupwise.clipping.rules.unfold import Geometry
-from groupwise.clipping.squared_norms import squared_row_norms
 
 LEAST_KERNEL_INPUT = 20480
 """On a CPU torch gives one example of fewer numbers to a convolution kernel that is slower than unfolding."""
@@ -42,10 +29,9 @@ LEAST_KERNEL_INPUT = 20480
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-class ConvRule(LayerRule):
+class ConvRule(MatrixRule):
     """Convolutions: weight (p, c/groups, *k), bias (p,). `saved` begins with (x, weight used)."""
 
-    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     module: Any  # one of the convolution classes: they share these attributes
 
     @classmethod
@@ -94,119 +80,50 @@ class ConvRule(LayerRule):
         assert x is not None and weight is not None
         return self._convolve_backward(g, x, weight, [True, False, False])[0]
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        if not self._wants_weights(wanted):
-            return squared_row_norms(bias_rows(g))
-        way = self._way(saved, g.shape)
-        if way == "gram":
-            step = max(1, chunk_floats(g) // self._product_numbers(saved, g))
-            parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
-            total = torch.cat([self._squares_from_products(*part, wanted) for part in parts])
-        else:
-            terms = self._terms(saved)
-            total = torch.cat([self._squares(terms, rows, wanted) for rows in self._materialized(saved, g, way)])
-            total += self._slack_of_sums(saved, g)
-        return total + squared_row_norms(bias_rows(g)) if wanted[1] else total
+    def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs (B, c, *space) and output gradients (B, p, *out), from which X and G are read."""
+        x = saved[0]
+        assert x is not None
+        return upcast(x), upcast(g)
 
-    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
-        x, weight = saved[:2]
-        assert x is not None and weight is not None
-        mask = [False, self._wants_weights(wanted), wanted[1]]
-        rows = (scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x)), upcast(weight))
-        _, weights, bias = self._convolve_backward(*rows, mask)
-        return self._finish(saved, self._flatten(weights) if mask[1] else None, bias if mask[2] else None, wanted)
-
-    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
-        way = self._way(saved, g.shape) if self._wants_weights(wanted) else "gram"
-        if way == "gram":
-            return super().clipped_sum(saved, g, clip, wanted)
-        biases = bias_rows(g) if wanted[1] else None
-        terms, start, factors, weights = self._terms(saved), 0, [], None
-        for rows in self._materialized(saved, g, way):
-            square = self._squares(terms, rows, wanted)
-            here = slice(start, start := start + len(rows))
-            part = clip(square if biases is None else square + squared_row_norms(biases[here]))
-            factors.append(part)
-            weights = add_weighed_rows(weights, part, rows)
-        bias = None if biases is None else weigh_rows(torch.cat(factors), biases)
-        return self._finish(saved, weights, bias, wanted)
-
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
-        size = g.shape[0] * g.shape[1] * self._filter_size()
-        way = self._way(saved, g.shape) if self._wants_weights(wanted) else "gram"
-        if way == "gram" or size > numbers(g, saved[0]):
-            return super().book_keep(saved, g, wanted)
-        kept = upcast(g).new_empty(g.shape[0], g.shape[1], self._filter_size())
-        terms, start, squares = self._terms(saved), 0, []
-        for rows in self._materialized(saved, g, way):
-            squares.append(self._squares(terms, rows, wanted))
-            kept[start : (start := start + len(rows))] = rows
-        biases = bias_rows(g) if wanted[1] else None
-        total = torch.cat(squares)
-        return total if biases is None else total + squared_row_norms(biases), partial(
-            self._weigh_kept, (None, None, *saved[2:]), kept, biases, wanted=wanted
-        )
-
-    def _weigh_kept(
-        self, saved: Saved, kept: Tensor, biases: Tensor | None, factors: Tensor, wanted: Wanted
+    def weighted_sum(
+        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
-        bias = None if biases is None else weigh_rows(factors, biases)
-        return self._finish(saved, weigh_rows(factors, kept), bias, wanted)
+        x, g = self.rows(saved, g)
+        weight = saved[1]
+        assert weight is not None
+        mask = [False, self.uses_weight(wanted), wanted[1]]
+        rows = (scale_rows(g, factors), drop_zero_rows(factors, x), upcast(weight))
+        _, weights, bias = self._convolve_backward(*rows, mask)
+        return self.finish(saved, self._flatten(weights) if mask[1] else None, bias if mask[2] else None, wanted)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        bias = bias_rows(g) if wanted[1] else None
-        if not self._wants_weights(wanted):
+        saved, g = self._as_rows(saved, g)
+        bias = self.bias_gradients(saved, g) if wanted[1] else None
+        if not self.uses_weight(wanted):
             return None, bias
-        chunks = self._materialized(saved, g, "materialize")
-        each = [self._finish(saved, row, None, wanted) for rows in chunks for row in rows.clone()]
+        kept = g.new_empty(len(g), *self.gradient_shape(saved, g))
+        chunks = self.gradient_chunks(saved, g, "materialize", RuleContext(), kept)
+        each = [self.finish(saved, row, None, wanted) for rows in chunks for row in rows]
         parts = [[part for part in column if part is not None] for column in zip(*each, strict=True)]
         stacked = [torch.stack(part) if part else None for part in parts]
         return stacked[0], bias, *stacked[2:]
 
-    # -- what a convolution with computed weights (ws_conv.py) does otherwise ------------------------------------
+    # -- steps of `MatrixRule` ------------------------------------------------------------------------------------
 
-    def _wants_weights(self, wanted: Wanted) -> bool:
-        return wanted[0]
+    def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
+        """The bias's gradients (B, p), from output gradients (B, p, *out)."""
+        return g.flatten(2).sum(2)
 
-    def _terms(self, saved: Saved) -> Any:
-        """What `_squares` needs besides the gradients."""
-        return None
+    def way(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
+        """How norms are found for an output like g: "gram", "materialize" or "materialize/kernel"."""
+        return self.choose(saved, g, context)
 
-    def _squares(self, terms: Any, rows: Tensor, wanted: Wanted) -> Tensor:
-        """Squared norms (n,) from gradients (n, p, K) of the weight used."""
-        return squared_row_norms(rows)
-
-    def _slack_of_sums(self, saved: Saved, g: Tensor) -> Tensor:
-        """What squared norms (B,) are raised by where sums are not made from the gradients that were measured."""
-        x = saved[0]
-        assert x is not None
-        taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
-        return taps * second_product_slack(upcast(x), upcast(g), math.prod(g.shape[2:]))
-
-    def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        """The same, (B,), from XXᵀ and GGᵀ."""
-        rows = positions_first(g)
-        longest = max(rows.shape[1], self._filter_size(), rows.shape[2])
-        return norms_from_products(self._products(saved, g), self_products(rows), False, longest)
-
-    def _finish(self, saved: Saved, weights: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
-        """From the summed gradient (p, K) of the weight used to the gradients of the parameters."""
-        return None if weights is None else self._unflatten(weights), bias
-
-    # -- gradients of the weight used -----------------------------------------------------------------------------
-
-    def _way(self, saved: Saved, out: torch.Size) -> str:
-        """How to find norms for an output like out (B, p, *space): "gram", "materialize" or "materialize/kernel"."""
-        x = saved[0]
-        assert x is not None
-        shape = (tuple(x.shape), tuple(out), self.alone)
-        return self.choices.choose(shape, x.device, lambda: self._ways(x.shape, out))
-
-    def _ways(self, inputs: torch.Size, out: torch.Size) -> dict[str, Work]:
+    def ways(self, inputs: torch.Size, out: torch.Size, own_group: bool) -> dict[str, Work]:
         """What the ways cost, the weighted sum included."""
         b, p, t, k, groups = out[0], out[1], math.prod(out[2:]), self._filter_size(), self.module.groups
         product, scaling, gradients = 2.0 * b * p * t * k, 8.0 * b * p * t, 4.0 * b * p * k
-        again = not self.alone and p * k * b > b * p * t + math.prod(inputs)  # kept gradients need no second product
+        again = not own_group and p * k * b > b * p * t + math.prod(inputs)  # kept gradients need no second product
         later = {"matmul": product, "bytes": 2 * gradients + scaling} if again else {"bytes": 3 * gradients}
         unfolding = later | {"bytes": later["bytes"] + 8.0 * b * t * k * groups}
         kernel = later | {"bytes": later["bytes"] + 3 * gradients}
@@ -219,6 +136,51 @@ class ConvRule(LayerRule):
         moved = scaling + 4.0 * b * (written + 6.0 * t * t)
         return ways | {"gram": Work(matmul=product, gram=b * (operations + 2.0 * t * t * p), bytes=moved)}
 
+    def gram_squares(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+        """Squared norms (B,) from XXᵀ and GGᵀ of a few examples at a time, and the bias's."""
+        step = max(1, chunk_floats(g) // self._product_numbers(saved, g))
+        parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
+        total = torch.cat([self._squares_from_products(*part, wanted, context) for part in parts])
+        return total + squared_row_norms(self.bias_gradients(saved, g)) if wanted[1] else total
+
+    def gradient_shape(self, saved: Saved, g: Tensor) -> tuple[int, int]:
+        """(p, K), weights in the order of the unfolded inputs: channels fastest."""
+        return g.shape[1], self._filter_size()
+
+    def gradient_chunks(
+        self, saved: Saved, g: Tensor, way: str, context: RuleContext, kept: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Gradients (n, p, K) of the weight used, of a few examples at a time."""
+        x, shape = saved[0], self.gradient_shape(saved, g)
+        assert x is not None
+        step = max(1, min(len(g), chunk_floats(g) // math.prod(shape)))
+        if way.endswith("kernel"):
+            return self._by_kernel(saved, g, step, chunk_memory(context, g, step, shape, kept))
+        unfolded = math.prod(g.shape[2:]) * shape[1] * self._geometry.groups
+        part = max(1, min(step, chunk_floats(g) // max(unfolded, numbers(x[0]))))
+        step = step if step == len(g) else step // part * part  # a part lies in one chunk
+        chunks = chunk_memory(context, g, step, shape, kept)
+        return self._by_unfolding(x, g, part, chunks, context)
+
+    def slack(self, saved: Saved, g: Tensor) -> Tensor:
+        """What squared norms (B,) are raised by where sums are not made from the gradients that were measured."""
+        x = saved[0]
+        assert x is not None
+        taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
+        return taps * second_product_slack(x, g, math.prod(g.shape[2:]))
+
+    def finish(self, saved: Saved, weight: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
+        """From the summed gradient (p, K) of the weight used to the gradients of the parameters."""
+        return None if weight is None else self._unflatten(weight), bias
+
+    # -- the geometry ---------------------------------------------------------------------------------------------
+
+    def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+        """Squared norms (B,) of the weight's gradients."""
+        rows = positions_first(g)
+        longest = max(rows.shape[1], self._filter_size(), rows.shape[2])
+        return norms_from_products(self._products(saved, g, context), self_products(rows), False, longest)
+
     def _product_numbers(self, saved: Saved, g: Tensor) -> int:
         """Numbers that XXᵀ, GGᵀ and what leads to them take for one example."""
         x = saved[0]
@@ -226,11 +188,11 @@ class ConvRule(LayerRule):
         written = self._geometry.products_work(x.shape[1], x.shape[2:], g.shape[2:])[2]
         return int(written) + 3 * math.prod(g.shape[2:]) ** 2
 
-    def _products(self, saved: Saved, g: Tensor) -> Tensor:
+    def _products(self, saved: Saved, g: Tensor, context: RuleContext) -> Tensor:
         """XXᵀ (B, T, T)."""
         x = saved[0]
         assert x is not None
-        return self._geometry.products(upcast(x), g.shape[2:], self.shared.rooms)
+        return self._geometry.products(x, g.shape[2:], context.buffers)
 
     def _filter_size(self) -> int:
         """K, the weights of one filter."""
@@ -247,45 +209,29 @@ class ConvRule(LayerRule):
     def _unflatten(self, rows: Tensor) -> Tensor:
         return rows.view(-1, *self.module.kernel_size, self._channels()).movedim(-1, 1)
 
-    def _materialized(self, saved: Saved, g: Tensor, way: str) -> Iterator[Tensor]:
-        """Gradients (n, p, K) of a few examples at a time, in a buffer that the next ones overwrite."""
-        p, k = g.shape[1], self._filter_size()
-        step = max(1, min(len(g), chunk_floats(g) // (p * k)))
-        one_by_one = way.endswith("kernel")
-        return self._by_kernel(saved, upcast(g), step) if one_by_one else self._by_unfolding(saved, upcast(g), step)
-
-    def _by_unfolding(self, saved: Saved, g: Tensor, most: int) -> Iterator[Tensor]:
-        shape, x = self._geometry, saved[0]
-        assert x is not None
-        p, k, groups, t = g.shape[1], self._filter_size(), shape.groups, math.prod(g.shape[2:])
-        step = max(1, min(most, chunk_floats(g) // max(t * k * groups, numbers(x[0]))))
-        buffer, filled = self.shared.rooms.take("gradients", g, most * groups, p // groups, k), 0
+    def _by_unfolding(
+        self, x: Tensor, g: Tensor, step: int, chunks: Iterator[Tensor], context: RuleContext
+    ) -> Iterator[Tensor]:
+        shape, groups, chunk, filled = self._geometry, self._geometry.groups, next(chunks), 0
         parts = positions_last(g, groups).split(step * groups)
-        for columns, gradients in zip(
-            shape.unfolded(upcast(x), g.shape[2:], step, self.shared.rooms), parts, strict=True
-        ):
-            if filled + len(columns) > len(buffer):
-                yield buffer[:filled].view(-1, p, k)
-                filled = 0
-            torch.bmm(gradients, columns, out=buffer[filled : filled + len(columns)])
-            filled += len(columns)
-        yield buffer[:filled].view(-1, p, k)
+        for columns, gradients in zip(shape.unfolded(x, g.shape[2:], step, context.buffers), parts, strict=True):
+            if filled == len(chunk):
+                yield chunk
+                chunk, filled = next(chunks), 0
+            here = chunk[filled : (filled := filled + len(columns) // groups)]
+            torch.bmm(gradients, columns, out=here.view(len(columns), -1, columns.shape[2]))
+        yield chunk[:filled]
 
-    def _by_kernel(self, saved: Saved, g: Tensor, most: int) -> Iterator[Tensor]:
+    def _by_kernel(self, saved: Saved, g: Tensor, most: int, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         x, weight = saved[:2]
         assert x is not None and weight is not None
-        x, weight, mask = upcast(x), upcast(weight), [False, True, False]
-        buffer = self.shared.rooms.take("gradients", g, most, g.shape[1], self._filter_size())
+        weight, mask = upcast(weight), [False, True, False]
         for some_g, some_x in zip(g.split(most), x.split(most), strict=True):
+            chunk = next(chunks)
             for i in range(len(some_g)):
                 row = self._convolve_backward(some_g[i : i + 1], some_x[i : i + 1], weight, mask)[1]
-                buffer[i] = self._flatten(row)
-            yield buffer[: len(some_g)]
-
-
-def bias_rows(g: Tensor) -> Tensor:
-    """Per-example gradients (B, p) of the bias, from output gradients (B, p, *out)."""
-    return upcast(g).flatten(2).sum(2)
+                chunk[i] = self._flatten(row)
+            yield chunk[: len(some_g)]
 
 
 def positions_last(g: Tensor, groups: int) -> Tensor:
@@ -297,7 +243,7 @@ def positions_last(g: Tensor, groups: int) -> Tensor:
 
 def positions_first(g: Tensor) -> Tensor:
     """Output gradients (B, p, *out) -> (B, T, p)."""
-    return positions_last(upcast(g), 1).mT
+    return positions_last(g, 1).mT
 
 
 @register_rule

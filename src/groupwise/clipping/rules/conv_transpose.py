@@ -1,57 +1,31 @@
-"""Transposed convolutions: the weight's gradient is a convolution's, with input and output gradient exchanged.
+"""Clips transposed convolutions: the weight's gradient is a convolution's, with input and output gradient exchanged.
 
 y = convᵀ(x, w) has ⟨g, y⟩ = ⟨conv(g, w), x⟩, so w (c, p/groups, *k) is the weight of a convolution from p channels to c
 whose input is g and whose output gradient is x. All that a convolution knows of norms and sums (`conv.py`) is used
 as it is; only the bias, which adds to y, is a matter of its own.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.costs import Shared
+from groupwise.clipping.context import RuleContext
 from groupwise.clipping.factors import weigh_rows
-from groupwise.clipping.rules.base import (
-    Clip,
-    Finish,
-    Gradients,
-    LayerRule,
-    Saved,
-    Wanted,
-    in_format_of,
-    register_rule,
-)
-from groupwise.clipping.rules.conv import ConvRule, bias_rows
-from groupwise.clipping.squared_norms import squared_row_norms
-
-WEIGHT_ALONE = (True, False)
+from groupwise.clipping.precision import upcast
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
+from groupwise.clipping.rules.conv import ConvRule
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-class Exchanged(ConvRule):
-    """The convolution from outputs to inputs: `saved` = (output gradient, weight), g = the layer's input."""
-
-    def _channels(self) -> int:
-        return self.module.out_channels // self.module.groups
-
-    def _convolve_backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        """The weight's gradient at [1], by the layer's own kernel, which knows of output padding."""
-        return transposed_backward(self.module, x, g, weight, mask)
-
-
-class ConvTransposeRule(LayerRule):
+class ConvTransposeRule(ConvRule):
     """Transposed convolutions: weight (c, p/groups, *k), bias (p,). `saved` is (x, weight)."""
 
-    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
-    module: Any  # one of the classes of transposed convolutions: they share these attributes
-
-    def __init__(self, module: nn.Module, shared: Shared | None = None) -> None:
-        super().__init__(module, shared)
-        self._exchanged = Exchanged(module, shared)
-        self.choices = self._exchanged.choices
+    @classmethod
+    def handles(cls, module: nn.Module) -> bool:
+        return isinstance(module, cls.layer_type) and type(module).forward is cls.layer_type.forward
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
@@ -60,79 +34,45 @@ class ConvTransposeRule(LayerRule):
         rest = m.stride, m.padding, m.output_padding, m.groups, m.dilation
         return _TRANSPOSED[x.dim() - 2](x, weight, bias, *rest), (x, weight)  # type: ignore[operator]
 
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        assert saved[0] is not None
-        return in_format_of(saved[0], g)
-
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight = saved
         assert x is not None and weight is not None
-        return transposed_backward(self.module, g, x, weight, [True, False, False])[0]
+        return self._transposed_backward(g, x, weight, [True, False, False])[0]
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        biases = squared_row_norms(bias_rows(g)) if wanted[1] else None
-        if not wanted[0]:
-            assert biases is not None
-            return biases
-        squares = self._as_conv().squared_norms(*_exchange(saved, g), WEIGHT_ALONE)
-        return squares if biases is None else squares + biases
+    def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Output gradients (B, p, *out) and inputs (B, c, *space): what the convolution the other way reads."""
+        x, g = super().rows(saved, g)
+        return g, x
 
-    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
-        weight = self._as_conv().weighted_sum(*_exchange(saved, g), factors, WEIGHT_ALONE)[0] if wanted[0] else None
-        if not wanted[1]:
-            return weight, None
-        rows = bias_rows(g)
-        return weight, rows.sum(0) if factors is None else weigh_rows(factors, rows)
+    def weighted_sum(
+        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
+    ) -> Gradients:
+        weight = bias = None
+        if wanted[0]:
+            weight = super().weighted_sum(saved, g, factors, (True, False), context)[0]
+        if wanted[1]:
+            biases = upcast(g).flatten(2).sum(2)
+            bias = biases.sum(0) if factors is None else weigh_rows(factors, biases)
+        return weight, bias
 
-    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
-        if not wanted[0]:
-            return super().clipped_sum(saved, g, clip, wanted)
-        biases, factors = (bias_rows(g) if wanted[1] else None), list[Tensor]()
+    def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
+        """The bias's gradients (B, p), from output gradients, which are in the input's place."""
+        outputs = saved[0]
+        assert outputs is not None
+        return outputs.flatten(2).sum(2)
 
-        def clip_both(squares: Tensor) -> Tensor:
-            start = sum(len(part) for part in factors)
-            if biases is not None:
-                squares = squares + squared_row_norms(biases[start : start + len(squares)])
-            factors.append(clip(squares))
-            return factors[-1]
+    def _channels(self) -> int:
+        return int(self.module.out_channels // self.module.groups)
 
-        weight = self._as_conv().clipped_sum(*_exchange(saved, g), clip_both, WEIGHT_ALONE)[0]
-        return weight, None if biases is None else weigh_rows(torch.cat(factors), biases)
+    def _convolve_backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        """The weight's gradient at [1], by the layer's own kernel, which knows of output padding."""
+        return self._transposed_backward(x, g, weight, mask)
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted) -> tuple[Tensor, Finish]:
-        if not wanted[0]:
-            return super().book_keep(saved, g, wanted)
-        squares, finish = self._as_conv().book_keep(*_exchange(saved, g), WEIGHT_ALONE)
-        if not wanted[1]:
-            return squares, finish
-        biases = bias_rows(g)
-
-        def finish_both(factors: Tensor) -> Gradients:
-            return finish(factors)[0], weigh_rows(factors, biases)
-
-        return squares + squared_row_norms(biases), finish_both
-
-    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        exchanged = _exchange(saved, g)
-        weight = self._as_conv().per_example_gradients(*exchanged, WEIGHT_ALONE)[0] if wanted[0] else None
-        return weight, bias_rows(g) if wanted[1] else None
-
-    def _as_conv(self) -> Exchanged:
-        self._exchanged.alone, self._exchanged.thrifty = self.alone, self.thrifty
-        return self._exchanged
-
-
-def _exchange(saved: Saved, g: Tensor) -> tuple[Saved, Tensor]:
-    """What the convolution the other way saw."""
-    x, weight = saved
-    assert x is not None
-    return (g, weight), x
-
-
-def transposed_backward(m: Any, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-    """Gradients of a transposed convolution's input, weight and bias, where the mask asks for them."""
-    rest = (m.stride, m.padding, m.dilation, True, m.output_padding, m.groups, mask)
-    return torch.ops.aten.convolution_backward(g, x, weight, [m.out_channels], *rest)
+    def _transposed_backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        """Gradients of the layer's input, weight and bias, where the mask asks for them."""
+        m = self.module
+        rest = (m.stride, m.padding, m.dilation, True, m.output_padding, m.groups, mask)
+        return torch.ops.aten.convolution_backward(g, x, weight, [m.out_channels], *rest)
 
 
 @register_rule

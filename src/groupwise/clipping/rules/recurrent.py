@@ -1,4 +1,4 @@
-"""Recurrent layers and cells in plain operations: `nn.LSTM`, `nn.GRU`, `nn.RNN`, and one step of each.
+"""Says recurrent layers and cells in plain operations: `nn.LSTM`, `nn.GRU`, `nn.RNN`, and one step of each.
 
 The products with the inputs of all steps are one linear map, those with the states one "late" map whose gradient is
 found for the whole sequence at once. Sequences are batch-first inside. Packed sequences are padded; a step beyond an

@@ -1,4 +1,4 @@
-"""The geometry of a convolution: what each output position sees of the input, and inner products between positions.
+"""Unfolds inputs as a convolution sees them, and finds inner products between its output positions.
 
 X (T, K) is the unfolded input of one example: T output positions, K = c·∏k numbers that each of them sees.
 """
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.clipping.products import self_products
-from groupwise.clipping.rooms import Rooms
+from groupwise.clipping.context import BufferPool
+from groupwise.clipping.gram import self_products
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,24 @@ class Geometry:
         """Sizes of the padded input."""
         return [size + 2 * pad for size, pad in zip(space, self.padding, strict=True)]
 
-    def unfolded(self, x: Tensor, out: torch.Size, step: int, rooms: Rooms) -> Iterator[Tensor]:
-        """X of `step` examples at a time, (n·groups, T, K), in one room; x (B, c, *space), out the output's space."""
+    def unfolded(self, x: Tensor, out: torch.Size, step: int, buffers: BufferPool) -> Iterator[Tensor]:
+        """X of `step` examples at a time, (n·groups, T, K), in one buffer; x (B, c, *space), out the output's space."""
         as_it_is = math.prod(self.kernel) * math.prod(self.stride) * self.groups == 1 and x.shape[2:] == out
         if as_it_is and not any(self.padding):
             yield from x.movedim(1, -1).flatten(1, -2).split(step)
             return
         pads = any(self.padding)
-        room = rooms.take("padded", x, min(step, len(x)) if pads else 0, *self.padded(x.shape[2:]), x.shape[1]).zero_()
+        frame = buffers.take(
+            "padded", x, min(step, len(x)) if pads else 0, *self.padded(x.shape[2:]), x.shape[1]
+        ).zero_()
         inner = tuple(slice(pad, pad + size) for size, pad in zip(x.shape[2:], self.padding, strict=True))
         for part in x.movedim(1, -1).split(step):
             if pads:
-                room[: len(part)][(slice(None), *inner)] = part
-                part = room[: len(part)]
+                frame[: len(part)][(slice(None), *inner)] = part
+                part = frame[: len(part)]
             windows = self._windows(part.contiguous(), out)
             yield (
-                rooms.take("columns", x, *windows.shape)
+                buffers.take("columns", x, *windows.shape)
                 .copy_(windows)
                 .view(len(part) * self.groups, math.prod(out), -1)
             )
@@ -66,10 +68,10 @@ class Geometry:
         over_pixels = shifting[0] + 8 * shifting[1] < unfolding[0] + 8 * unfolding[1]  # a number costs as 8 operations
         return over_pixels, *(shifting if over_pixels else unfolding)
 
-    def products(self, x: Tensor, out: torch.Size, rooms: Rooms) -> Tensor:
+    def products(self, x: Tensor, out: torch.Size, buffers: BufferPool) -> Tensor:
         """XXᵀ (B, T, T) of inputs x (B, c, *space) for one group of channels."""
         if not self.products_work(x.shape[1], x.shape[2:], out)[0]:
-            return torch.cat([self_products(columns) for columns in self.unfolded(x, out, len(x), rooms)])
+            return torch.cat([self_products(columns) for columns in self.unfolded(x, out, len(x), buffers)])
         space, n = x.shape[2:], len(x)
         pixels = x.flatten(2).mT.contiguous()  # (B, ∏space, c)
         between = self_products(pixels).view(n, *space, *space)

@@ -1,6 +1,6 @@
-"""Weights as a module's re-expressed forward uses them: every product with a weight goes through a given object.
+"""Says how a re-expressed forward uses a module's weights: every product with one goes through a given object.
 
-`recurrent.py`, `attention.py` and `embedding_bag.py` say what a module computes in plain operations, and leave the
+`recurrent.py`, `attention.py` and `embedding.py` say what a module computes in plain operations, and leave the
 uses of its weights to a `Weights`: whoever gives it decides how their gradients are found. Names are the parameters'
 names inside the module, dotted for those of its children ("out_proj.weight"). Batch is the first axis of everything.
 """

@@ -1,4 +1,4 @@
-"""Run a few examples through a model, with its engine or without, on the same random numbers each time."""
+"""Runs a few examples through a model, with its engine or without, on the same random numbers each time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from groupwise.clipping.calls import Border, Calls
-from groupwise.clipping.draws import Draw, Draws
 from groupwise.clipping.engine import ClippingEngine
-from groupwise.clipping.generators import Generators
+from groupwise.clipping.verification.randomness import Border, Draw, Draws, Generators, ModuleCalls
 from groupwise.errors import UserError
 
 Losses = Callable[[Sequence[int]], Tensor]
@@ -39,7 +37,7 @@ class Runs:
     def __init__(self, engine: ClippingEngine, losses_of: Losses) -> None:
         self.engine, self.model = engine, engine.model
         self._losses_of = losses_of
-        self.calls = Calls(engine.model)
+        self.calls = ModuleCalls(engine.model)
         self.generators = Generators({p.device for p in engine.model.parameters()})
         self.uncalmed = False
         """Whether a draw of unknown expectation was met: an example cannot get alone what it gets in a batch."""

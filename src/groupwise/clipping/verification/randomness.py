@@ -1,16 +1,135 @@
-"""Watch which random numbers a forward pass draws and in which module, or put their expectation in their place."""
+"""Watches which random numbers a forward pass draws, in which module, and from which generators.
 
-from collections.abc import Callable, Iterator, Sequence
+Inside `Draws` every random operation of torch is noted, or gives its expectation instead. `ModuleCalls` knows the
+module whose code runs. `Generators` are kept, seeded and compared.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping.calls import OUTSIDE, Calls
-from groupwise.clipping.generators import Generators
+Border = Callable[[str, Any], None]
+"""Called when a forward pass enters a module ("the input of ...", arguments) or leaves it ("the output of ...")."""
+
+OUTSIDE = "the loss, outside of the model's modules"
+
+
+class ModuleCalls:
+    """The modules that the forward pass is in; inside `followed` only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._open: list[str] = []
+
+    @property
+    def innermost(self) -> str:
+        """The module whose code runs, in words."""
+        return self._open[-1] if self._open else OUTSIDE
+
+    @property
+    def inside(self) -> bool:
+        """Whether any module's code runs."""
+        return bool(self._open)
+
+    @contextmanager
+    def followed(self, border: Border | None = None) -> Iterator[None]:
+        """Inside, modules that are called are known, and `border` hears of each that is entered or left."""
+        self._open.clear()
+        hooks = []
+        for name, module in self._model.named_modules():
+            label = f"layer {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+            hooks.append(
+                module.register_forward_pre_hook(partial(self._enter, label, border), prepend=True, with_kwargs=True)
+            )
+            hooks.append(module.register_forward_hook(partial(self._leave, label, border)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, label: str, border: Border | None, module: nn.Module, *given: Any) -> None:
+        if border is not None:
+            border(f"the input of {label}", given)
+        self._open.append(label)
+
+    def _leave(self, label: str, border: Border | None, module: nn.Module, given: Any, made: Any) -> None:
+        if border is not None:
+            border(f"the output of {label}", made)
+        self._open.pop()
+
+
+class Generators:
+    """Those of torch (on the CPU and on `devices`), Python's `random`, `numpy.random`, and any that `add` names."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        self._others: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards all are as they were."""
+        host, numpy = host_states(), _numpy()
+        try:
+            with torch.random.fork_rng(devices=self._cuda):
+                yield
+        finally:
+            random.setstate(host["random"])
+            if numpy is not None and "numpy.random" in host:
+                numpy.random.set_state(host["numpy.random"])
+            for generator, state in self._others.values():
+                generator.set_state(state)
+            self._others.clear()
+
+    def add(self, generator: torch.Generator) -> None:
+        """A generator of the model's own, before it is drawn from for the first time."""
+        if id(generator) not in self._others:
+            self._others[id(generator)] = generator, generator.get_state()
+
+    def seed(self, seed: int) -> None:
+        """Begin all of them anew."""
+        torch.random.default_generator.manual_seed(seed)
+        for index in self._cuda:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        random.seed(seed)
+        if (numpy := _numpy()) is not None:
+            numpy.random.seed(seed)
+        for generator, _ in self._others.values():
+            generator.manual_seed(seed)
+
+
+def host_states() -> dict[str, Any]:
+    """Where Python's and numpy's generators stand, by the module that owns them."""
+    numpy = _numpy()
+    return {"random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.random.get_state()})
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The generator of the host that was drawn from in between, by its module's name."""
+    return next((name for name, state in after.items() if name in before and not _equal(before[name], state)), None)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """States are tuples, numpy's with an array inside."""
+    return len(a) == len(b) and all(
+        bool((x == y).all()) if hasattr(x, "all") else x == y for x, y in zip(a, b, strict=True)
+    )
+
+
+def _numpy() -> Any:
+    """numpy, if anybody imported it: nobody draws from it otherwise, and torch alone must do."""
+    module = sys.modules.get("numpy")
+    return module if hasattr(module, "random") else None
+
 
 Shape = tuple[int, ...]
 
@@ -36,7 +155,7 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(
-        self, calls: Calls, generators: Generators, calm: bool = False, forced: tuple[Draw, float] | None = None
+        self, calls: ModuleCalls, generators: Generators, calm: bool = False, forced: tuple[Draw, float] | None = None
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []

@@ -1,19 +1,67 @@
-"""Gives a module's re-expressed forward its weights: each product becomes a linear layer or an embedding of a group."""
+"""Leads the uses of single parameters to their groups: by a module itself, and by a module's re-expressed forward.
+
+A parameter that a module reads becomes a `PerExample` whose products with `F.linear` and `F.embedding` go by the rules
+of such layers. A module that is said anew in plain operations gets its weights from `ModuleWeights`, and each product
+becomes a linear layer or an embedding of a group.
+"""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.functions import LateFunction
-from groupwise.clipping.gate import GroupState, Member
-from groupwise.clipping.layouts import Order
-from groupwise.clipping.parts import Use
+from groupwise.clipping.autograd import LateFunction
+from groupwise.clipping.calls import LayerCalls, Use, Values
+from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.layouts import BatchAxis, Order
+from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
 Rows = slice | None
+
+
+class ParameterUse:
+    """A parameter that modules may read by themselves, while the outermost module runs; a `per_example.Origin`."""
+
+    def __init__(
+        self, calls: LayerCalls, group: ClippingGroup, place: int, parameter: nn.Parameter, label: str
+    ) -> None:
+        self.calls, self.group, self.place, self.parameter = calls, group, place, parameter
+        self.label = f"Parameter {label!r}"
+
+    def copies(self) -> Tensor:
+        """(B, *shape), made once a forward pass."""
+        return self.calls.copies(self.group, self.place, self.calls.batch(self.label))
+
+    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """See `per_example.Origin`."""
+        return self.calls.batch_axis_of(x, self.label)
+
+    def doubt(self, x: Tensor, place: BatchAxis) -> None:
+        """See `per_example.Origin`."""
+        self.calls.doubt(self.group, self.label, x, place)
+
+    def linear(self, x: Tensor, bias: PerExample | None) -> Tensor | None:
+        """See `per_example.Origin`."""
+        other = None if bias is None else bias.origin
+        if self.parameter.dim() != 2 or not (
+            other is None or (isinstance(other, ParameterUse) and other.group is self.group)
+        ):
+            return None
+        uses: list[Use | None] = [Use(self.place, self.parameter.shape), None]
+        values: list[Tensor | None] = [self.parameter.detach(), None]
+        if isinstance(other, ParameterUse):
+            uses[1], values[1] = Use(other.place, other.parameter.shape), other.parameter.detach()
+        return self.calls.run(self.group, self.calls.product("linear", self.group, tuple(uses)), x, values)
+
+    def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
+        """See `per_example.Origin`."""
+        if self.parameter.dim() != 2:
+            return None
+        use = Use(self.place, self.parameter.shape, padding_idx=padding_idx)
+        member = self.calls.product("embedding", self.group, (use,))
+        return self.calls.run(self.group, member, x, [self.parameter.detach()])
 
 
 class ModuleWeights:
@@ -21,18 +69,18 @@ class ModuleWeights:
 
     Args:
         module: the module.
-        patches: of the engine, a `groupwise.clipping.patching.Patches`.
+        calls: of the engine's layers.
     """
 
-    def __init__(self, module: nn.Module, patches: Any) -> None:
-        self._module, self._patches = module, patches
+    def __init__(self, module: nn.Module, calls: LayerCalls) -> None:
+        self._module, self._calls = module, calls
 
     def linear(self, x: Tensor, weight: str, bias: str | None, rows: Rows = None, bias_rows: Rows = None) -> Tensor:
         """x W[rows]ᵀ + b[rows], (B, ..., d) -> (B, ..., p); `bias_rows` where the bias alone is used in part."""
         group, member, values = self._product("linear", [(weight, rows), (bias, bias_rows or rows)])
         if group is None or member is None:
             return F.linear(x, *values)  # type: ignore[arg-type]
-        y: Tensor = self._patches.run(group, member, x, values, batch_first=True)
+        y: Tensor = self._calls.run(group, member, x, values, batch_first=True)
         return y
 
     def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
@@ -40,7 +88,7 @@ class ModuleWeights:
         group, member, values = self._product("embedding", [(weight, None)], padding_idx)
         if group is None or member is None:
             return F.embedding(x, values[0], padding_idx)  # type: ignore[arg-type]
-        y: Tensor = self._patches.run(group, member, x, values, batch_first=True)
+        y: Tensor = self._calls.run(group, member, x, values, batch_first=True)
         return y
 
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> "LateLinear":
@@ -49,16 +97,16 @@ class ModuleWeights:
         if torch.is_autocast_enabled(like.device.type):
             dtype = torch.get_autocast_dtype(like.device.type)
             values = [None if value is None else value.to(dtype) for value in values]
-        return LateLinear(self._patches, group, member, values, steps, like)
+        return LateLinear(self._calls, group, member, values, steps, like)
 
     def each(self, name: str, batch: int) -> Tensor:
         """A parameter's copies, one for each of the batch's rows: (B, *shape)."""
         parameter = self._find(name)
         assert parameter is not None
-        found = self._patches.place_of(parameter)
+        found = self._calls.place_of(parameter)
         if found is None:
             return parameter.detach().unsqueeze(0).expand(batch, *parameter.shape)
-        copies: Tensor = self._patches.parts.copies(*found, self._patches.batch(name))
+        copies: Tensor = self._calls.copies(*found, self._calls.batch(name))
         return copies.repeat_interleave(batch // len(copies), 0)
 
     def _find(self, name: str | None) -> nn.Parameter | None:
@@ -75,11 +123,11 @@ class ModuleWeights:
 
     def _product(
         self, kind: str, names: list[tuple[str | None, Rows]], padding_idx: int | None = None
-    ) -> tuple[GroupState | None, Member | None, list[Tensor | None]]:
+    ) -> tuple[ClippingGroup | None, Member | None, Values]:
         """The group and member that a product belongs to, if any of its parameters trains, and their values."""
         uses: list[Use | None] = []
-        values: list[Tensor | None] = []
-        groups: list[GroupState] = []
+        values: Values = []
+        groups: list[ClippingGroup] = []
         for name, rows in names:
             parameter = self._find(name)
             if parameter is None:
@@ -87,7 +135,7 @@ class ModuleWeights:
                 values.append(None)
                 continue
             value = parameter.detach() if rows is None else parameter.detach()[rows]
-            found = self._patches.place_of(parameter)
+            found = self._calls.place_of(parameter)
             if found is not None:
                 groups.append(found[0])
             uses.append(Use(found and found[1], value.shape, rows, padding_idx))
@@ -99,7 +147,7 @@ class ModuleWeights:
                 f"{type(self._module).__name__} has {names[0][0]!r} and {names[1][0]!r} in two clipping groups: put "
                 "the weight and the bias of one product into the same group."
             )
-        return groups[0], self._patches.parts.member(kind, groups[0], tuple(uses)), values
+        return groups[0], self._calls.product(kind, groups[0], tuple(uses)), values
 
 
 class LateLinear:
@@ -107,10 +155,10 @@ class LateLinear:
 
     def __init__(
         self,
-        patches: Any,
-        group: GroupState | None,
+        calls: LayerCalls,
+        group: ClippingGroup | None,
         member: Member | None,
-        values: list[Tensor | None],
+        values: Values,
         steps: int,
         like: Tensor,
     ) -> None:
@@ -119,16 +167,16 @@ class LateLinear:
         self._added: tuple[Tensor, ...] = ()
         if group is None or member is None:
             return
-        layout, batch = patches.layout_of(member, like, batch_first=True)
+        layout, batch = calls.layout_of(member, like, batch_first=True)
         if layout.order is Order.NONE:
             raise UserError(
                 f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch of {batch}: the "
                 "first axis of the model's inputs must be the batch, or attach with batch_axis=1 if it is the second."
             )
-        group_pass = patches.flights.pass_of(group, member, batch, like.device)
+        group_pass, probe = calls.enter(group, member, batch, like.device)
         self._inputs = {}
         zeros = self._zeros(like, steps)
-        added = LateFunction.apply(group_pass, member, layout, group_pass.probe, self._inputs, zeros)
+        added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, zeros)
         group_pass.uncertain |= not layout.certain
         self._added = added.unbind(1)
 

@@ -1,4 +1,4 @@
-"""Prove, on a few real examples before training, that examples keep apart and that the engine equals a slow loop."""
+"""Proves, on a few real examples before training, that examples keep apart and that the engine equals a slow loop."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,11 +7,18 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from groupwise.clipping.apart import check_apart, first_seen, moved_losses, moved_norms, slack
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.reference import Reference, clipped_sums
-from groupwise.clipping.runs import Losses, Runs
-from groupwise.clipping.shared_state import check_draws, kept_buffers
+from groupwise.clipping.verification.independence import (
+    check_apart,
+    check_draws,
+    first_seen,
+    kept_buffers,
+    moved_losses,
+    moved_norms,
+    slack,
+)
+from groupwise.clipping.verification.runs import Losses, Runs
 from groupwise.errors import UserError
 
 

@@ -1,21 +1,55 @@
-"""The layers' side of clipping in autograd: forwards as usual, and backwards that hand gradients to a group's pass.
+"""Puts clipping inside autograd: layers report squared norms, and their group returns clipped sums as gradients.
 
-Where parameters are shards that become whole tensors only while their layer runs (FSDP2), no gate can hold on to them:
-`DirectFunction` returns the gradients itself. That takes a norm which one layer knows, or two backward passes.
+A group's `GroupFunction` runs just before the group's first layer and gives a probe, B zeros, to all its layers. So its
+backward runs once the backward pass has left the first layer, when every member has added its squared norms to the
+probe's gradient. It then *returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and
+reductions on gradients need no special case. The norms of all groups go to the engine, which counts them at once.
+
+Where parameters are shards that become whole tensors only while their layer runs (FSDP2), a group has nothing whole to
+return: `DirectFunction` returns a layer's gradients itself. That takes a norm which one layer knows, or two backward
+passes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
-from groupwise.clipping.gate import GroupPass, Member, autocast, no_autocast
+from groupwise.clipping.groups import Member
 from groupwise.clipping.layouts import FIRST, Layout
+from groupwise.clipping.microbatches import GroupPass
+from groupwise.clipping.precision import autocast, no_autocast
+from groupwise.errors import UserError
+
+
+def probe_of(group_pass: GroupPass, device: torch.device) -> Tensor | None:
+    """The probe (B,) of a group's pass, made when it is first asked for; None when the pass is over."""
+    if group_pass.probe is None and not group_pass.over:
+        group_pass.probe = GroupFunction.apply(group_pass, device, *group_pass.group.inputs)
+    return group_pass.probe
+
+
+class GroupFunction(torch.autograd.Function):
+    """From a group's parameters to its probe, B zeros; its backward closes the group and returns the clipped sums."""
+
+    @staticmethod
+    def forward(ctx: Any, group_pass: GroupPass, device: torch.device, *parameters: Tensor) -> Tensor:
+        ctx.group_pass = group_pass
+        return torch.zeros(group_pass.batch, device=device, dtype=torch.float64)  # so that norms add up in float64
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, squares: Tensor) -> Any:
+        group_pass: GroupPass = ctx.group_pass
+        with no_autocast(squares.device.type):
+            return None, None, *group_pass.close(squares)
 
 
 class LayerFunction(torch.autograd.Function):
-    """A layer's own forward and input gradient; its parameters' gradients go through the gate."""
+    """A layer's own forward and input gradient; its parameters' gradients come from its group."""
 
     @staticmethod
     def forward(
@@ -30,6 +64,7 @@ class LayerFunction(torch.autograd.Function):
         ctx.group_pass, ctx.member, ctx.layout = group_pass, member, layout
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *parameters)
+        saved = member.rule.keep(saved, member.context)
         ctx.save_for_backward(*saved)
         return _changeable(y, (x, *saved))
 
@@ -109,7 +144,7 @@ class DirectFunction(torch.autograd.Function):
         _, used = autocast(member.rule.autocast, x, list(parameters))  # in here, so that gradients stay float32
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *used)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*member.rule.keep(saved, member.context))
         return y
 
     @staticmethod
@@ -121,3 +156,43 @@ class DirectFunction(torch.autograd.Function):
             gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
             squares, gradients = ctx.group_pass.return_gradients(ctx.member, saved, g)
         return None, None, squares, gx, *gradients
+
+
+def run_backward(losses: Tensor) -> None:
+    """Add the gradients of the sum of the losses (B,) to the parameters' .grad, by way of their groups.
+
+    Raises:
+        UserError: a kept tensor was changed in place; a checkpoint that does not compute the same again.
+    """
+    with _in_one_sentence(), no_autocast(losses.device.type):  # gradients in the precision in which they were attached
+        losses.sum().backward()
+
+
+def squared_norms_of(losses: Tensor, probe: Tensor) -> Tensor:
+    """The layers' squared norms (B,) as the probe's gradient; the graph stays for a second pass.
+
+    Raises:
+        UserError: as `run_backward`.
+    """
+    with _in_one_sentence(), no_autocast(losses.device.type):
+        (squares,) = torch.autograd.grad(losses.sum(), probe, retain_graph=True)
+    return squares
+
+
+@contextmanager
+def _in_one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        if isinstance(error, CheckpointError):
+            raise UserError(
+                "Activation checkpointing did not compute the same tensors again: what it runs must not depend on what "
+                f"changes between forward and backward pass. torch says: {first}"
+            ) from error
+        if "modified by an inplace operation" in str(error):
+            raise UserError(
+                "A tensor that a layer keeps for its backward pass was changed in place (by ReLU(inplace=True) after "
+                f"a WSConv2d, say): use operations that are not in place. torch says: {first}"
+            ) from error
+        raise

@@ -1,4 +1,4 @@
-"""What each way of computing norms costs on this machine, and the choice of the cheapest.
+"""Predicts what each way of computing norms costs on this machine, and chooses the cheapest.
 
 A rule describes each of its ways as `Work`: operations by kind, bytes moved, kernels started. `Rates` says how fast a
 machine does each kind; they are measured once a machine (about a second) and kept in the cache folder. Bytes count as
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from groupwise.cache import read_cache, write_cache
-from groupwise.clipping.products import LastProducts
-from groupwise.clipping.rooms import Rooms
 
 Formula = Literal["auto", "gram", "materialize"]
 
@@ -74,8 +72,8 @@ class Decision:
     forced: bool
 
 
-class Shared:
-    """What the layers of one engine have in common: how they choose, the last inner products, working memory.
+class Choices(dict[tuple[Any, ...], Decision]):
+    """One layer's decisions, by (input sizes, output sizes, whatever else the costs depend on).
 
     Args:
         formula: "auto", or the formula to use wherever a layer has it.
@@ -83,27 +81,8 @@ class Shared:
     """
 
     def __init__(self, formula: Formula = "auto", rates: Rates | None = None) -> None:
-        self.formula, self.rates, self.products, self.rooms = formula, rates, LastProducts(), Rooms()
-
-    def clear(self) -> None:
-        """Let go of what a backward pass has left behind."""
-        self.products.clear()
-        self.rooms.clear()
-
-    def decide(self, options: dict[str, Work], device: torch.device) -> Decision:
-        """The cheapest option; a forced formula leaves only those that bear its name (all, if none does)."""
-        named = {name: work for name, work in options.items() if name.startswith(self.formula)}  # "auto": none
-        rates = self.rates or machine_rates(device.type, device.index or 0, torch.get_num_threads())
-        seconds = {name: rates.seconds(work) for name, work in options.items()}
-        return Decision(min(named or options, key=seconds.__getitem__), seconds, options, bool(named))
-
-
-class Choices(dict[tuple[Any, ...], Decision]):
-    """One layer's decisions, by (input sizes, output sizes, whatever else the costs depend on)."""
-
-    def __init__(self, shared: Shared) -> None:
         super().__init__()
-        self.shared = shared
+        self.formula, self.rates = formula, rates
         self.last: tuple[Any, ...] | None = None
 
     def choose(self, key: tuple[Any, ...], device: torch.device, options: Callable[[], dict[str, Work]]) -> str:
@@ -111,8 +90,15 @@ class Choices(dict[tuple[Any, ...], Decision]):
         self.last = key
         decision = self.get(key)
         if decision is None:
-            decision = self[key] = self.shared.decide(options(), device)
+            decision = self[key] = self._decide(options(), device)
         return decision.chosen
+
+    def _decide(self, options: dict[str, Work], device: torch.device) -> Decision:
+        """The cheapest option; a forced formula leaves only those that bear its name (all, if none does)."""
+        named = {name: work for name, work in options.items() if name.startswith(self.formula)}  # "auto": none
+        rates = self.rates or machine_rates(device.type, device.index or 0, torch.get_num_threads())
+        seconds = {name: rates.seconds(work) for name, work in options.items()}
+        return Decision(min(named or options, key=seconds.__getitem__), seconds, options, bool(named))
 
 
 @lru_cache

@@ -1,0 +1,347 @@
+"""Keeps what the groups know between a forward pass and its backward pass, microbatch by microbatch.
+
+A `GroupPass` is one group in one forward and backward pass. Layers hand it their squared norms and what makes their
+sums; when all have, it forms the clip factors and the clipped sums. A pipeline runs forward passes of several
+microbatches before the first of them runs backward: each microbatch has passes of its own, and a backward pass reaches
+the passes of one microbatch only.
+"""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order
+from groupwise.clipping.precision import no_autocast
+from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved
+from groupwise.clipping.rules.per_example import FoldedRule
+from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
+from groupwise.errors import UserError
+
+
+class Phase(Enum):
+    """The work of a backward pass: all at once, nothing but a look, only norms (ghost, first), only sums (second)."""
+
+    CLIP = "clip"
+    LOOK = "look"
+    NORMS = "norms"
+    SUMS = "sums"
+
+
+@dataclass
+class BackwardPass:
+    """What is common to all groups in one backward pass."""
+
+    phase: Phase
+    examples: int
+    passes: "dict[int, GroupPass]"
+    """Those that take part, by group."""
+    factors: Tensor | None = None
+    """Ghost, second pass: None, or 0 for examples left out and 1 for the others."""
+    squared_norms: dict[int, Tensor] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
+    """Layers that returned their gradients themselves."""
+
+
+class GroupPass:
+    """One group in one forward and backward pass: the probe, what its layers handed in, and the sums so far."""
+
+    def __init__(self, group: ClippingGroup, batch: int, passes: "OpenPasses") -> None:
+        self.group, self.batch, self._passes = group, batch, passes
+        self.calls: list[Member] = []
+        self.uses: dict[int, list[slice | None]] = {}
+        self.copies: dict[int, Tensor] = {}
+        """Parameters with a copy for each example, by their place."""
+        self.uncertain = False
+        """Whether some layer's rows may belong to the examples in another order than the one that was taken."""
+        self.doubts: set[Doubt] = set()
+        """The same of parameters that met a tensor, for `Layouts.trust`."""
+        self.proven = False
+        """Whether gradients have shown whose rows are whose, for the losses of this backward pass."""
+        self.model_call = passes.model_call
+        """The call of the model that it belongs to, for what runs once more in the backward pass."""
+        self.probe: Tensor | None = None
+        """Zeros (B,) whose gradient is the group's squared norms; made with the group's first layer."""
+        self.over = False
+        """Whether the group has closed, or its losses never came."""
+        self.joint_calls: list[LayerCall] = []
+        """Calls of parameters that are used more than once."""
+        self.due: list[tuple[Member, Finish]] = []
+        self.sums: list[Tensor | None] = [None] * len(group.inputs)
+        self.squares: list[Tensor] = []
+        self.done = False
+
+    def note(self, member: Member) -> None:
+        """A forward pass calls a layer, which uses its parameters once more."""
+        self.calls.append(member)
+        for i, place in enumerate(member.places):
+            if place is not None:
+                self.uses.setdefault(place, []).append(member.rows_of(i))
+
+    def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> Tensor:
+        """Take a layer's activations and output gradients; returns its squared norms, the probe's gradient."""
+        current = self._current(member, layout, g)
+        if current.phase is Phase.LOOK:
+            return self.group.threshold.new_zeros(self.batch)
+        rule, saved, g = self._examples_first(member, layout, saved, g)
+        if current.phase is Phase.SUMS:
+            self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
+            return self.group.threshold.new_zeros(current.examples)
+        joint = any(place is not None and overlap(self.uses[place]) for place in member.places)
+        if current.phase is Phase.CLIP and len(self.calls) == 1:
+            self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted, member.context))
+            self.done = True
+            return self.all_squares()
+        if joint:
+            self.joint_calls.append(LayerCall(rule, member, saved, g))
+            if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
+                return self.group.threshold.new_zeros(current.examples)
+        if current.phase is Phase.NORMS:
+            return rule.squared_norms(saved, g, member.wanted, member.context)
+        squares, finish = rule.book_keep(saved, g, member.wanted, member.context)
+        self.due.append((member, finish))
+        return squares
+
+    def _examples_first(
+        self, member: Member, layout: Layout, saved: Saved, g: Tensor
+    ) -> tuple[LayerRule, Saved, Tensor]:
+        """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
+        rule, examples = member.rule, self._running().examples
+        if examples == 1:
+            layout = FIRST if len(g) == 1 else Layout(Order.FOLDED, len(g))
+        elif examples != self.batch and not self.proven:
+            raise UserError(
+                f"{member.label} has several rows for each of the losses, and it cannot be told whose they are: give "
+                "the model inputs with the examples on the first axis."
+            )
+        if layout.order is Order.FIRST:
+            return rule, saved, g
+        if not rule.features_last:
+            return FoldedRule(rule, layout), saved, g
+        arranged = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
+        return rule, tuple(arranged), layout.examples_first(g)
+
+    def reported(self, squares: Tensor) -> Tensor:
+        """Squared norms (examples,) as the probe's gradient, (B,), where B rows are fewer examples."""
+        return squares if len(squares) == self.batch else F.pad(squares, (0, self.batch - len(squares)))
+
+    def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> tuple[Tensor, Gradients]:
+        """The same for a layer that returns its gradients itself: its squared norms, and one gradient a parameter."""
+        current = self._current(member, FIRST, g)
+        if member.name in current.reported:
+            raise UserError(
+                f"Layer {member.name!r} runs twice in one forward pass, and with direct=True no norm joins the two: "
+                "use a layer for each, or do without direct=True."
+            )
+        current.reported.add(member.name)
+        if current.phase is Phase.NORMS:
+            return member.rule.squared_norms(saved, g, member.wanted, member.context), (None,) * len(member.wanted)
+        if current.phase is Phase.SUMS:
+            gradients = member.rule.weighted_sum(saved, g, current.factors, member.wanted, member.context)
+            return self.group.threshold.new_zeros(current.examples), gradients
+        gradients = member.rule.clipped_sum(saved, g, self.clip, member.wanted, member.context)
+        self.done = True
+        return self.all_squares(), gradients
+
+    def _current(self, member: Member, layout: Layout, g: Tensor) -> BackwardPass:
+        """The backward pass that runs, if this layer's call can take part in it."""
+        current = self._running()
+        if self.batch != current.examples and (current.examples == 0 or self.batch % current.examples):
+            axis = 1 if layout.order is Order.SECOND else 0
+            raise UserError(
+                f"Layer {member.name!r} saw a batch of {g.shape[axis] // layout.each}, but there are "
+                f"{current.examples} losses: the first axis of the model's inputs must be the batch, or attach with "
+                "batch_axis=1 if it is the second."
+            )
+        if self.over:
+            raise UserError(
+                "These losses come from a forward pass that is over: call engine.backward before the next one."
+            )
+        return current
+
+    def _running(self) -> BackwardPass:
+        current = self._passes.backward_pass
+        if current is None:
+            raise UserError(
+                "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
+            )
+        return current
+
+    def clip(self, squares: Tensor) -> Tensor:
+        """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
+        self.squares.append(squares)
+        return self.group.factors(squares)
+
+    def all_squares(self) -> Tensor:
+        """Squared norms (B,) of the whole backward pass, once they are in."""
+        return self.squares[0] if len(self.squares) == 1 else torch.cat(self.squares)
+
+    def close(self, squares: Tensor) -> list[Tensor | None]:
+        """All members have reported their squared norms (B,): form the factors, and the clipped sums of `group.inputs`.
+
+        Raises:
+            UserError: outside of the engine's backward passes, or in that of another microbatch.
+        """
+        self._close(squares)
+        sums, self.sums, self.over, self.probe = self.sums, [], True, None
+        return sums
+
+    def _close(self, squares: Tensor) -> None:
+        current = self._running()
+        squares = squares[: current.examples]
+        if current.passes.get(self.group.index) is not self:
+            raise UserError(
+                f"Group {self.group.name!r} ran forward for another microbatch than the one whose backward pass this "
+                "is: a forward pass inside forward_of(m) needs its backward pass inside backward_of(m)."
+            )
+        current.closed.add(self.group.index)
+        if current.phase is Phase.SUMS:
+            return
+        if not self.done and self.joint_calls:
+            squares = squares + self.joint_squares(squares, current.phase)
+        if current.phase is Phase.NORMS:
+            current.squared_norms[self.group.index] = squares
+            return
+        if not self.done:
+            factors = self.clip(squares)
+            while self.due:  # what a layer kept is freed as soon as its sum is made
+                member, finish = self.due.pop()
+                self.add(member, finish(factors))
+        current.squared_norms[self.group.index] = self.all_squares()
+
+    def joint_squares(self, like: Tensor, phase: Phase) -> Tensor:
+        """What the layers' own reports miss of the joint norms of parameters that are used more than once, (B,)."""
+        calls, self.joint_calls = self.joint_calls, []
+        total = torch.zeros_like(like)
+        with no_autocast(like.device.type):
+            calls, stacked = stack_calls(calls)
+            for call in stacked:
+                member, given = call.member, (call.saved, call.g, call.member.wanted, call.member.context)
+                if phase is Phase.NORMS:
+                    total = total + call.rule.squared_norms(*given)
+                else:
+                    squares, finish = call.rule.book_keep(*given)
+                    self.due.append((member, finish))
+                    total = total + squares
+            return total + cross_terms(calls, like)
+
+    def add(self, member: Member, gradients: Gradients) -> None:
+        """Add a layer's clipped sums to those of its group."""
+        for i, (place, gradient) in enumerate(zip(member.places, gradients, strict=True)):
+            if place is not None and gradient is not None:
+                known = self.sums[place]
+                if (rows := member.rows_of(i)) is not None:
+                    if known is None:
+                        known = self.sums[place] = torch.zeros_like(self.group.inputs[place], dtype=gradient.dtype)
+                    known[rows] += gradient
+                else:
+                    self.sums[place] = gradient if known is None else known.add_(gradient)
+
+
+NOT_NAMED: Hashable = object()
+"""The microbatch of an ordinary forward pass, outside `forward_of`."""
+
+
+class OpenPasses:
+    """The group passes of one engine that have run forward; `backward_pass` is the backward pass that runs, if any."""
+
+    def __init__(self) -> None:
+        self.backward_pass: BackwardPass | None = None
+        self.open: dict[int, GroupPass] = {}
+        self.layouts = Layouts()
+        self.model_call: ModelCall | None = None
+        """The call of the outermost module that runs."""
+        self._microbatch = NOT_NAMED
+        self._waiting: dict[Hashable, dict[int, GroupPass]] = {}
+
+    def pass_of(self, group: ClippingGroup, member: Member, batch: int) -> GroupPass:
+        """The group's open pass; a recomputation inside backward (checkpointing) joins the one that is running."""
+        group_pass = self.open.get(group.index)
+        if self.backward_pass is not None:
+            if group_pass is None:
+                raise UserError(
+                    f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
+                    "use_reentrant=False."
+                )
+            return group_pass
+        if group_pass is None or group_pass.batch != batch:
+            if group_pass is not None:
+                self._give_up(group_pass, member, batch)
+            group_pass = GroupPass(group, batch, self)
+            self.open[group.index] = group_pass
+        group_pass.note(member)
+        return group_pass
+
+    def _give_up(self, group_pass: GroupPass, member: Member, batch: int) -> None:
+        """The pass of a forward whose losses never came, or of one with another batch size."""
+        if self._microbatch is not NOT_NAMED:
+            raise UserError(
+                f"Layer {member.name!r} got a batch of {batch} in microbatch {self._microbatch!r}, which began "
+                f"with {group_pass.batch}: give another forward pass another name, and the model's inputs the batch as "
+                "first axis."
+            )
+        group_pass.over, group_pass.probe = True, None
+
+    @contextmanager
+    def forward_of(self, microbatch: Hashable) -> Iterator[None]:
+        """What runs inside waits for `backward(..., microbatch)`; a forward pass that fails is forgotten."""
+        if self.backward_pass is not None or self._microbatch is not NOT_NAMED:
+            raise UserError(
+                f"forward_of({microbatch!r}) was entered inside another forward or backward pass of the engine: leave "
+                "that first."
+            )
+        outer, self.open, self._microbatch = self.open, self._waiting.pop(microbatch, {}), microbatch
+        try:
+            yield
+            if self.open:
+                self._waiting[microbatch] = self.open
+        finally:
+            self.open, self._microbatch = outer, NOT_NAMED
+
+    @contextmanager
+    def backward(self, phase: Phase, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[BackwardPass]:
+        """Inside, the passes of a microbatch (or of the ordinary forward pass) take part; afterwards they are over."""
+        self.refuse_nesting()
+        outer = self.open
+        if microbatch is not NOT_NAMED:
+            if microbatch not in self._waiting:
+                raise UserError(
+                    f"Microbatch {microbatch!r} has no forward pass that waits: run the model with gradients on inside "
+                    f"forward_of({microbatch!r}) first, once for each backward pass."
+                )
+            self.open = self._waiting.pop(microbatch)
+        self.backward_pass = BackwardPass(phase, examples, self.open)
+        try:
+            yield self.backward_pass
+        finally:
+            self.backward_pass = None
+            self.open.clear()
+            self.open = outer
+
+    def refuse_nesting(self) -> None:
+        """Refuse a backward pass inside another one.
+
+        Raises:
+            UserError: one runs.
+        """
+        if self.backward_pass is not None:
+            raise UserError("A backward pass was begun inside another one: end that first, they share one set of sums.")
+
+    @contextmanager
+    def looking(self, examples: int) -> Iterator[None]:
+        """A backward pass inside leaves everything as it is: it is there for the gradients of layers' outputs."""
+        self.backward_pass = BackwardPass(Phase.LOOK, examples, self.open)
+        try:
+            yield
+        finally:
+            self.backward_pass = None
+
+    def forget(self) -> None:
+        """Drop the microbatches that wait."""
+        self._waiting.clear()

@@ -1,0 +1,121 @@
+"""Finds joint norms of parameters that several layers, or several calls of one layer, use: one gradient an example.
+
+With uses a and b the norm is ‖a + b‖² = ‖a‖² + ‖b‖² + 2⟨a, b⟩. Adding the uses as if they were separate parameters
+would under-state the norm by up to √2 for two uses: a privacy bug. Calls of one layer whose rows may follow each other
+(T steps of a recurrence are one sequence) become one call, which costs what a sequence costs. For all others members
+report the squares, and this file the rest: from outer products where both rules give them (`outer_products`), else from
+materialised gradients.
+"""
+
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import torch
+from torch import Tensor
+
+from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.groups import Member
+from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_of_squares, upcast
+from groupwise.clipping.rules.base import LayerRule, Saved
+
+CHUNK_FLOATS = 1 << 24
+"""Numbers that the per-example gradients of one chunk may hold where they have to be materialised."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call that a group's norm needs once more: the rule that takes it, its layer, what was saved, its gradients."""
+
+    rule: LayerRule
+    member: Member
+    saved: Saved
+    g: Tensor
+
+
+def overlap(uses: list[slice | None]) -> bool:
+    """Whether two uses of a parameter, in all its rows (None) or in some, share an entry."""
+    if len(uses) < 2:
+        return False
+    known = sorted((use.start, use.stop) for use in uses if use is not None)
+    return len(known) < len(uses) or any(end > start for (_, end), (start, _) in pairwise(known))
+
+
+def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall]]:
+    """Calls of one layer become one call with all their rows, where its rule can do that.
+
+    Returns:
+        All calls, with those made of several calls in their places; and those whose norms nobody has formed yet.
+    """
+    by_layer: dict[int, list[LayerCall]] = {}
+    for call in calls:
+        by_layer.setdefault(id(call.member) if call.rule.stacks else id(call), []).append(call)
+    every: list[LayerCall] = []
+    stacked: list[LayerCall] = []
+    for same in by_layer.values():
+        call = same[0]
+        if call.rule.stacks:
+            if len(same) > 1:
+                saved, g = call.rule.stack([(other.saved, other.g) for other in same])
+                call = LayerCall(call.rule, call.member, saved, g)
+            stacked.append(call)
+        every.append(call)
+    return every, stacked
+
+
+def cross_terms(calls: list[LayerCall], like: Tensor) -> Tensor:
+    """2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,); zeros where nothing is shared."""
+    by_parameter: dict[int, list[tuple[LayerCall, int]]] = {}
+    for call in calls:
+        for local, place in enumerate(call.member.places):
+            if place is not None:
+                by_parameter.setdefault(place, []).append((call, local))
+    total = torch.zeros_like(like)
+    for uses in by_parameter.values():
+        if len(uses) < 2:
+            continue
+        products = [_outer_products(call, local) for call, local in uses]
+        known = [outer for outer in products if outer is not None]
+        if len(known) == len(uses):
+            for a, b in combinations(known, 2):
+                total = total + 2 * a.inner(b)
+        else:
+            total = total + _materialized_cross_terms(uses, like)
+    return total
+
+
+def _outer_products(call: LayerCall, local: int) -> OuterProducts | None:
+    if local != 0 or call.member.rows:  # of a part of a weight they would be about other rows
+        return None
+    return call.rule.outer_products(call.saved, call.g)
+
+
+def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], like: Tensor) -> Tensor:
+    """The same from materialised per-example gradients, a few examples at a time."""
+    only = [tuple(i == local for i in range(len(call.member.wanted))) for call, local in uses]
+    parts_of = [call.member.rows_of(local) for call, local in uses]
+    rows = max((part.stop for part in parts_of if part is not None), default=0)
+    size = max(_size(call, local) for call, local in uses)
+    step = max(1, CHUNK_FLOATS // size)
+    parts = []
+    for start in range(0, like.shape[0], step):
+        some = slice(start, start + step)
+        gradients = []
+        for (call, local), wanted, part in zip(uses, only, parts_of, strict=True):
+            gradient = call.rule.per_example_gradients(*call.rule.examples(call.saved, call.g, some), wanted)[local]
+            assert gradient is not None
+            gradient = upcast(gradient)
+            if part is not None:
+                whole = gradient.new_zeros(len(gradient), rows, *gradient.shape[2:])
+                whole[:, part] = gradient
+                gradient = whole
+            gradients.append(gradient.reshape(len(gradient), -1))
+        longest = max(gradient.shape[1] for gradient in gradients)
+        gradients = [torch.nn.functional.pad(gradient, (0, longest - gradient.shape[1])) for gradient in gradients]
+        squares = sum_of_squares(tuple(gradients))
+        joint = squared_row_norms(torch.stack(gradients).sum(0))
+        parts.append(joint - squares + rounding_slack(squares, size, gradients[0].dtype))
+    return torch.cat(parts)
+
+
+def _size(call: LayerCall, local: int) -> int:
+    return call.rule.module.get_parameter(call.rule.parameter_names[local]).numel()

@@ -1,0 +1,123 @@
+"""The engine says how far one example moves its sums, and noise can be scaled by nothing else."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.clipping import ClippingEngine, attach, automatic_factors, flat, per_layer
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, noise_stds, release_gradients
+
+SETTINGS = {"noise_multiplier": 1.5, "expected_batch_size": 4.0, "noise": NoiseSource.from_seed(0), "step": 0}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def backward(engine: ClippingEngine, x: torch.Tensor) -> None:
+    engine.backward(engine.model(x).square().sum(1))
+
+
+def sums(engine: ClippingEngine, x: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
+    """Clipped sums of a batch, a vector a group."""
+    engine.model.zero_grad()
+    engine.reset()
+    for start in range(0, len(x), microbatch):
+        backward(engine, x[start : start + microbatch])
+    return [torch.cat([p.grad.flatten() for p in group.parameters]) for group in engine.groups]
+
+
+@pytest.mark.parametrize("clip_rule", [None, automatic_factors(0.01)])
+@pytest.mark.parametrize(
+    ("make_partition", "thresholds", "norms"),
+    [(flat, [0.7], "bookkeeping"), (flat, [0.7], "ghost"), (per_layer, [0.3, 2.0], "bookkeeping")],
+)
+def test_no_example_moves_a_group_by_more(double, make_partition, thresholds, norms, clip_rule):
+    model, x = make_model(), 5 * torch.randn(6, 4)
+    options = {} if clip_rule is None else {"clip_rule": clip_rule}
+    with attach(model, make_partition(model), thresholds, norms=norms, **options) as engine:
+        whole = sums(engine, x, 4)
+        bound = engine.sensitivity("add_remove")
+        most = torch.zeros(len(thresholds))
+        for out in range(6):
+            rest = sums(engine, x[[i for i in range(6) if i != out]], 4)
+            most = torch.maximum(most, torch.stack([(a - b).norm() for a, b in zip(whole, rest, strict=True)]))
+    assert bound.relation == "add_remove" and bound.thresholds.tolist() == thresholds
+    assert bool((most <= bound.thresholds * (1 + 1e-9)).all()) and bool((most > 0.9 * bound.thresholds).all())
+    assert bound.total == pytest.approx(sum(c * c for c in thresholds) ** 0.5)
+    assert [p for group in bound.groups for p in group] == list(model.parameters())
+
+
+def test_it_tells_the_thresholds_that_clipped_whatever_was_set_since():
+    model = make_model()
+    with attach(model, per_layer(model), [0.1, 5.0]) as engine:
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.1, 5.0], "nothing clipped: those in force"
+        backward(engine, torch.randn(3, 4))
+        engine.set_thresholds([0.2, 0.5])
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.1, 5.0]
+        backward(engine, torch.randn(3, 4))
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.2, 5.0], "the larger of each"
+        engine.reset()
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.2, 0.5]
+        with engine.uncounted():
+            backward(engine, torch.randn(3, 4))
+        engine.set_thresholds([0.3, 0.4])
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.3, 0.4], "it left no mark"
+
+
+def test_thresholds_are_those_given_to_the_last_digit():
+    """Tensors of the engine may be float32; the noise follows from the number that was given."""
+    model = make_model()
+    with attach(model, flat(model), 0.1) as engine:
+        backward(engine, torch.randn(3, 4))
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.1] != engine.thresholds.double().tolist()
+        sizes = [sum(p.numel() for p in model.parameters())]
+        stds = release_gradients(engine.sensitivity("add_remove"), allocation="global", **SETTINGS)
+    assert torch.equal(stds, noise_stds([0.1], sizes, 1.5, "global"))
+
+
+def test_thresholds_of_a_pipelines_two_passes_count_as_well():
+    model, x = make_model(), torch.randn(3, 4)
+    with attach(model, flat(model), 0.25) as engine:
+        for begin in (engine.norms_of, engine.sums_of):
+            with engine.forward_of("m"):
+                losses = model(x).square().sum(1)
+            with begin("m", 3):
+                losses.sum().backward()
+            engine.set_thresholds(0.125)
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.25]
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "", "add-remove"])
+def test_a_relation_without_a_proof_is_refused(relation):
+    model = make_model()
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=f"relation='{relation}' is unknown"):
+        engine.sensitivity(relation)
+
+
+def test_noise_takes_no_other_thresholds():
+    model = make_model()
+    with attach(model, flat(model), 1.0) as engine:
+        backward(engine, torch.randn(3, 4))
+        before = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(TypeError):
+            release_gradients([list(model.parameters())], [0.5], allocation="global", **SETTINGS)
+        for other in ([list(model.parameters())], [0.5], 0.5, engine):
+            with pytest.raises(UserError, match=r"give engine\.sensitivity\('add_remove'\)"):
+                release_gradients(other, allocation="global", **SETTINGS)
+        bound = engine.sensitivity("add_remove")
+        with pytest.raises(FrozenInstanceError):
+            bound.thresholds = torch.tensor([0.5])
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_noise_is_for_the_relation_that_plans_account_for():
+    class Replaced:
+        relation, groups, thresholds = "replace_one", [[nn.Parameter(torch.zeros(2))]], torch.ones(1)
+
+    with pytest.raises(UserError, match="'replace_one'"):
+        release_gradients(Replaced(), allocation="global", **SETTINGS)
