@@ -23,6 +23,7 @@ from groupwise.launch.outcome import INTERRUPTED, MISTAKE, exit_code, report, re
 from groupwise.launch.snapshot import handed_on, run_from
 from groupwise.launch.sweep import plan_sweep
 from groupwise.launch.sweep_folder import begin_sweep
+from groupwise.launch.why import why
 
 
 def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
@@ -50,6 +51,9 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     tell_warnings()
     try:
         register()
+        if "--why" in sys.argv[1:]:
+            print(why(sys.argv[1:], conf))
+            return 0
         arguments = _parse(sys.argv[1:])
         if _is_sweep(arguments):
             folder = _prepare(arguments.overrides, conf)

@@ -14,11 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from groupwise.config import RunConfig
 from groupwise.errors import UserError
 from groupwise.launch.epsilon_table import at_epsilon
-from groupwise.launch.keys import expected, fits, key_types
+from groupwise.launch.keys import FREE_KEYS, expected, fits, key_types
 from groupwise.launch.mistakes import in_one_sentence, unknown_key
 from groupwise.validation import value_at
-
-FREE_KEYS = ("clip.mapping.", "model.shape.")
 
 
 def register() -> None:

@@ -18,8 +18,8 @@ from groupwise.errors import UserError, told
 from groupwise.launch.keys import expected, key_types
 from groupwise.suggestions import did_you_mean
 
-DERIVED = {"recipe": "clip", "size": "scale"}
-"""Folders of conf/ that follow from the task, and the choice that was made."""
+DERIVED = {"recipe": "clip", "scales": "scale"}
+"""Folders of tables in conf/, of which the task takes a file, and the choice that takes a part of it."""
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
 """What composing raises for a mistake; the last for values in a circle."""
@@ -91,7 +91,7 @@ def _missing_config(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     folder, _, family = group.partition("/")
     if folder in DERIVED and family:
-        return f"{DERIVED[folder]}={option} does not go with this task: conf/{group}/ holds what does."
+        return f"{DERIVED[folder]}={option} does not go with this task: conf/{group}.yaml holds what does."
     if not error.options:
         return f"conf/{error.missing_cfg_file}.yaml does not exist: a file of that name is needed."
     return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."
