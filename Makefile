@@ -81,11 +81,11 @@ pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWI
 # A sweep runs what is not done yet, then writes its rows into results/measured; sweeps/ lists them.
 sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-cifar SCALE=mini LAUNCHER=local|slurm
 	$(BIN)/python run.py -m +sweep=$* scale=$(SCALE) $(LAUNCH_$(LAUNCHER)) $(ARGS)
-	$(BIN)/python -m groupwise.launch.collect $* scale=$(SCALE)
-	$(if $(NORMS_$*),$(BIN)/python -m groupwise.launch.gradient_norms $* scale=$(SCALE) $(NORMS_$*))
+	$(BIN)/python -m groupwise.sweeps.collect $* scale=$(SCALE)
+	$(if $(NORMS_$*),$(BIN)/python -m groupwise.sweeps.gradient_norms $* scale=$(SCALE) $(NORMS_$*))
 
 status: $(STAMP) ## how far the sweeps are: done, running, failed, waiting, and when they will end
-	$(BIN)/python -m groupwise.launch.status
+	$(BIN)/python -m groupwise.sweeps.status
 
 view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a browser on this machine
 	$(BIN)/tensorboard --logdir results/runs
@@ -112,14 +112,14 @@ test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and 
 		$(BIN)/python -m pytest tests/slurm || status=$$?; scripts/slurm/down.sh; exit $$status
 
 audit: $(STAMP) ## attack every clipping mode at three budgets, and show how much epsilon that proves: minutes
-	$(BIN)/python -m groupwise.privacy.audit --all
+	$(BIN)/python -m groupwise.audit --all
 
 verify: $(STAMP) ## account for a finished run anew from its record: make verify RUN=results/runs/<hash>
-	$(BIN)/python -m groupwise.launch.verify $(RUN)
+	$(BIN)/python -m groupwise.audit.reaccount $(RUN)
 
 trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md: audits, planted bugs, faults, norms, architectures, mutants (MUTANTS) …; hours
-	$(BIN)/python -m groupwise.privacy.audit --all
-	$(BIN)/python -m trust.planted
+	$(BIN)/python -m groupwise.audit --all
+	$(BIN)/python -m trust.planted_bugs
 	$(BIN)/python -m trust.faults
 	$(BIN)/python -m trust.bad_input
 	$(BIN)/python -m trust.models

@@ -1,6 +1,6 @@
 """Train one private model, or a sweep of them:  python run.py task=cifar clip=adaptive_layer scale=demo
 
-Composes the configuration in `conf/`, checks it and hands it to `groupwise.launch`. A mistake on the
+Composes the configuration in `conf/`, checks it and hands it to `groupwise.cli`. A mistake on the
 command line is one sentence and exit code 2.
 """
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from groupwise.config import RunConfig
+    from groupwise.config.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent / "conf"
 
 
 def train(config: RunConfig) -> float | None:
     """Run one cell, and return what a search goes by; torch is imported only now: help and mistakes answer at once."""
-    from groupwise.launch.objective import objective
-    from groupwise.launch.processes import start
+    from groupwise.processes.start import start
+    from groupwise.sweeps.best import objective
 
     return objective(start(config))
 
@@ -27,11 +27,11 @@ def train(config: RunConfig) -> float | None:
 def main() -> int:
     """Return the exit code: 0 done, 1 a bug, 2 a mistake in one sentence, 130 interrupted."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        from groupwise.launch.help import help_text
+        from groupwise.cli.help import help_text
 
         print(help_text(CONF))
         return 0
-    from groupwise.launch.command import launch
+    from groupwise.cli.main import launch
 
     return launch(CONF, train)
 

@@ -5,7 +5,7 @@
 # %%
 from IPython.display import Image
 
-from groupwise.analysis.figure_files import content
+from groupwise.analysis.figure_style import content
 from groupwise.analysis.figures import make
 from groupwise.analysis.paper import Folders
 

@@ -7,8 +7,8 @@
 from IPython.display import Markdown
 
 from groupwise.analysis.paper import Folders
-from groupwise.analysis.table_files import table_page
-from groupwise.analysis.tables import table_lines
+from groupwise.analysis.table_lines import table_lines
+from groupwise.analysis.tables import table_page
 
 folders = Folders.of_checkout()
 Markdown(table_page("fixed_per_layer", folders))

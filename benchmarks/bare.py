@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.privacy import NoiseSource, release_gradients
-from groupwise.training.loop import Trainer
-from groupwise.training.precision import autocast
+from groupwise.training.from_config import autocast
+from groupwise.training.step import Trainer
 
 Microbatch = tuple[tuple[Any, ...], Tensor]
 

@@ -16,8 +16,7 @@ from benchmarks.command import command
 from benchmarks.job import Job
 from benchmarks.options import check_above_zero, read, split
 from benchmarks.process import Process
-from groupwise.errors import UserError
-from groupwise.suggestions import did_you_mean
+from groupwise.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from benchmarks.planned import Plan

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from benchmarks.command import command
 from benchmarks.options import check_above_zero, check_device, read, split
-from groupwise.errors import UserError
-from groupwise.suggestions import did_you_mean
+from groupwise.errors import UserError, did_you_mean
 
 FILE = "growth.csv"
 KEY = ("network", "axis", "method", "threads", "device", "hardware", "dtype")  # all sizes of an axis are replaced

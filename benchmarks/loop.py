@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks.command import command
 from benchmarks.options import check_above_zero, read
-from groupwise.config import RunConfig
+from groupwise.config.compose import compose_run
+from groupwise.config.keys import groups
+from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
-from groupwise.launch.keys import groups
-from groupwise.launch.mistakes import COMPOSITION_ERRORS, in_one_sentence
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 DEFAULTS = {"task": "cifar", "clip": "adaptive_layer", "scale": "demo"}

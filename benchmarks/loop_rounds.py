@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.bare import BareStep, Microbatch
 from benchmarks.stopwatch import Seconds, Stopwatch
-from groupwise.config import RunConfig
+from groupwise import run as launch
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.launch import run as launch
-from groupwise.training.loop import Trainer
-from groupwise.training.session import train
+from groupwise.training.step import Trainer
+from groupwise.training.train import train
 
 
 class Measured(Exception):

@@ -15,9 +15,8 @@ from benchmarks.job import Job
 from benchmarks.workloads import Workload, build
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.partition import Partition
-from groupwise.errors import UserError
+from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
-from groupwise.suggestions import did_you_mean
 
 THRESHOLD = 0.1  # C of flat clipping; K groups get C/√K each
 NOISE_MULTIPLIER = 1.0

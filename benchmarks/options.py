@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from benchmarks.job import Job
-from groupwise.errors import UserError
-from groupwise.suggestions import did_you_mean
+from groupwise.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 HELP = """python -m benchmarks.throughput [key=value ...]

@@ -1,7 +1,7 @@
 """The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2
 
 Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, and the step's
-time, beside what `groupwise.pipeline.plan` says beforehand. CPU seconds are those of all processes together. The wall
+time, beside what `groupwise.planner` says beforehand. CPU seconds are those of all processes together. The wall
 time is foretold for as many processors as other programs left to them. `--help` lists the options.
 """
 
@@ -16,8 +16,7 @@ from typing import Any
 
 from benchmarks.command import command
 from benchmarks.options import check_above_zero, read, split
-from groupwise.errors import UserError
-from groupwise.suggestions import did_you_mean
+from groupwise.errors import UserError, did_you_mean
 
 MB = 1e6
 FILE = "pipeline.csv"

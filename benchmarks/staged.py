@@ -23,13 +23,13 @@ from benchmarks.memory import Step, peak_bytes
 from benchmarks.pipeline import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.data.torchvision_compat import import_torchvision
-from groupwise.pipeline.feed import Microbatch
-from groupwise.pipeline.plan.estimate import Estimate, kinds
-from groupwise.pipeline.plan.options import PlanOptions
-from groupwise.pipeline.plan.variants import Setting, per_device, two_passes
-from groupwise.pipeline.plan.work import Kind, Work, cut_out, inputs
-from groupwise.pipeline.stage import StageRunner
+from groupwise.pipeline.runner import StageRunner
+from groupwise.planner.estimate import Estimate, kinds
+from groupwise.planner.footprint import Kind, Work, cut_out, inputs
+from groupwise.planner.options import PlanOptions
+from groupwise.planner.variants import Setting, per_device, two_passes
 from groupwise.privacy import NoiseSource, release_gradients
+from groupwise.training.task import Microbatch
 
 PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
 LIMIT = timedelta(seconds=300)

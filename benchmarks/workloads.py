@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.language import Built, gpt2, lora_gpt2, lora_gpt2_xl, roberta
-from groupwise.errors import UserError
-from groupwise.suggestions import did_you_mean
+from groupwise.errors import UserError, did_you_mean
 
 DTYPES = ("float32", "float64", "bfloat16")
 TINY_TOKENS = 7

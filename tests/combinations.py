@@ -1,4 +1,4 @@
-"""The choices of `conf/` that go together: every cell of task, clipping mode and scale, and few that hold every pair."""
+"""Lists the choices of `conf/` that go together: cells of task, clipping mode and scale, and few that hold every pair."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from hydra import initialize_config_dir
 
-from groupwise.config import RunConfig
-from groupwise.launch.compose import register, to_run_config
-from groupwise.launch.composer import Composer
-from groupwise.launch.keys import groups
-from groupwise.launch.tables import Tables
+from groupwise.config.compose import Composer, register, to_run_config
+from groupwise.config.keys import groups
+from groupwise.config.schema import RunConfig
+from groupwise.config.tables import Tables
 
 Cell = tuple[str, ...]
 CONF = Path(__file__).parents[1] / "conf"

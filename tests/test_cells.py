@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cells import Cell, expand, read_sweep, text
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import Cell, expand, read_sweep, text
 
 GRIDS = [
     {"task": "cifar", "clip": ["flat", "fixed_layer"], "privacy.epsilon": [3, 8], "seed": [0, 1]},

@@ -93,7 +93,7 @@ def script(tmp_path: Path) -> Path:
             import sys
             from pathlib import Path
             from groupwise.errors import UserError
-            from groupwise.launch.command import launch
+            from groupwise.cli.main import launch
 
             def train(config):
                 print("ran", config.clip.name, config.seed, flush=True)
@@ -125,7 +125,7 @@ def test_a_mistake_found_while_running_is_one_sentence(tmp_path: Path, script: P
 def test_a_warning_is_one_sentence_without_the_code_that_it_came_from(tmp_path: Path) -> None:
     script = tmp_path / "warns.py"
     script.write_text(
-        "import sys, warnings\nfrom pathlib import Path\nfrom groupwise.launch.command import launch\n"
+        "import sys, warnings\nfrom pathlib import Path\nfrom groupwise.cli.main import launch\n"
         "def train(config):\n    warnings.warn('delta is large:\\ngive less')\n"
         f"sys.exit(launch(Path({str(ROOT / 'conf')!r}), train))\n"
     )

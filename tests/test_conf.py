@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hydra import initialize_config_dir
 
-from groupwise.launch.compose import register
-from groupwise.launch.tables import Part, Tables, file_part
-from groupwise.launch.why import statements
+from groupwise.cli.why import statements
+from groupwise.config.compose import register
+from groupwise.config.tables import Part, Tables, file_part
 from tests.combinations import CELLS, CONF, FAMILIES
 
 OPTIONS = sorted(
@@ -30,7 +30,9 @@ def parts(conf: Path) -> Iterator[tuple[str, Part]]:
         names += [f"family/{family}"]
         names += [f"recipe/{family}/{mode}" for mode in tables.parts(f"recipe/{family}")]
         names += [f"scales/{family}/{scale}" for scale in scales]
-        names += [f"exceptions/{family}/{s}/{mode}" for s in scales for mode in tables.parts(f"exceptions/{family}/{s}")]
+        names += [
+            f"exceptions/{family}/{s}/{mode}" for s in scales for mode in tables.parts(f"exceptions/{family}/{s}")
+        ]
     for name in names:
         yield name, tables.part(name) or file_part(conf, name)
 
@@ -40,7 +42,11 @@ def configurations(name: str) -> Iterator[tuple[str, ...]]:
     kind, *rest = name.split("/")
     if kind in ("clip", "task", "config", "family", "recipe", "scales", "exceptions"):
         for task, clip, scale in CELLS:
-            has = {"family": FAMILIES[task], "recipe": f"{FAMILIES[task]}/{clip}", "scales": f"{FAMILIES[task]}/{scale}"}
+            has = {
+                "family": FAMILIES[task],
+                "recipe": f"{FAMILIES[task]}/{clip}",
+                "scales": f"{FAMILIES[task]}/{scale}",
+            }
             has |= {"exceptions": f"{FAMILIES[task]}/{scale}/{clip}", "clip": clip, "task": task, "config": ""}
             if has[kind] == "/".join(rest):
                 yield f"task={task}", f"clip={clip}", f"scale={scale}"

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import RunConfig
+from groupwise.cli.help import EVERYDAY
+from groupwise.config.checks import validate
+from groupwise.config.compose import at_epsilon, compose_run
+from groupwise.config.identity import config_hash
+from groupwise.config.keys import key_types
+from groupwise.config.schema import RunConfig
+from groupwise.config.tables import Tables
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
-from groupwise.launch.epsilon_table import at_epsilon
-from groupwise.launch.help import EVERYDAY
-from groupwise.launch.keys import key_types
-from groupwise.launch.tables import Tables
-from groupwise.training.identity import config_hash
 from tests.combinations import CELLS, CONF, FAMILIES, MODES, OPTIONS, SCALES, pairs_fast, run
 
 PRESETS = {"samsum_pipeline": "samsum"}
@@ -337,9 +337,9 @@ def test_what_can_be_meant_is_not_refused(overrides: str) -> None:
 
 def test_a_config_made_in_python_is_checked_the_same_way() -> None:
     config = RunConfig()
-    config.validate()
+    validate(config)
     with pytest.raises(UserError, match="greater than zero"):
-        replace(config, privacy=replace(config.privacy, epsilon=-1)).validate()
+        validate(replace(config, privacy=replace(config.privacy, epsilon=-1)))
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config import ModelConfig
+from groupwise.config.compose import compose_run
+from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
-from groupwise.launch.run import run
 from groupwise.privacy import NoiseSource
-from groupwise.training.loop import Trainer
+from groupwise.run import run
+from groupwise.training.step import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [
@@ -33,7 +33,7 @@ SOURCES = [
 
 # -- no pickle from a file that somebody else may have written --------------------------------------------------------
 
-OWN_PIPES = {"src/groupwise/launch/worker.py", "src/groupwise/launch/processes.py", "src/groupwise/launch/slurm.py"}
+OWN_PIPES = {"src/groupwise/processes/worker.py", "src/groupwise/processes/start.py", "src/groupwise/sweeps/slurm.py"}
 """Their pickles come from this user's own processes, through a pipe or in the sweep's own folder."""
 RUNS_CODE = {
     "pickle.load", "pickle.loads", "cPickle.load", "dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads",
@@ -132,8 +132,8 @@ def with_sum(content: bytes) -> bytes:
 @pytest.mark.parametrize("make", PLACES, ids=["pickle", "torch", "inside"])
 @pytest.mark.parametrize("end", [bytes, with_sum], ids=["bare", "with its sum"])
 def test_checkpoints_and_weights(tmp_path, bomb, make, end):
-    from groupwise.launch.start_weights import start_from
     from groupwise.pipeline import checkpoint
+    from groupwise.run import start_from
     from groupwise.training.checkpoint import load_checkpoint, load_newest
     from groupwise.training.ranks import Alone
 
@@ -155,7 +155,7 @@ def test_checkpoints_and_weights(tmp_path, bomb, make, end):
 
 
 def test_verify_opens_weights_without_running_them(tmp_path, bomb):
-    from groupwise.launch.verify.__main__ import verify
+    from groupwise.audit.reaccount.__main__ import verify
 
     (folder,) = smoke_folders(tmp_path, "clip=flat", "train.steps=1")
     (folder / "model.pt").write_bytes(torch_file(bomb))
@@ -164,7 +164,7 @@ def test_verify_opens_weights_without_running_them(tmp_path, bomb):
 
 
 def test_cifar_batches_even_with_the_right_md5(tmp_path, bomb, monkeypatch):
-    from groupwise.data.cifar10_layouts import read_batches
+    from groupwise.data.cifar10 import read_batches
     from groupwise.data.torchvision_compat import import_torchvision
 
     published = import_torchvision().datasets.CIFAR10
@@ -186,7 +186,7 @@ def test_cifar_batches_even_with_the_right_md5(tmp_path, bomb, monkeypatch):
 
 def read_batches_of(folder: Path, names: list[str]) -> None:
     """All published names, with that content."""
-    from groupwise.data.cifar10_layouts import read_batches
+    from groupwise.data.cifar10 import read_batches
     from groupwise.data.torchvision_compat import import_torchvision
 
     published = import_torchvision().datasets.CIFAR10
@@ -196,7 +196,7 @@ def read_batches_of(folder: Path, names: list[str]) -> None:
 
 
 def test_the_restricted_unpickler_still_reads_arrays_of_python_2_and_3(bomb):
-    from groupwise.data.pickled_arrays import load_arrays
+    from groupwise.data.cifar10 import load_arrays
 
     batch = {"data": np.arange(6, dtype=np.uint8).reshape(2, 3), "labels": [1, 2], "name": "a"}
     for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
@@ -213,7 +213,7 @@ def test_the_restricted_unpickler_still_reads_arrays_of_python_2_and_3(bomb):
 
 
 def test_npz(tmp_path, bomb):
-    from groupwise.data.cifar10_layouts import read_npz
+    from groupwise.data.cifar10 import read_npz
 
     images = np.zeros((2, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "a.npz", x_train=images, y_train=np.array([bomb, bomb]), x_test=images, y_test=np.zeros(2, int))
@@ -227,7 +227,7 @@ def test_npz(tmp_path, bomb):
 
 def test_models_of_the_hub_bring_no_pickle_and_no_code(tmp_path, bomb):
     from groupwise.models.language import load_causal
-    from groupwise.models.tokenizer import load_tokenizer
+    from groupwise.models.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(str(ROOT / "pretrained" / "gpt2_mini"))
     config = json.loads((ROOT / "pretrained" / "gpt2_mini" / "config.json").read_text())
@@ -271,7 +271,7 @@ def test_a_training_file_is_one_of_its_folder(name):
 def test_shards_of_a_model_are_files_of_its_folder(tmp_path):
     from safetensors.torch import save_file
 
-    from groupwise.pipeline.weights import INDEX, Weights
+    from groupwise.pipeline.loading import INDEX, Weights
 
     save_file({"a": torch.zeros(2)}, tmp_path / "outside.safetensors")
     inside = tmp_path / "model"

@@ -1,4 +1,13 @@
-"""The one exception that stands for a user's mistake."""
+"""Tells a user's mistake in one sentence and a bug with its traceback, and says what exit code they make."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import TextIO
 
 
 class UserError(ValueError):
@@ -33,3 +42,48 @@ def _printable(text: str) -> str:
 
 class ProcessFailed(RuntimeError):
     """One of a run's processes died or hit a bug: one sentence on which and how; `run.py` leaves with exit code 1."""
+
+
+def did_you_mean(word: str, known: Iterable[str], in_full: Mapping[str, str] | None = None) -> str:
+    """`` (did you mean X?)``, X the known word close to ``word`` or its ``in_full``; empty if none is."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {(in_full or {}).get(close[0], close[0])}?)" if close else ""
+
+
+MISTAKE, BUG, INTERRUPTED = 2, 1, 130
+
+
+def report(error: Exception) -> None:
+    """A mistake in one sentence, a bug with its traceback, on stderr."""
+    if isinstance(error, UserError | ProcessFailed):
+        print(f"error: {told(error)}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+
+
+def tell_warnings() -> None:
+    """From now on what a user is warned of is one sentence on stderr, without the line of code that it came from."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is UserWarning:
+            print(f"warning: {' '.join(str(message).split())}", file=file or sys.stderr)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+
+
+def exit_code(kinds: Iterable[str]) -> int:
+    """Of the exceptions' names: 0 without any, 2 where all are mistakes, else 1."""
+    kinds = list(kinds)
+    if not kinds:
+        return 0
+    return MISTAKE if all(kind == UserError.__name__ for kind in kinds) else BUG

@@ -1,4 +1,4 @@
-"""Hydra's side of a sweep: what `groupwise.launch` has planned and checked, through the launcher that was chosen."""
+"""Hydra's side of a sweep: what `groupwise.cli` has planned and checked, through the launcher that was chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CellsSweeper(BasicSweeper):
         self.grids, self.scales = grids, scales or {}
 
     def sweep(self, arguments: list[str]) -> Any:
-        from groupwise.launch.sweep_folder import CELLS, read_cells
+        from groupwise.sweeps.folder import CELLS, read_cells
 
         assert self.config is not None and self.launcher is not None
         folder = Path(str(self.config.hydra.sweep.dir))
@@ -40,7 +40,7 @@ class CellsSweeper(BasicSweeper):
 
     def _launch(self, cells: list[dict[str, Any]], first: int, folder: Path) -> Any:
         """Hand them to the launcher. A killed cell takes joblib's other workers along: those go on in new ones."""
-        from groupwise.launch.sweep_folder import has_begun, unfinished
+        from groupwise.sweeps.folder import has_begun, unfinished
 
         assert self.launcher is not None
         before: tuple[int, int] | None = None

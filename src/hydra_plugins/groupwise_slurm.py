@@ -20,8 +20,8 @@ class SlurmLauncher(BaseSubmititLauncher):
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
         """Run a cell, in a task of its job; a failure is raised, so that SLURM knows of it."""
-        from groupwise.launch.compose import register
-        from groupwise.launch.preemption import in_job
+        from groupwise.config.compose import register
+        from groupwise.sweeps.slurm import in_job
 
         register()
         done = in_job(lambda: super(SlurmLauncher, self).__call__(*args, **kwargs), self.params["signal_delay_s"])
@@ -33,8 +33,8 @@ class SlurmLauncher(BaseSubmititLauncher):
         import submitit
 
         from groupwise.errors import UserError
-        from groupwise.launch import slurm
-        from groupwise.launch.place import world_size
+        from groupwise.processes.environment import world_size
+        from groupwise.sweeps import slurm
 
         slurm.require_slurm()
         configs = [self._compose(overrides) for overrides in job_overrides]
@@ -60,7 +60,7 @@ class SlurmLauncher(BaseSubmititLauncher):
         return [self._returned(job_overrides[number], configs[number], jobs[number].task(0)) for number in sorted(jobs)]
 
     def _compose(self, overrides: Sequence[str]) -> Any:
-        from groupwise.launch.compose import to_run_config
+        from groupwise.config.compose import to_run_config
 
         assert self.hydra_context is not None and self.config is not None
         composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
@@ -73,7 +73,7 @@ class SlurmLauncher(BaseSubmititLauncher):
 
     def _tell(self, configs: Sequence[Any], numbers: Sequence[int], jobs: dict[int, Any]) -> None:
         """Say what was submitted, and let logs/<hash>.log be the log of the cell's job."""
-        from groupwise.launch.place import world_size
+        from groupwise.processes.environment import world_size
 
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -92,8 +92,8 @@ class SlurmLauncher(BaseSubmititLauncher):
 
     def _returned(self, overrides: Sequence[str], config: Any, job: Any) -> JobReturn:
         from groupwise.errors import ProcessFailed
-        from groupwise.launch.slurm import outcome_of
-        from groupwise.launch.sweep_folder import write_failure
+        from groupwise.sweeps.folder import write_failure
+        from groupwise.sweeps.slurm import outcome_of
 
         try:
             return outcome_of(job.job_id, job.paths.result_pickle, job.paths.stdout)
@@ -107,6 +107,6 @@ class SlurmLauncher(BaseSubmititLauncher):
 
 def _key(config: Any) -> str:
     """As the run's folder and the files of the sweep's folder are called."""
-    from groupwise.training.identity import config_hash
+    from groupwise.config.identity import config_hash
 
     return config_hash(config)[:12]

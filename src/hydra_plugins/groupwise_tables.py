@@ -1,4 +1,4 @@
-"""Hydra's side of the tables in `conf/recipe/` and `conf/scales/`: a source of configurations that holds their parts."""
+"""Hands Hydra the parts of the tables in `conf/recipe/` and `conf/scales/`, as if each were a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 if TYPE_CHECKING:
-    from groupwise.launch.tables import Tables
+    from groupwise.config.tables import Tables
 
 SCHEME = "tables"
 
@@ -28,7 +28,7 @@ class TablesPath(SearchPathPlugin):
 
 
 class TablesSource(ConfigSource):
-    """The parts of the tables in one folder (`groupwise.launch.tables`)."""
+    """The parts of the tables in one folder (`groupwise.config.tables`)."""
 
     @staticmethod
     def scheme() -> str:
@@ -36,7 +36,7 @@ class TablesSource(ConfigSource):
 
     @cached_property
     def _tables(self) -> Tables:
-        from groupwise.launch.tables import Tables  # not before a configuration is composed
+        from groupwise.config.tables import Tables  # not before a configuration is composed
 
         return Tables(Path(self.path))
 

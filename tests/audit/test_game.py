@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from groupwise.audit import game
-from groupwise.audit.command import main
-from groupwise.audit.game import play
-from groupwise.audit.guessing import choose_guesses, count_right
+from groupwise.audit import one_run as game
+from groupwise.audit.canaries import Present
+from groupwise.audit.command import COLUMNS, MODES, everything, main, markdown, row_of
+from groupwise.audit.finding import play
+from groupwise.audit.one_run import choose_guesses, count_right
 from groupwise.audit.options import make_setting
-from groupwise.audit.table import COLUMNS, MODES, everything, markdown, row_of
-from groupwise.audit.task import Present
 from groupwise.privacy import PoissonSampler, mechanism
 
 QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
@@ -50,7 +49,7 @@ def test_clipping_that_forgets_a_layer_is_broken(monkeypatch):
         return engine
 
     monkeypatch.setattr(game, "make_engine", forgetful)
-    monkeypatch.setattr("groupwise.launch.making.verify", lambda *_, **__: None)
+    monkeypatch.setattr("groupwise.build.verify", lambda *_, **__: None)
     finding = play(make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000))
     assert not finding.kept
 

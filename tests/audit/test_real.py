@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from groupwise.audit import real
-from groupwise.audit.game import play
+from groupwise.audit import two_worlds as real
+from groupwise.audit.command import describe, row_of
+from groupwise.audit.finding import play
 from groupwise.audit.options import make_setting
-from groupwise.audit.table import describe, row_of
 from groupwise.privacy import mechanism
 from trust.planted_bugs.bugs import masks_from_the_public_seed
 

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from groupwise.audit.two_worlds import CountWorld, TrainerWorld, distinguish
-from groupwise.config import ClipConfig, OptimConfig
+from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, make_plan
-from groupwise.privacy.gaussian import gaussian_epsilon
-from groupwise.training.clipping import make_engine, make_thresholds
-from groupwise.training.loop import Trainer
-from groupwise.training.optim import make_optimizer, make_schedule
+from groupwise.privacy.accountants import gaussian_epsilon
+from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
 DELTA, GROUPS, SIGMA_B, ROWS = 1e-5, 4, 2.0, 3

@@ -10,7 +10,7 @@ import torch
 from benchmarks import loop, loop_rounds
 from benchmarks.bare import BareStep
 from groupwise.errors import UserError
-from groupwise.training import session
+from groupwise.training import train as session
 from groupwise.training.trackers import FilesTracker
 
 SMOKE = ["scale=smoke", "train.steps=40", "train.batch_size=8"]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.config import LoraConfig, ModelConfig
+from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal
 from groupwise.models.trainable import choose_trainable

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.reference import clipped_sums
-from groupwise.config import LoraConfig, ModelConfig
+from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import choose_trainable
 

@@ -12,7 +12,7 @@ from groupwise.clipping.products import inner_products
 from groupwise.clipping.rules.base import rounding_slack
 from groupwise.clipping.rules.gram import gram_norms
 from groupwise.clipping.squared_norms import BLOCK, LEAST_SQUARE, floor, squared_row_norms
-from trust.norms import ALLOWED, LAWS
+from trust.norms.__main__ import ALLOWED, LAWS
 
 
 def understated(rows: Tensor, squares: Tensor) -> float:

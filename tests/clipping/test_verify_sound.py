@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer, verify
-from groupwise.config import LoraConfig
+from groupwise.config.schema import LoraConfig
 from groupwise.models import wide_resnet
 from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, PADDING, Case, make_case
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.data.arrays import checked_images, checked_labels
+from groupwise.data.images import checked_images, checked_labels
 from groupwise.errors import UserError
 
 PATH = Path("folder/file.npz")

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from groupwise.data.checksum import sha256_of_bytes, sha256_of_files
+from groupwise.data.text_examples import sha256_of_bytes, sha256_of_files
 
 
 def test_files_are_named_by_their_path_under_the_root(tmp_path):

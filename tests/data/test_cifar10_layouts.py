@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.data.cifar10_layouts import MOSAIC_TRAIN, read_batches, read_mosaics, read_npz
+from groupwise.data.cifar10 import MOSAIC_TRAIN, read_batches, read_mosaics, read_npz
 from groupwise.errors import UserError
 
 REAL_DATA = os.environ.get("GROUPWISE_DATA", "")

@@ -3,7 +3,7 @@
 import torch
 
 from groupwise.data import load_images
-from groupwise.data.digits import load_digits
+from groupwise.data.image_sets import load_digits
 
 
 def test_shapes_types_and_range():

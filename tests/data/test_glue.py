@@ -122,7 +122,7 @@ def test_another_training_file_can_be_named(tmp_path):
 
 @pytest.mark.parametrize("gone", ["train.tsv", "dev.tsv"])
 def test_a_missing_file_is_named_and_the_hub_is_not_asked(tmp_path, gone, monkeypatch):
-    import groupwise.data.glue_hub as glue_hub
+    import groupwise.data.glue as glue_hub
 
     monkeypatch.setattr(glue_hub, "load_from_hub", lambda *_: pytest.fail("the hub was asked"))
     (sst2(tmp_path) / "glue/SST-2" / gone).unlink()

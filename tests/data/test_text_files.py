@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from groupwise.data.text_files import read_json_list, read_text
+from groupwise.data.text_examples import read_json_list, read_text
 from groupwise.errors import UserError
 
 

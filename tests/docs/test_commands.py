@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.launch.compose import compose_run, register
-from groupwise.launch.sweep import check_sweep
+from groupwise.config.compose import compose_run, register
+from groupwise.sweeps.prepare import check_sweep
 from tests.docs.documents import ROOT, commands
 
 CONF = ROOT / "conf"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.launch.compose import compose_run
+from groupwise.config.compose import compose_run
 from groupwise.privacy import make_plan
 from groupwise.training.record import RunRecord
 from tests.docs.documents import ROOT, Block, blocks

@@ -20,7 +20,7 @@ from tests.training.test_loop import (
     GHOST,
     make_trainer,
 )
-from trust.faults_examples import MODES, Case, not_finite, sound
+from trust.faults.examples import MODES, Case, not_finite, sound
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.training.sums import write_sums
-from trust import faults
-from trust.faults_disk import full, too_large, unwritable
-from trust.faults_files import both_altered, checkpoint_altered, data_altered
-from trust.faults_folders import make, many
-from trust.faults_kill import stopped
-from trust.faults_memory import halved, too_large_for_one
-from trust.faults_process import SEEDED, Outcome, complete, left, run_folder, same
-from trust.faults_together import clock, two
+from groupwise.training.record import write_sums
+from trust.faults.__main__ import __main__ as faults
+from trust.faults.disk import full, too_large, unwritable
+from trust.faults.folders import both_altered, checkpoint_altered, data_altered, make, many
+from trust.faults.kill import stopped
+from trust.faults.memory import halved, too_large_for_one
+from trust.faults.process import SEEDED, Outcome, complete, left, run_folder, same
+from trust.faults.together import clock, two
 
 TRIED = {
     "sigterm": lambda work: stopped(signal.SIGTERM, 3, work),
@@ -124,7 +123,7 @@ def test_the_command_writes_its_table_and_fails_when_anything_was_lost(tmp_path,
 def test_status_of_some_folders_made_up_is_read(tmp_path):
     import random
 
-    from groupwise.launch.status import status
+    from groupwise.sweeps.status import status
 
     make(30, tmp_path / "runs", tmp_path / "sweep", random.Random(0))
     assert "30 cells: 30 done" in status(tmp_path / "sweep")[0]

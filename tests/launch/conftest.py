@@ -31,8 +31,8 @@ import json, os, time
 from pathlib import Path
 
 from groupwise.errors import UserError
-from groupwise.training.checkout import git_state
-from groupwise.training.identity import config_hash, flat_config
+from groupwise.training.provenance import git_state
+from groupwise.config.identity import config_hash, flat_config
 from groupwise.version import VERSION
 
 
@@ -75,7 +75,7 @@ class Checkout:
         (root / "sweeps").mkdir()
         (root / "conf" / "sweep").symlink_to("../sweeps")
         (root / "sweeps" / "table.yaml").write_text(SWEEP.lstrip())
-        (root / "src/groupwise/launch/processes.py").write_text(START)
+        (root / "src/groupwise/processes/start.py").write_text(START)
         (root / "src/groupwise/version.py").write_text("VERSION = 'old'\n")
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:

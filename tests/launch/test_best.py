@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from groupwise.launch.best import best, main
+from groupwise.sweeps.best import best, main
 
 ROWS = [
     ("clip=flat optim.learning_rate=1", ["90", "80"]),

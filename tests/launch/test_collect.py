@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cells import read_sweep
+from groupwise.config.compose import register
+from groupwise.config.identity import flat_config
 from groupwise.errors import UserError
-from groupwise.launch.collect import collect, main
-from groupwise.launch.compose import register
-from groupwise.launch.sweep import PlannedCell, table_cells
-from groupwise.training.identity import flat_config
+from groupwise.sweeps.cells import read_sweep
+from groupwise.sweeps.collect import collect, main
+from groupwise.sweeps.prepare import PlannedCell, table_cells
 
 ROOT = Path(__file__).parents[2]
 SWEEP = """# @package _global_

@@ -7,12 +7,12 @@ import pandas as pd
 import pytest
 import torch
 
-from groupwise.launch import gradient_norms
-from groupwise.launch.compose import compose_run, register
-from groupwise.launch.gradient_norms import COLUMNS, main, rows_of
-from groupwise.launch.run import run
-from groupwise.launch.sweep import PlannedCell
-from groupwise.training.identity import config_hash
+from groupwise.config.compose import compose_run, register
+from groupwise.config.identity import config_hash
+from groupwise.run import run
+from groupwise.sweeps import gradient_norms
+from groupwise.sweeps.gradient_norms import COLUMNS, main, rows_of
+from groupwise.sweeps.prepare import PlannedCell
 
 CONF = Path(__file__).parents[2] / "conf"
 

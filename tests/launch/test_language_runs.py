@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
-from groupwise.launch.run import run
+from groupwise.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSIFICATION, GENERATION = ("sst2", "qnli", "qqp", "mnli"), ("e2e", "dart", "samsum")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.launch.compose import compose_run
-from groupwise.launch.run import run
-from groupwise.training.identity import stable_config
+from groupwise.config.compose import compose_run
+from groupwise.config.identity import stable_config
+from groupwise.run import run
 from groupwise.training.leaving import row_of_data
 
 ROOT = Path(__file__).resolve().parents[2]

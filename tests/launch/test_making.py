@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from groupwise.launch.making import CHECKED, examples_to_check
+from groupwise.build import CHECKED, examples_to_check
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 1000])

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from groupwise.config import RunConfig
+from groupwise.config.compose import compose_run
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
-from groupwise.launch.distributed import run_here
-from groupwise.launch.place import Place
-from groupwise.launch.processes import spawn
-from groupwise.launch.run import run
+from groupwise.processes.distributed import run_here
+from groupwise.processes.environment import Place
+from groupwise.processes.start import spawn
+from groupwise.run import run
 from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]

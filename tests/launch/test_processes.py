@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import RunConfig
+from groupwise.config.schema import RunConfig
 from groupwise.errors import ProcessFailed, UserError
-from groupwise.launch import processes
-from groupwise.launch.place import Place, find_place, first_host, name_of
-from groupwise.launch.processes import spawn
+from groupwise.processes import start as processes
+from groupwise.processes.environment import Place, find_place, first_host, name_of
+from groupwise.processes.start import spawn
 from tests.waiting import PATIENCE, until
 
 

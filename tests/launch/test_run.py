@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
-from groupwise.launch.run import run
+from groupwise.run import run
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]

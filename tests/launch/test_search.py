@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cells import read_sweep
-from groupwise.launch.objective import lower_is_better, objective
+from groupwise.sweeps.best import lower_is_better, objective
+from groupwise.sweeps.cells import read_sweep
 
 ROOT = Path(__file__).parents[2]
 

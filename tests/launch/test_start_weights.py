@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.launch.start_weights import start_from
 from groupwise.models.wide_resnet import wide_resnet
 from groupwise.pipeline.split import cut
+from groupwise.run import start_from
 from groupwise.training.checkpoint import save_checkpoint
 
 BLOCKS = 3

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.config.compose import compose_run, register
+from groupwise.config.identity import config_hash
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run, register
-from groupwise.launch.sweep import plan_sweep
-from groupwise.training.identity import config_hash
+from groupwise.sweeps.prepare import plan_sweep
 from tests.waiting import PATIENCE
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -56,13 +56,13 @@ def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout
     files = [checkout.root / line.rpartition("(")[2].rstrip(")") for line in (bug, mistake)]
     assert "Traceback" in files[0].read_text() and "a bug" in files[0].read_text()
     assert files[1].read_text().startswith("UserError: no data: bring some.\n")
-    told = checkout.command("-m", "groupwise.launch.status")
+    told = checkout.command("-m", "groupwise.sweeps.status")
     assert "8 cells: 6 done, 2 failed" in told.stdout and "RuntimeError: a bug" in told.stdout
     (checkout.root / "fail").unlink()
     again = checkout.sweep()
     assert (again.returncode, len(rows(again.stdout))) == (0, 2)
     assert "6 of 8 cells are done already" in again.stderr
-    assert "8 cells: 8 done" in checkout.command("-m", "groupwise.launch.status", str(checkout.folder)).stdout
+    assert "8 cells: 8 done" in checkout.command("-m", "groupwise.sweeps.status", str(checkout.folder)).stdout
 
 
 def test_cells_at_once_keep_their_output_apart(checkout):
@@ -88,7 +88,7 @@ def test_a_cell_that_is_killed_gets_another_go_and_does_not_overwrite_twice(chec
     logs = [file.read_text() for file in (checkout.folder / "logs").iterdir()]
     assert len(logs) == 4
     assert [(log.count("ran "), log.count("overwrites")) for log in logs].count((2, 1)) >= 1
-    assert checkout.command("-m", "groupwise.launch.status", str(checkout.folder)).stdout.endswith("4 cells: 4 done\n")
+    assert checkout.command("-m", "groupwise.sweeps.status", str(checkout.folder)).stdout.endswith("4 cells: 4 done\n")
 
 
 def test_jobs_run_the_code_and_the_configuration_of_the_submission(checkout):
@@ -98,7 +98,7 @@ def test_jobs_run_the_code_and_the_configuration_of_the_submission(checkout):
         assert process.poll() is None
         time.sleep(0.05)
     (checkout.root / "src/groupwise/version.py").write_text("VERSION = 'new'\n")
-    for file in (checkout.root / "src/groupwise/launch/processes.py", checkout.root / "conf/clip/flat.yaml"):
+    for file in (checkout.root / "src/groupwise/processes/start.py", checkout.root / "conf/clip/flat.yaml"):
         file.write_text("broken [")
     (checkout.root / "sweeps" / "table.yaml").unlink()
     (checkout.root / "wait").unlink()
@@ -118,7 +118,13 @@ def test_the_folder_says_what_was_asked_for_and_which_code_it_was(checkout):
         assert row["group"] == "table"  # what wandb shows its runs under
         assert (checkout.folder / "cells" / f"{cell['hash'][:12]}.yaml").is_file()
     names = {str(file.relative_to(checkout.folder / "code")) for file in (checkout.folder / "code").rglob("*")}
-    assert {"run.py", "src/groupwise/cells.py", "conf/config.yaml", "sweeps/table.yaml", "git-state.json"} <= names
+    assert {
+        "run.py",
+        "src/groupwise/sweeps/cells.py",
+        "conf/config.yaml",
+        "sweeps/table.yaml",
+        "git-state.json",
+    } <= names
     assert checkout.folder.name.endswith("-table")
 
 
@@ -180,8 +186,8 @@ def test_without_grids_the_command_line_is_the_sweep(checkout):
 
 
 def test_there_is_nothing_to_tell_of_no_sweep(checkout):
-    done = checkout.command("-m", "groupwise.launch.status")
+    done = checkout.command("-m", "groupwise.sweeps.status")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert checkout.command("-m", "groupwise.launch.status", "conf").stderr.startswith(
+    assert checkout.command("-m", "groupwise.sweeps.status", "conf").stderr.startswith(
         "error: conf is no sweep's folder"
     )

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cells import PAPER, read_sweep
-from groupwise.launch.compose import register
-from groupwise.launch.sweep import plan_sweep
+from groupwise.config.compose import register
+from groupwise.sweeps.cells import PAPER, read_sweep
+from groupwise.sweeps.prepare import plan_sweep
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for file in (ROOT / "sweeps").glob("*.yaml") if "grids:" in file.read_text())

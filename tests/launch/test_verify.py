@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.launch.compose import compose_run
-from groupwise.launch.run import run
-from groupwise.launch.verify.__main__ import CHECKS, main, verify
-from groupwise.launch.verify.check import FAILED, OK, SKIPPED
-from groupwise.launch.verify.fourier import epsilon_fourier
-from groupwise.training.sums import SUMS, write_sums
+from groupwise.audit.reaccount.__main__ import CHECKS, main, verify
+from groupwise.audit.reaccount.accounts import epsilon_fourier
+from groupwise.audit.reaccount.record import FAILED, OK, SKIPPED
+from groupwise.config.compose import compose_run
+from groupwise.run import run
+from groupwise.training.record import SUMS, write_sums
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -247,7 +247,7 @@ def test_the_integral_is_right(sigma, rate, steps, delta, expected):
 
 @pytest.mark.parametrize(("sigma", "steps"), [(1.0, 1), (1.0, 5), (3.0, 2)])
 def test_the_integral_of_whole_batches_is_the_gaussian_mechanism(sigma, steps):
-    from groupwise.privacy.gaussian import gaussian_epsilon
+    from groupwise.privacy.accountants import gaussian_epsilon
 
     assert epsilon_fourier(sigma, 1.0, steps, 1e-5) == pytest.approx(
         gaussian_epsilon(1e-5, math.sqrt(steps) / sigma), rel=1e-6

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.config import ModelConfig
+from groupwise.config.schema import ModelConfig
 from groupwise.data.torchvision_compat import import_torchvision
 
 WORDS = 60

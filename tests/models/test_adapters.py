@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from groupwise.config import LoraConfig
+from groupwise.config.schema import LoraConfig
 from groupwise.errors import UserError
-from groupwise.models.adapters import PATIENCE, MovedAdapters, add_adapters
 from groupwise.models.language import load_causal, load_classifier
+from groupwise.models.trainable import PATIENCE, MovedAdapters, add_adapters
 
 TARGETS = ["c_attn", "c_proj"]
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.models.blocks import ClassicBlock, PreactivationBlock, UnitVarianceConv
+from groupwise.models.wide_resnet import ClassicBlock, PreactivationBlock, UnitVarianceConv
 
 OPTIONS = {"norm": "group", "norm_groups": 4, "weight_standardization": True}
 

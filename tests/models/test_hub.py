@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.config import ModelConfig
+from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.hub import locate
 from groupwise.models.language import load_causal

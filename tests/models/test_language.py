@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from groupwise.config import ModelConfig
+from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import is_head, load_causal, load_classifier, load_masked, position_limit
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.models.normalization import group_count, make_norm
+from groupwise.models.wide_resnet import group_count, make_norm
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from groupwise.clipping import attach, per_layer
 from groupwise.errors import UserError
-from groupwise.models.pooling import MeanPooled
+from groupwise.models.language import MeanPooled
 from groupwise.tasks.padding import ModelInputs
 from tests.tasks.test_padding import CPU, ROWS, tiny
 

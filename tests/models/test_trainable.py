@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from groupwise.clipping import attach, per_layer
-from groupwise.config import LoraConfig, ModelConfig
+from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import choose_trainable

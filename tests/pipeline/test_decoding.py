@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from groupwise.config import GenerateConfig
+from groupwise.config.schema import GenerateConfig
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError
-from groupwise.pipeline.decoding import generate_on_stages
+from groupwise.pipeline.generate import generate_on_stages
 from groupwise.pipeline.split import cut
-from groupwise.tasks.decoding import generate
+from groupwise.tasks.beam_search import generate
 from tests.pipeline.ranks import run_ranks
 
 import_torchvision()

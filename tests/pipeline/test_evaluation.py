@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config import (
+from groupwise.config.schema import (
     DataConfig,
     EvalConfig,
     GenerateConfig,

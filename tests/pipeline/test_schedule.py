@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.pipeline.schedule import check_schedule, held_at_once, least_microbatches
-from groupwise.pipeline.stage import StageRunner
-from groupwise.pipeline.stepped import SteppedStage
+from groupwise.pipeline.runner import StageRunner
+from groupwise.pipeline.torch_stage import SteppedStage, check_schedule, held_at_once, least_microbatches
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.training.ranks import Alone, Ranks
 from tests.pipeline.ranks import run_ranks

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.config import LoraConfig
+from groupwise.config.schema import LoraConfig
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError
-from groupwise.models.adapters import add_adapters
+from groupwise.models.trainable import add_adapters
 from groupwise.models.wide_resnet import wide_resnet
-from groupwise.pipeline.anatomy import FAMILIES
+from groupwise.pipeline.model_parts import FAMILIES
 from groupwise.pipeline.split import choose_ranges, cut
-from groupwise.training.precision import autocast
+from groupwise.training.from_config import autocast
 
 import_torchvision()  # before transformers, which falls without it
 WORDS, WIDTH, BLOCKS, LENGTH = 23, 8, 4, 8

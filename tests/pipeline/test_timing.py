@@ -6,7 +6,7 @@ import torch
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.models.wide_resnet import wide_resnet
 from groupwise.pipeline.timing import measure_costs
-from groupwise.training.feed import Microbatch
+from groupwise.training.task import Microbatch
 
 import_torchvision()  # before transformers, which falls without it
 SLOW = 0.02

@@ -13,12 +13,18 @@ from scipy.fft import next_fast_len
 from scipy.optimize import minimize_scalar
 
 from groupwise.errors import UserError
-from groupwise.privacy import pld, prv
-from groupwise.privacy.accounting import EpsilonBounds, epsilon_bounds
-from groupwise.privacy.gaussian import gaussian_epsilon
-from groupwise.privacy.pld import epsilon_pld, epsilon_pld_bounds
+from groupwise.privacy import accountants as pld
+from groupwise.privacy import prv
+from groupwise.privacy.accountants import (
+    ORDERS,
+    EpsilonBounds,
+    epsilon_pld,
+    epsilon_pld_bounds,
+    epsilon_rdp,
+    gaussian_epsilon,
+)
+from groupwise.privacy.accounting import epsilon_bounds
 from groupwise.privacy.prv import epsilon_prv
-from groupwise.privacy.rdp import ORDERS, epsilon_rdp
 
 PUBLISHED = (1.5, 0.04, 2250, 1e-5)  # 90 epochs at rate 0.04: the setting of Opacus's own tests
 
@@ -295,7 +301,7 @@ def test_pld_rounds_losses_as_finely_as_it_says(monkeypatch):
     coarse = epsilon_pld(*mechanism, interval=0.05)
     assert coarse > epsilon_pld(*mechanism) * 1.001
     for epsilon, interval in ((0.1, 1e-4), (9.9, 1e-4), (20.0, 4e-4), (90.0, 8.1e-3), (300.0, 0.03)):
-        monkeypatch.setattr("groupwise.privacy.rdp.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
+        monkeypatch.setattr("groupwise.privacy.accountants.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
         assert pld._interval(*mechanism) == pytest.approx(interval)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import UserError
-from groupwise.privacy.allocation import ALLOCATIONS, noise_stds, noise_weights, sensitivity
+from groupwise.privacy.mechanism import ALLOCATIONS, noise_stds, noise_weights, sensitivity
 
 groups = st.lists(st.tuples(st.floats(1e-5, 1e3), st.integers(1, 10**7)), min_size=1, max_size=40)
 sigmas = st.floats(0.1, 100.0)

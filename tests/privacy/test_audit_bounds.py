@@ -7,15 +7,15 @@ import pytest
 from scipy.special import expit
 from scipy.stats import binom
 
-from groupwise.privacy.audit import bounds
-from groupwise.privacy.audit.bounds import (
+from groupwise.audit import bounds
+from groupwise.audit.bounds import (
     one_run_epsilon,
     one_run_gaussian_epsilon,
     one_run_gaussian_mu,
     two_worlds_epsilon,
     two_worlds_gaussian_epsilon,
 )
-from groupwise.privacy.gaussian import gaussian_epsilon
+from groupwise.privacy.accountants import gaussian_epsilon
 
 DELTA, CONFIDENCE = 1e-5, 0.95
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import UserError
-from groupwise.privacy.budget import split_noise
+from groupwise.privacy.calibration import split_noise
 
 
 @given(sigma=st.floats(0.01, 1e4), groups=st.integers(1, 10_000), share=st.floats(1e-6, 0.999))

@@ -8,9 +8,9 @@ import pytest
 
 from groupwise.errors import UserError
 from groupwise.privacy import calibration, prv
-from groupwise.privacy.accounting import EpsilonBounds, epsilon_bounds
+from groupwise.privacy.accountants import EpsilonBounds, central_limit_mu, gaussian_epsilon
+from groupwise.privacy.accounting import epsilon_bounds
 from groupwise.privacy.calibration import TOLERANCE, Calibration, calibrate, calibrate_noise_multiplier
-from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
 
 SST2, QNLI, QQP, MNLI, SAMSUM = 67_349, 104_743, 363_846, 392_702, 14_732
 GLUE_RATE = 1024 / SST2

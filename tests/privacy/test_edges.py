@@ -2,8 +2,8 @@
 
 import torch
 
-from groupwise.privacy.allocation import noise_stds
 from groupwise.privacy.calibration import calibrate_noise_multiplier
+from groupwise.privacy.mechanism import noise_stds
 from groupwise.privacy.plan import make_plan
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
 

@@ -6,7 +6,7 @@ import pytest
 from scipy.special import erfcx
 from scipy.stats import norm
 
-from groupwise.privacy.gaussian import central_limit_mu, gaussian_delta, gaussian_epsilon
+from groupwise.privacy.accountants import central_limit_mu, gaussian_delta, gaussian_epsilon
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 5.0])

@@ -10,8 +10,7 @@ from torch import nn
 
 from groupwise.clipping import attach, per_layer
 from groupwise.errors import UserError
-from groupwise.privacy.allocation import ALLOCATIONS, noise_weights, sensitivity
-from groupwise.privacy.mechanism import release_gradients
+from groupwise.privacy.mechanism import ALLOCATIONS, noise_weights, release_gradients, sensitivity
 from groupwise.privacy.noise import NoiseSource
 
 SOURCE = NoiseSource.from_seed(0)

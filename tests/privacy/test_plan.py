@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from groupwise.errors import UserError
 from groupwise.privacy import plan as plan_module
 from groupwise.privacy import prv
+from groupwise.privacy.accountants import central_limit_mu, gaussian_epsilon
 from groupwise.privacy.calibration import Calibration
-from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
 from groupwise.privacy.plan import PrivacyPlan, make_plan
 
 SETTING = {"dataset_size": 5000, "expected_batch_size": 100, "steps": 200, "delta": 1e-5}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import UserError
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
-from groupwise.privacy.quantiles import AdaptiveThresholds, FixedThresholds, centred_counts
+from groupwise.privacy.thresholds import AdaptiveThresholds, FixedThresholds, centred_counts
 
 
 def make(initial=(1.0, 2.0), quantile=0.5, rate=0.3, sigma_b=0.0, batch=100.0, **options) -> AdaptiveThresholds:

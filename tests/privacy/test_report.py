@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from groupwise.privacy.accounting import EpsilonBounds
-from groupwise.privacy.report import EpsilonReport
+from groupwise.privacy.accountants import EpsilonBounds
+from groupwise.privacy.plan import EpsilonReport
 
 BOUNDS = EpsilonBounds(2.9, 3.0, 3.1)
 

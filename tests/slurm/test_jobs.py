@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ProcessFailed, UserError
-from groupwise.launch import slurm
-from groupwise.launch.preemption import put_back
-from groupwise.training.session import _stop_flag
+from groupwise.sweeps import slurm
+from groupwise.sweeps.slurm import put_back
+from groupwise.training.train import _stop_flag
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 WARNED = """
 import os, signal, sys, time
-from groupwise.launch.preemption import in_job
+from groupwise.sweeps.slurm import in_job
 def work():
     {before}
     os.kill(os.getpid(), signal.SIGUSR2)

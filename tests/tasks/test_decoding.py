@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from groupwise.clipping import attach, per_layer
-from groupwise.config import GenerateConfig
+from groupwise.config.schema import GenerateConfig
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError
-from groupwise.tasks.decoding import generate
+from groupwise.tasks.beam_search import generate
 
 import_torchvision()
 import transformers  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from groupwise.config import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
+from groupwise.config.schema import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
 

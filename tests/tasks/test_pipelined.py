@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
+from groupwise.config.schema import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
 from groupwise.models.wide_resnet import WideResNet
 from groupwise.pipeline.split import cut
 from groupwise.tasks import make_task

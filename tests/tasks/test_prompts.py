@@ -1,7 +1,7 @@
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.tasks.prompts import PROMPT_SETS, demonstrations, in_context_prompt
+from groupwise.tasks.samples import PROMPT_SETS, demonstrations, in_context_prompt
 
 TRAIN = [(f"source {number}", f"target {number}") for number in range(40)]
 

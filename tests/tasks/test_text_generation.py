@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
-from groupwise.config import (
+from groupwise.config.schema import (
     DataConfig,
     EvalConfig,
     GenerateConfig,
@@ -24,7 +24,7 @@ from groupwise.config import (
 from groupwise.data.samsum import instruct
 from groupwise.errors import UserError
 from groupwise.metrics import corpus_bleu, e2e_rouge_l
-from groupwise.models.tokenizer import load_tokenizer
+from groupwise.models.tokenizers import load_tokenizer
 from groupwise.tasks import make_task
 from groupwise.tasks.padding import Rows
 from groupwise.tasks.samples import PairEncoder
@@ -274,7 +274,7 @@ def test_in_context(shots, monkeypatch):
     shape = {**GPT2, "n_positions": 700}
     task = make_task(config("samsum", {"shape": shape}), CPU)
     seen = []
-    from groupwise.tasks import decoding
+    from groupwise.tasks import beam_search as decoding
 
     def fake(model, tokenizer, prompts, settings, *, device):
         seen.extend(tokenizer.decode(prompt) for prompt in prompts)

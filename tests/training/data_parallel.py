@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.config import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
-from groupwise.launch.making import make_trainer
+from groupwise.build import make_trainer
+from groupwise.config.schema import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
 from groupwise.privacy import make_plan
-from groupwise.training.clipping import make_engine
-from groupwise.training.loop import Trainer
+from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
 EXAMPLES, WIDTH = 40, 8

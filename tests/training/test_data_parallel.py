@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.config import ClipConfig, OptimConfig
+from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.training.checkpoint import load_checkpoint

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from groupwise.training.feed import fill, rounded
+from groupwise.training.task import fill, rounded
 
 
 @pytest.mark.parametrize(

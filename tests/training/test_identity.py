@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import (
+from groupwise.config.identity import (
+    config_hash,
+    differences,
+    flat_config,
+    flatten,
+    load_config,
+    save_config,
+    stable_config,
+)
+from groupwise.config.schema import (
     ClipConfig,
     DebugConfig,
     NoiseConfig,
@@ -18,15 +27,6 @@ from groupwise.config import (
     TrainConfig,
 )
 from groupwise.errors import UserError
-from groupwise.training.identity import (
-    config_hash,
-    differences,
-    flat_config,
-    flatten,
-    load_config,
-    save_config,
-    stable_config,
-)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.config import ClipConfig, OptimConfig
+from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import NoiseSource, PoissonSampler, make_plan
-from groupwise.training import loop
-from groupwise.training.clipping import make_engine, make_thresholds
-from groupwise.training.loop import Trainer
-from groupwise.training.optim import make_optimizer, make_schedule
+from groupwise.training import step as loop
+from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
 EXAMPLES, BATCH, STEPS = 96, 32, 3

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.audit.task import Present
+from groupwise.audit.canaries import Present
 from groupwise.audit.two_worlds import TrainerWorld, distinguish
-from groupwise.config import ClipConfig, OptimConfig, RunConfig
-from groupwise.launch.making import make_trainer
-from groupwise.launch.run import plan_run
-from groupwise.training.clipping import make_engine
+from groupwise.build import make_trainer
+from groupwise.config.schema import ClipConfig, OptimConfig, RunConfig
+from groupwise.run import plan_run
+from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
 from groupwise.training.task import Task
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.training import microbatch
-from groupwise.training.microbatch import choose_microbatch
+from groupwise.training import memory as microbatch
+from groupwise.training.memory import choose_microbatch
 
 
 def losses_of(width: int):

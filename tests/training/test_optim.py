@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from groupwise.config import OptimConfig
+from groupwise.config.schema import OptimConfig
 from groupwise.errors import UserError
-from groupwise.training.optim import make_optimizer, make_schedule, rate_factor
+from groupwise.training.from_config import make_optimizer, make_schedule, rate_factor
 
 
 def parameters() -> list[torch.nn.Parameter]:

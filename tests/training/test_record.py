@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupwise.config import ClipConfig, PathsConfig, RunConfig
+from groupwise.config.identity import config_hash, load_config
+from groupwise.config.schema import ClipConfig, PathsConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.training.checkpoint import previous, save_checkpoint
-from groupwise.training.identity import config_hash, load_config
 from groupwise.training.provenance import environment, git_state
 from groupwise.training.record import RunRecord
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from groupwise.config import PathsConfig, RunConfig
+from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
-from groupwise.training.session import train
+from groupwise.training.train import train
 from tests.pipeline.ranks import run_ranks
 from tests.training.data_parallel import ADAPTIVE_LAYER, BATCHES, PointsTask, build
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from groupwise.config import PathsConfig, RunConfig, TrackerConfig
+from groupwise.config.schema import PathsConfig, RunConfig, TrackerConfig
 from groupwise.errors import UserError
 from groupwise.training.record import RunRecord
 from groupwise.training.trackers import Beside, FilesTracker, make_tracker

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.cli import main as command
 from groupwise.errors import UserError
-from groupwise.launch import command
-from trust.bad_input import COLUMNS, markdown, table, total
-from trust.bad_input_attempt import ROOT, Attempt, attempt_all
-from trust.bad_input_configs import KINDS, config_attempts
-from trust.bad_input_texts import text_attempts
+from trust.bad_input.__main__ import COLUMNS, markdown, table, total
+from trust.bad_input.attempt import ROOT, Attempt, attempt_all
+from trust.bad_input.configs import KINDS, config_attempts
+from trust.bad_input.texts import text_attempts
 
 RUN = ("scale=smoke", "clip=flat")
 
@@ -75,7 +75,7 @@ def test_what_never_ends_is_stopped(monkeypatch, tmp_path):
 
 def test_success_without_a_run_is_told(monkeypatch, tmp_path):
     """Another function stands in for `run.py`'s, and trains nothing."""
-    from groupwise.launch import processes
+    from groupwise.processes import start as processes
 
     monkeypatch.setattr(processes, "start", lambda config: {})
     assert verdict(Attempt("config", RUN, trains=True), monkeypatch, tmp_path) == "silent"
@@ -134,7 +134,7 @@ def test_a_sample_of_all_of_it_has_no_defect(tmp_path):
     out = tmp_path / "bad_input.csv"
     few = ("--configs", "56", "--files", "27", "--processes", "1", "--seed", "7", "--out", str(out))
     done = subprocess.run(
-        [sys.executable, "-m", "trust.bad_input", *few],
+        [sys.executable, "-m", "trust.bad_input.__main__", *few],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         capture_output=True,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trust.mutation_operators import mutants
-from trust.mutation_table import Equivalent, records, wilson
+from trust.mutation.operators import mutants
+from trust.mutation.table import Equivalent, records, wilson
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''

@@ -5,9 +5,9 @@ import csv
 import pytest
 
 from groupwise.clipping.rules import base
-from trust import norms
-from trust.norms import ALLOWED, LAWS, RESULT, Row, main, measure
-from trust.norms_cases import CASES, LARGEST, Case
+from trust.norms.__main__ import ALLOWED, LAWS, RESULT, Row, main, measure
+from trust.norms.__main__ import __main__ as norms
+from trust.norms.cases import CASES, LARGEST, Case
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -9,8 +9,8 @@ import torch
 
 from groupwise.clipping import attach, flat, verify
 from groupwise.errors import UserError
-from trust import planted
-from trust.planted import RESULT, main, measure
+from trust.planted_bugs import __main__ as planted
+from trust.planted_bugs.__main__ import RESULT, main, measure
 from trust.planted_bugs.cases import CASES
 from trust.planted_bugs.linears import Given
 from trust.planted_bugs.table import HEAD, as_csv, as_markdown

@@ -15,9 +15,11 @@ from groupwise.clipping import ClippingEngine, gate
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.gate import GroupState
 from groupwise.clipping.joint import Entry
-from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, allocation, quantiles
-from groupwise.training import loop
-from groupwise.training.loop import Trainer
+from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler
+from groupwise.privacy import mechanism as allocation
+from groupwise.privacy import thresholds as quantiles
+from groupwise.training import step as loop
+from groupwise.training.step import Trainer
 
 Bug = Callable[[], AbstractContextManager[object]]
 PUBLIC_SEED = 0

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.audit.two_worlds import Release, Score
-from groupwise.config import ClipConfig
+from groupwise.config.schema import ClipConfig
 from groupwise.privacy import PrivacyPlan
 from trust.planted_bugs import bugs
 from trust.planted_bugs.bugs import Bug

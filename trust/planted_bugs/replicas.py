@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.training.loop import Trainer
 from groupwise.training.ranks import Alone
+from groupwise.training.step import Trainer
 
 
 class Handed(Exception):

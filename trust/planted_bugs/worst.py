@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from groupwise.audit.two_worlds import CountWorld, Score, TrainerWorld, World
-from groupwise.config import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
-from groupwise.launch.making import make_trainer
+from groupwise.build import make_trainer
+from groupwise.config.schema import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, PrivacyPlan, make_plan
-from groupwise.training.clipping import make_engine
-from groupwise.training.loop import Trainer
+from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
+from groupwise.training.step import Trainer
 from trust.planted_bugs.linears import Given
 from trust.planted_bugs.replicas import Together
 

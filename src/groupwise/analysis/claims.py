@@ -9,11 +9,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from groupwise.analysis.contrasts import Contrast, differences
 from groupwise.analysis.measured import SCALES, file_of, read_measured
 from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper
-from groupwise.analysis.statistics import Summary, p_of_no_difference, summarise
-from groupwise.cells import PAPER, Sweep, read_sweep
+from groupwise.analysis.statistics import Contrast, Summary, differences, p_of_no_difference, summarise
+from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 MARGIN = 1.0
 """Points (all metrics are in percent) within which two ways of training count as alike."""

@@ -13,16 +13,25 @@ from pathlib import Path
 
 import pandas as pd
 
-from groupwise.analysis.absent import needs, why_not_run
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
 from groupwise.analysis.benchmark_tables import markdown
-from groupwise.analysis.comparison import DIFFERS, INCOMPLETE, NOT_RUN, QUOTED, REDUCED, REPRODUCED, STATUSES
+from groupwise.analysis.comparison import (
+    DIFFERS,
+    INCOMPLETE,
+    NOT_RUN,
+    QUOTED,
+    REDUCED,
+    REPRODUCED,
+    STATUSES,
+    needs,
+    why_not_run,
+)
 from groupwise.analysis.measured import SCALES
 from groupwise.analysis.paper import MINUS, TABLES, Folders
-from groupwise.analysis.tables import table_lines
+from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
-from groupwise.cells import PAPER, Sweep, read_sweep
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 FIGURES = {
     "adaptive_vs_fixed": "",

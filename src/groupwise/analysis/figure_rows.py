@@ -9,8 +9,8 @@ import pandas as pd
 from groupwise.analysis.measured import Measured, read_all
 from groupwise.analysis.paper import Folders, settings_of
 from groupwise.analysis.statistics import summarise
-from groupwise.cells import read_sweep
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import read_sweep
 
 IDENTITY = ("cell", "seed", "hash")
 """Of the columns of rows that belong to a run, those that say to which."""

@@ -21,8 +21,8 @@ from groupwise.analysis.claims import (
 from groupwise.analysis.paper import Folders
 from groupwise.analysis.table_formats import number
 from groupwise.atomic import write_text
-from groupwise.cells import PAPER
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import PAPER
 
 HEAD = ("claim", "on", "scale", "paper", "measured", "95 % interval", "pairs", "p", "verdict")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from groupwise.analysis.paper import settings_of
-from groupwise.cells import Sweep
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import Sweep
 
 SCALES = ("paper", "mini", "demo")
 """The scales whose rows are shown, the first that has any first; smoke is for tests."""
@@ -81,7 +81,7 @@ def read_measured(
     """
     path = file_of(sweep, scale, folder)
     expected = _expected(sweep, scale)
-    frame = _read(path, f"python -m groupwise.launch.collect {sweep.name} scale={scale}")
+    frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")
     for column, value in {"sweep": sweep.name, "scale": scale}.items():
         if len(other := frame[frame[column] != value]):
             raise _fault(path, other, f"is of {column}={other.iloc[0][column]}, in the file of {column}={value}")

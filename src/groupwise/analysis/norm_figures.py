@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from groupwise.analysis.figure_files import blank, plain_style
-from groupwise.analysis.figure_style import note, shade
+from groupwise.analysis.figure_style import blank, note, plain_style, shade
 
 QUANTILES = (0.25, 0.50, 0.75, 0.85)
 QUANTILE_COLOURS = ("#009e73", "#e69f00", "#cc79a7", "#d55e00")

@@ -6,7 +6,7 @@ import pandas as pd
 
 from groupwise.analysis.measured import read_measured
 from groupwise.analysis.paper import Folders
-from groupwise.cells import PAPER, Sweep, read_sweep, text
+from groupwise.sweeps.cells import PAPER, Sweep, read_sweep, text
 
 SCALES = {
     "paper": "the paper's cell",

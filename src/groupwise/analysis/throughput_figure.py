@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, cells, in_words, read_rows, was_measured
-from groupwise.analysis.figure_files import blank, plain_style, write_figure
-from groupwise.analysis.figure_style import PAPER, note, shade
+from groupwise.analysis.figure_style import PAPER, blank, note, plain_style, shade, write_figure
 from groupwise.errors import UserError
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}

@@ -1,19 +1,16 @@
-"""Models whose examples ("canaries") have gradients that do not meet: the strongest attack that one run allows.
+"""Canaries: models whose examples have gradients that do not meet, as a task for the real trainer."""
 
-Every trained parameter has one axis of length m, the number of canaries, and canary i's gradient lies in its i-th slice
-alone. So the auditor reads what a release says of canary i without the others in the way. Losses are linear in each
-layer's parameters, and so large that every group clips every canary. With dropout a canary's direction is that of its
-mask, which the auditor does not know.
-"""
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from collections.abc import Callable
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
+from groupwise.training.task import Microbatch, Split, Task, fill
 
 LOUD = 30.0
 """Norms of a canary's gradient, in thresholds: adaptive ones may grow for a few steps and still clip."""
@@ -167,3 +164,101 @@ def make_canaries(name: str, canaries: int, level: float, seed: int, dropout: fl
         raise UserError(f"--model {name} is not one of {', '.join(MODELS)}.")
     torch.manual_seed(seed)
     return MODELS[name](canaries, level if name == "codes" else LOUD * level, dropout)
+
+
+class Sampler(Protocol):
+    """As `groupwise.privacy.PoissonSampler`."""
+
+    def indices(self, step: int) -> np.ndarray:
+        """The examples of a step, (n,)."""
+
+
+class CanaryTask(Task):
+    """A model of canaries, and nothing to evaluate."""
+
+    splits = ()
+
+    def __init__(self, model: nn.Module, canaries: int) -> None:
+        self.model, self.train_size = model, canaries
+
+    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+        """One loss each, (n,)."""
+        return self.model(torch.as_tensor(np.asarray(examples, dtype=np.int64)))
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def describe_data(self) -> dict[str, Any]:
+        """How many."""
+        return {"train_examples": self.train_size, "source": "canaries"}
+
+    def feed(self, split: Split, device: torch.device) -> "CanaryFeed":
+        """Their numbers, for a pipeline."""
+        return CanaryFeed(self.train_size)
+
+
+class CanaryFeed:
+    """A canary is its number, which every stage gets; see `groupwise.training.task.Feed`."""
+
+    def __init__(self, canaries: int) -> None:
+        self._canaries = canaries
+
+    def __len__(self) -> int:
+        return self._canaries
+
+    def order(self, examples: np.ndarray) -> np.ndarray:
+        """As they are."""
+        return examples
+
+    def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
+        """See `Feed`."""
+        if not len(examples):
+            return []
+        filling = fill(examples, size, least)
+        made = []
+        for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True):
+            who = torch.from_numpy(rows)
+            weights = (torch.arange(len(rows)) < len(rows) - absent).float()
+            made.append(Microbatch(who.unsqueeze(1), {"labels": who, "weights": weights}, absent))
+        return made
+
+
+class Present:
+    """The draws of another sampler, without the examples that are not in the data.
+
+    Poisson draws are independent, so what is left is a Poisson sample of the data that are there, at the same rate.
+    """
+
+    def __init__(self, sampler: Sampler, present: np.ndarray) -> None:
+        self._sampler, self._present = sampler, present
+
+    def indices(self, step: int) -> np.ndarray:
+        """The examples of step ``step`` that are there, (n,)."""
+        drawn = self._sampler.indices(step)
+        return drawn[self._present[drawn]]
+
+
+def own_gradients(
+    losses_of: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, canaries: int, at_once: int
+) -> dict[str, Tensor]:
+    """Parameter name → every canary's unclipped gradient in it, (m, d_p), from an unattached model.
+
+    No two canaries share an entry, so the gradient of all losses together holds each canary's own in its slice.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for who in torch.arange(canaries).split(at_once):
+        losses_of(model, who).sum().backward()
+    found = {}
+    for name, parameter in named.items():
+        assert parameter.grad is not None
+        found[name] = by_canary(parameter.grad, canaries)
+        parameter.grad = None
+    return found
+
+
+def by_canary(tensor: Tensor, canaries: int) -> Tensor:
+    """A tensor with one axis of length m as (m, d)."""
+    return tensor.movedim(list(tensor.shape).index(canaries), 0).reshape(canaries, -1)

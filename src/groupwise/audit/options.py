@@ -6,9 +6,9 @@ from pathlib import Path
 
 import groupwise
 from groupwise.audit.canaries import MODELS
-from groupwise.config import RunConfig
+from groupwise.config.compose import compose_run
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.launch.compose import compose_run
 
 CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 TAKEN = ("clip", "noise", "privacy", "pipeline", "train.microbatch")

@@ -1,27 +1,24 @@
-"""Find CIFAR-10 under a folder, or download it there."""
+"""Finds CIFAR-10 under a folder in any of three layouts, or downloads it there."""
 
+import hashlib
 import http.client
+import io
+import pickle
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from groupwise.data.cifar10_layouts import (
-    BATCHES_FOLDER,
-    MOSAIC_FOLDER,
-    MOSAIC_TEST,
-    MOSAIC_TRAIN,
-    NPZ_FILE,
-    NPZ_KEYS,
-    read_batches,
-    read_mosaics,
-    read_npz,
-)
-from groupwise.data.images import ImageData
+import numpy as np
+from torch import Tensor
+
+from groupwise.data.images import NUM_CLASSES, ImageData, checked_images, checked_labels
+from groupwise.data.text_examples import sha256_of_files
 from groupwise.data.torchvision_compat import import_torchvision
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 
 NETWORK_PATIENCE = 30.0  # seconds without an answer after which a download is given up
 
@@ -90,3 +87,174 @@ def _not_found(root: Path, why: str) -> str:
         f"or {NPZ_FILE} with {', '.join(NPZ_KEYS)}, or mosaics {MOSAIC_FOLDER}/{MOSAIC_TRAIN[0]} to "
         f"{MOSAIC_TRAIN[-1]} and {MOSAIC_FOLDER}/{MOSAIC_TEST}; or give paths.data=FOLDER with one of them."
     )
+
+
+BATCHES_FOLDER = "cifar-10-batches-py"
+NPZ_FILE = "cifar10.npz"
+NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
+MOSAIC_FOLDER = "cifar10"
+MOSAIC_TRAIN = tuple(f"train_shard{shard}.webp" for shard in range(5))
+MOSAIC_TEST = "test.webp"
+MOSAIC_GRID = 100
+MOSAIC_TILE = 32
+
+
+def read_batches(root: Path) -> ImageData:
+    """Read the standard folder `root`/cifar-10-batches-py, each file checked by its MD5 before it is opened.
+
+    Raises:
+        UserError: a file is missing, or is not the published one to the bit.
+    """
+    published = import_torchvision().datasets.CIFAR10
+    folder = root / BATCHES_FOLDER
+    train, test = ([name for name, _ in batches] for batches in (published.train_list, published.test_list))
+    sums = dict([*published.train_list, *published.test_list, (published.meta["filename"], published.meta["md5"])])
+    content = {name: _read_published(folder / name, md5) for name, md5 in sums.items()}
+    arrays = {}
+    for split, names in (("train", train), ("test", test)):
+        try:
+            batches = [load_arrays(content[name]) for name in names]
+            rows = np.concatenate([batch["data"] for batch in batches])
+            arrays[f"x_{split}"] = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            arrays[f"y_{split}"] = np.concatenate([batch["labels"] for batch in batches])
+        except Exception as error:  # whatever a file makes of an unpickler
+            raise UserError(f"{folder} cannot be read ({reason(error)}); replace it by the published one.") from error
+    return _image_data(arrays, folder, [folder / name for name in sums], root, "the standard folder")
+
+
+def _read_published(path: Path, md5: str) -> bytes:
+    """The content, if it is the published one."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing; complete the folder, or remove it to have CIFAR-10 downloaded again.")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}); make it readable.") from error
+    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+        raise UserError(
+            f"{path} is truncated or altered (its MD5 is not the published {md5}); replace it, or "
+            "remove the folder to have CIFAR-10 downloaded again."
+        )
+    return content
+
+
+def read_npz(path: Path) -> ImageData:
+    """Read an .npz with x_train, x_test (N, H, H, 3) of uint8 and y_train, y_test (N,) of integers.
+
+    N and H may be any: a sample of CIFAR-10, or one of smaller images, is fine.
+
+    Raises:
+        UserError: the file is no .npz, is truncated, or lacks an array.
+    """
+    arrays = {}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            for key in NPZ_KEYS:
+                if key not in archive:
+                    raise UserError(
+                        f"{path} has no array {key}; it must hold {', '.join(NPZ_KEYS)}; write it again with all four."
+                    )
+                arrays[key] = archive[key]
+                if not isinstance(arrays[key], np.ndarray):  # numpy hands out what is no array as it is
+                    raise UserError(f"{path}: {key} is no array of numpy; write the file again.")
+    except UserError:
+        raise
+    except Exception as error:  # what numpy, zipfile, zlib and ast make of broken bytes
+        why = "it holds pickled objects, which are not opened" if "pickle" in str(error) else reason(error)
+        raise UserError(
+            f"{path} is not a readable .npz file ({why}); it may be truncated, so write it again."
+        ) from error
+    return _image_data(arrays, path, [path], path.parent, "an .npz file")
+
+
+def read_mosaics(root: Path) -> ImageData:
+    """Read lossless mosaics `root`/cifar10/train_shard0.webp to train_shard4.webp and test.webp.
+
+    Each is a picture of 3200×3200 pixels: 100×100 images of 32×32, row by row, 1,000 of each class one class
+    after the other, so image i has label i // 1000 (classes in CIFAR-10's own, alphabetical order).
+
+    Raises:
+        UserError: a file is missing, truncated, no picture, or of another size.
+    """
+    folder = root / MOSAIC_FOLDER
+    paths = [folder / name for name in (*MOSAIC_TRAIN, MOSAIC_TEST)]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path} is missing; complete the mosaics, or remove the folder {folder}.")
+    images = [_read_mosaic(path) for path in paths]
+    labels = np.arange(MOSAIC_GRID**2) // (MOSAIC_GRID**2 // NUM_CLASSES)
+    arrays = {
+        "x_train": np.concatenate(images[:-1]),
+        "y_train": np.tile(labels, len(MOSAIC_TRAIN)),
+        "x_test": images[-1],
+        "y_test": labels,
+    }
+    return _image_data(arrays, folder, paths, root, "lossless mosaics")
+
+
+def _read_mosaic(path: Path) -> np.ndarray:
+    """Cut one mosaic into its images (10000, 32, 32, 3)."""
+    from PIL import Image
+
+    side = MOSAIC_GRID * MOSAIC_TILE
+    try:
+        with Image.open(path) as picture:
+            if picture.size != (side, side):
+                raise UserError(
+                    f"{path} has {picture.size[0]}×{picture.size[1]} pixels, but a mosaic has "
+                    f"{side}×{side}; replace it."
+                )
+            pixels = np.asarray(picture.convert("RGB"))
+    except UserError:
+        raise
+    except Exception as error:  # what Pillow and its decoders make of broken bytes; a bomb is an Exception of its own
+        raise UserError(
+            f"{path} is not a readable picture ({reason(error)}); it may be truncated, so replace it."
+        ) from error
+    tiles = pixels.reshape(MOSAIC_GRID, MOSAIC_TILE, MOSAIC_GRID, MOSAIC_TILE, 3).transpose(0, 2, 1, 3, 4)
+    return tiles.reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
+
+
+def _image_data(arrays: dict[str, np.ndarray], path: Path, files: list[Path], root: Path, layout: str) -> ImageData:
+    """Check the four arrays and put them together with the fingerprints of the files."""
+    tensors: dict[str, Tensor] = {}
+    for split in ("train", "test"):
+        tensors[f"x_{split}"] = checked_images(arrays[f"x_{split}"], path, f"x_{split}")
+        tensors[f"y_{split}"] = checked_labels(arrays[f"y_{split}"], tensors[f"x_{split}"], path, f"y_{split}")
+    if tensors["x_train"].shape[1:] != tensors["x_test"].shape[1:]:
+        raise UserError(
+            f"{path}: x_train has images of {tensors['x_train'].shape[-1]} pixels a side and x_test of "
+            f"{tensors['x_test'].shape[-1]}; the two must be of one size, so write it again."
+        )
+    return ImageData(
+        **tensors, num_classes=NUM_CLASSES, source=f"CIFAR-10, {layout}", sha256=sha256_of_files(files, root)
+    )
+
+
+ALLOWED = {
+    (module, name)
+    for module, names in {
+        "numpy": ("dtype", "ndarray"),
+        "numpy.core.multiarray": ("_reconstruct",),
+        "numpy._core.multiarray": ("_reconstruct",),
+        "numpy._core.numeric": ("_frombuffer",),
+    }.items()
+    for name in names
+}
+"""What pickles of NumPy arrays look up, by versions old and new."""
+
+
+def load_arrays(content: bytes) -> Any:
+    """Return what a pickle of lists, dicts, text, numbers and NumPy arrays holds (text of Python 2 as latin-1).
+
+    Raises:
+        pickle.UnpicklingError: it looks up anything else, of which nothing is run; other errors as `pickle` has them.
+    """
+    return _Arrays(io.BytesIO(content), encoding="latin1").load()
+
+
+class _Arrays(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it looks up {module}.{name}, which no array needs")
+        return super().find_class(module, name)

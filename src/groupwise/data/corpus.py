@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.data.checksum import sha256_of_files
+from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError, reason
 
 ENDINGS = (".txt", ".txt.gz", ".txt.xz")

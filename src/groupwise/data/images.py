@@ -1,15 +1,14 @@
-"""Labelled images in memory, and the one call that loads them."""
+"""Labelled images in memory: checked as they come from a file, and normalised by public constants."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.errors import UserError
-
-DATASETS = ("cifar10", "digits")
 
 
 @dataclass(frozen=True)
@@ -45,41 +44,99 @@ class ImageData:
         return self.x_train.shape[1]
 
 
-def load_images(name: str, root: Path, download: bool = True, image_size: int | None = None) -> ImageData:
-    """Load a data set by name, scaled down where `image_size` asks for it.
-
-    Args:
-        name: "cifar10" (three layouts under `root`, see `cifar10`) or "digits" (comes with scikit-learn).
-        root: folder of the data; for CIFAR-10 an .npz file too. The digits do not look at it.
-        download: fetch CIFAR-10 into `root` when it is not there.
-        image_size: average blocks of pixels down to this height and width; None keeps the images.
-
-    Raises:
-        UserError: an unknown name, missing or broken data, or a size that does not divide the images'.
-    """
-    if name == "cifar10":
-        from groupwise.data.cifar10 import load_cifar10
-
-        data = load_cifar10(Path(root), download=download)
-    elif name == "digits":
-        from groupwise.data.digits import load_digits
-
-        data = load_digits()
-    else:
-        raise UserError(f"data set {name!r} is not known; choose one of {', '.join(DATASETS)}.")
-    if image_size is None or image_size == data.image_size:
-        return data
-    if image_size < 1 or data.image_size % image_size:
-        raise UserError(
-            f"image_size={image_size} was given, but the images of {data.source} have {data.image_size} "
-            f"pixels a side; use a divisor of {data.image_size}."
-        )
-    return replace(data, x_train=average_pool(data.x_train, image_size), x_test=average_pool(data.x_test, image_size))
-
-
 def average_pool(images: Tensor, image_size: int) -> Tensor:
     """Average square blocks of pixels: uint8 (N, C, H, H) to uint8 (N, C, image_size, image_size)."""
     kernel = images.shape[-1] // image_size
     # In pieces: as float32 all of CIFAR-10 would take another 0.6 GB.
     pooled = [F.avg_pool2d(piece.float(), kernel).round().to(torch.uint8) for piece in images.split(4096)]
     return torch.cat(pooled)
+
+
+NUM_CLASSES = 10
+
+
+def checked_images(images: np.ndarray, path: Path, key: str) -> Tensor:
+    """Turn images (N, H, H, 3) of uint8 into a tensor (N, 3, H, H).
+
+    Raises:
+        UserError: another dtype or shape; the message names the file and the array.
+    """
+    square = images.ndim == 4 and images.shape[-1] == 3 and images.shape[1] == images.shape[2] > 0
+    if images.dtype != np.uint8 or not square:
+        raise UserError(
+            f"{path}: {key} has dtype {images.dtype} and shape {images.shape}, but CIFAR-10 images are uint8 "
+            "of shape (N, H, H, 3); convert the file."
+        )
+    if len(images) == 0:
+        raise UserError(f"{path}: {key} holds no image; at least one is needed, so replace the file.")
+    return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+
+
+def checked_labels(labels: np.ndarray, images: Tensor, path: Path, key: str) -> Tensor:
+    """Turn integer labels (N,) in 0..9, one for each image, into an int64 tensor.
+
+    Raises:
+        UserError: another dtype, shape, length or range; the message names the file and the array.
+    """
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise UserError(
+            f"{path}: {key} has dtype {labels.dtype} and shape {labels.shape}, but labels are integers of "
+            "shape (N,); convert the file."
+        )
+    if len(labels) != len(images):
+        raise UserError(
+            f"{path}: {key} has {len(labels)} labels for {len(images)} images; the two must be of one "
+            "length, so replace the file."
+        )
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= NUM_CLASSES:
+        raise UserError(
+            f"{path}: {key} holds labels from {low} to {high}, but CIFAR-10 has the classes 0 to "
+            f"{NUM_CLASSES - 1}; replace the file."
+        )
+    return torch.from_numpy(labels.astype(np.int64))
+
+
+ChannelStatistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+# CIFAR-10: the published values, used by jax_privacy's experiments. Digits: centre and half of the range.
+_STATISTICS: dict[str, ChannelStatistics] = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "digits": ((0.5,), (0.5,)),
+}
+
+
+def channel_statistics(name: str) -> ChannelStatistics:
+    """Return a data set's public (mean, std) for each channel, of intensities in [0, 1].
+
+    They are constants of this file, never computed from the data that is loaded. CIFAR-10's are the
+    published mean and standard deviation of its training images: computed once by others from those very
+    images, without noise. De et al. (2022) use them, and like them we treat them as public; no epsilon
+    covers them. Where that will not do, 0.5 for every mean and deviation depends on nothing, and so the
+    digits are centred.
+
+    Raises:
+        UserError: the name is not a data set's.
+    """
+    if name not in _STATISTICS:
+        raise UserError(f"data set {name!r} has no channel statistics; choose one of {', '.join(_STATISTICS)}.")
+    return _STATISTICS[name]
+
+
+def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Scale images (N, C, H, W) of uint8 to float32: (x/255 - mean)/std, channel by channel.
+
+    Raises:
+        UserError: the images are not uint8, or mean and std do not have one value for each channel.
+    """
+    if images.dtype != torch.uint8:
+        raise UserError(f"images of {images.dtype} were given to normalize, which takes the stored uint8.")
+    if images.dim() != 4 or len(mean) != images.shape[1] or len(std) != images.shape[1]:
+        raise UserError(
+            f"images of shape {tuple(images.shape)} were given with {len(mean)} means and {len(std)} "
+            "deviations; normalize takes (N, C, H, W) and one of each for every channel."
+        )
+    shape = (1, -1, 1, 1)
+    centre = torch.tensor(mean, device=images.device).view(shape) * 255
+    spread = torch.tensor(std, device=images.device).view(shape) * 255
+    return (images - centre) / spread

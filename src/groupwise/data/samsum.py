@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from groupwise.data.checksum import sha256_of_files
-from groupwise.data.text_examples import PairedText, Request
-from groupwise.data.text_files import read_json_list
+from groupwise.data.text_examples import PairedText, Request, read_json_list, sha256_of_files
 from groupwise.errors import UserError
 
 FILES = "put SAMSum's train.json, val.json and test.json there, or give paths.data=FOLDER"

@@ -1,10 +1,13 @@
-"""What a language task trains and is judged on: labelled texts, and pairs of a source and its targets."""
+"""What a language task trains and is judged on, the files that it is read from, and their fingerprints."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from groupwise.data.checksum import sha256_of_bytes
+from groupwise.errors import UserError, reason
 
 Texts = tuple[str, str | None]
 """A sentence, or a pair of sentences."""
@@ -78,3 +81,68 @@ def by_source(pairs: Iterable[tuple[str, str]]) -> list[Request]:
 def sha256_of_examples(examples: object) -> str:
     """Fingerprint of examples (lists, strings, numbers) that lie in no file of ours: SHA-256 of their JSON, in hex."""
     return sha256_of_bytes(json.dumps(examples, ensure_ascii=False).encode())
+
+
+def read_text(path: Path, advice: str) -> str:
+    """Read a file as UTF-8, without a byte-order mark; `advice` says how to mend it when it is missing.
+
+    Raises:
+        UserError: no such file, or no UTF-8.
+    """
+    if not is_file(path):  # reading a pipe would wait for ever, and a device would never end
+        raise UserError(f"{path} is missing; {advice}.")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); convert or replace the file.") from error
+    except (OSError, MemoryError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}); make it readable.") from error
+
+
+def is_file(path: Path) -> bool:
+    """Is there an ordinary file? False too for a name that no file can have, and for links in a circle."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
+    """Read a JSON file that holds a list of objects, at least one.
+
+    Raises:
+        UserError: no such file, no JSON, or JSON of another form.
+    """
+    try:
+        rows = json.loads(read_text(path, advice))
+        json.dumps(rows, ensure_ascii=False).encode()
+    except UserError:
+        raise
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path} holds half of a character (\\ud800 to \\udfff alone); mend or replace it.") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} is not JSON (line {error.lineno}: {error.msg}); it may be truncated, so replace it."
+        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise UserError(f"{path} is no JSON that can be read ({reason(error)}); replace it.") from error
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} holds no list of objects, as the published file does; replace it.")
+    return rows
+
+
+def sha256_of_files(paths: Iterable[Path], root: Path) -> dict[str, str]:
+    """Hash whole files: {path relative to `root`: SHA-256 in hex}, in the order given."""
+    digests = {}
+    for path in paths:
+        with path.open("rb") as stream:
+            digests[path.relative_to(root).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
+
+
+def sha256_of_bytes(*chunks: bytes) -> str:
+    """Hash the concatenation of byte strings: SHA-256 in hex."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()

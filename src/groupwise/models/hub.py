@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import groupwise
 from groupwise.errors import UserError, reason
-from groupwise.models.sources import find_source
 
 PATIENCE = 5.0
 """Seconds that the hub has to answer; transformers itself would go on asking for half a minute."""
@@ -47,3 +47,15 @@ def locate(key: str, name: str) -> str:
             "model.fresh=true with model.architecture for random weights."
         ) from error
     return place
+
+
+def find_source(name: str) -> str:
+    """A folder as it is named, else that folder below the checkout (``pretrained/gpt2_mini``), else the name itself.
+
+    What is returned as it came is a name on the Hugging Face hub, or in its local cache.
+    """
+    checkout = Path(groupwise.__file__).resolve().parents[2]
+    for folder in (Path(name).expanduser(), checkout / name):
+        if folder.is_dir():
+            return str(folder)
+    return name

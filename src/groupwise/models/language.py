@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from groupwise.config import ModelConfig
+from groupwise.config.schema import ModelConfig
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import locate
@@ -188,3 +189,28 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+class MeanPooled(nn.Module):
+    """`model.pool=mean`: a classifier of transformers whose head reads the mean over the tokens that are no padding.
+
+    The model's own head is used as it is, on that mean in the place of the first token. Called as the model is; what it
+    returns has `logits` (B, classes).
+
+    Raises:
+        UserError: the model's head is not one that reads the first token's features, as RoBERTa's is.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        head = getattr(model, "classifier", None)
+        if not type(head).__name__.endswith("ClassificationHead"):
+            raise UserError(f"model.pool=mean is for heads such as RoBERTa's, and {type(model).__name__} has another.")
+        self.model = model
+
+    def forward(self, attention_mask: Tensor, **inputs: Any) -> SimpleNamespace:
+        """Logits from `attention_mask` (B, T) and the model's other inputs."""
+        states = self.model.base_model(attention_mask=attention_mask, **inputs).last_hidden_state
+        kept = attention_mask.unsqueeze(-1).to(states.dtype)
+        mean = (states * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
+        return SimpleNamespace(logits=self.model.classifier(mean))

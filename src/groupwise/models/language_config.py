@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import ModelConfig
-from groupwise.errors import UserError, reason
+from groupwise.config.schema import ModelConfig
+from groupwise.errors import UserError, did_you_mean, reason
 from groupwise.models.hub import locate
-from groupwise.suggestions import did_you_mean
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from groupwise.config import ModelConfig
+from groupwise.config.schema import LoraConfig, ModelConfig
+from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.errors import UserError
-from groupwise.models.adapters import MovedAdapters, add_adapters
 from groupwise.models.language import is_head
 
 __all__ = ["MovedAdapters", "choose_trainable"]
@@ -68,3 +69,132 @@ def _train_only(model: nn.Module, chosen: Callable[[str], bool], what: str) -> N
         raise UserError(f"{type(model).__name__} has no {what} that could train alone: choose another model.trains.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names or is_head(model, name))
+
+
+PATIENCE = 10
+"""Steps in a row that may leave all adapters where they are (Poisson sampling draws an empty batch now and then)."""
+
+
+def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
+    """Freeze the model and put an adapter B·A·alpha/rank beside each target layer; returns peft's wrapper.
+
+    A starts at random from torch's global seed, B at zero, both in float32. The head of a classifier trains without
+    adapters.
+
+    Raises:
+        UserError: a target that is no layer which could take an adapter, or none given for a model that peft knows no
+            targets of; settings that peft refuses.
+    """
+    import_torchvision()  # before transformers, which falls without it
+    import peft
+
+    layers = _layers(model)
+    targets = list(settings.targets) or _usual_targets(model, layers)
+    for target in targets:
+        if not any(_ends_with(name, target) for name in layers):
+            raise UserError(
+                f"model.lora.targets={target} names no layer that could take an adapter: give some of {_ends(layers)}."
+            )
+    head = [name for name, _ in model.named_parameters() if is_head(model, name)]
+    transposed = [_is_conv1d(layer) for name, layer in layers.items() if any(_ends_with(name, t) for t in targets)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself sets it right layer by layer
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft's call
+        warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
+        try:
+            config = peft.LoraConfig(
+                r=settings.rank,
+                lora_alpha=settings.alpha,  # type: ignore[arg-type]
+                lora_dropout=settings.dropout,
+                target_modules=targets,
+                fan_in_fan_out=any(transposed),
+                exclude_modules=sorted({name.rpartition(".")[0] for name in head}) or None,
+                modules_to_save=_modules(head) or None,
+            )
+            return peft.get_peft_model(model, config)  # type: ignore[arg-type]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"peft refuses model.lora ({error}).") from error
+
+
+class MovedAdapters:
+    """Watches that every adapter learns: all B after the first step that moves one, then all A.
+
+    B starts at zero, and no gradient reaches A before B has moved. The copies are dropped as soon as they have served.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if "lora_" in name and p.requires_grad]
+        if not named:
+            raise UserError("The model has no adapter that trains: use model.trains=lora.")
+        self._waiting = [
+            {name: (p, p.detach().clone()) for name, p in named if f".lora_{side}." in name} for side in "BA"
+        ]
+        self._idle = 0
+
+    def check(self, step: int) -> None:
+        """Look at the adapters after step `step`, 0-based; free once both have moved.
+
+        Raises:
+            UserError: naming an adapter that stayed where it was while others moved; or none has moved for long.
+        """
+        if not self._waiting:
+            return
+        still = [name for name, (now, before) in self._waiting[0].items() if torch.equal(now, before)]
+        if not still:
+            self._waiting.pop(0)
+            self._idle = 0
+        elif len(still) < len(self._waiting[0]):
+            raise UserError(
+                f"Adapter {still[0]!r} did not move in step {step}, though others did, so the loss does not depend on "
+                "it: leave its layer out of model.lora.targets."
+            )
+        else:
+            self._idle += 1
+            if self._idle >= PATIENCE:
+                raise UserError(
+                    f"No adapter moved in {PATIENCE} steps (such as {still[0]!r}): raise optim.learning_rate or "
+                    "train.batch_size."
+                )
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers that can take an adapter which the clipping engine has a rule for: no heads and no tied embeddings."""
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if (isinstance(layer, nn.Linear) or _is_conv1d(layer))
+        and layer.weight is not embedding
+        and not is_head(model, name)
+    }
+
+
+def _usual_targets(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
+    """Those that peft knows for the model's type: c_attn for GPT-2, query and value for RoBERTa."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+    kind = model.config.model_type  # type: ignore[union-attr]
+    targets = USUAL.get(str(kind))
+    if not isinstance(targets, list):
+        raise UserError(f"peft knows no usual layers of {kind}: give model.lora.targets, some of {_ends(layers)}.")
+    return targets
+
+
+def _modules(head: list[str]) -> list[str]:
+    """The outermost modules of these parameters: classifier, score, or bert.pooler."""
+    parts = [name.split(".") for name in head]
+    return sorted({".".join(p[: p.index("pooler") + 1]) if "pooler" in p else p[0] for p in parts})
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D)
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _ends(layers: dict[str, nn.Module]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in layers}))

@@ -1,40 +1,157 @@
-"""Wide residual networks (Zagoruyko & Komodakis 2016) for private training: WRN16-4 of paper section 4.1.
+"""Wide residual networks (Zagoruyko & Komodakis 2016) for private training: WRN16-4 of paper section 4.1."""
 
-The paper names WRN16-4 with 2.8 M parameters, but not the order of the layers in a block, and orders differ
-by up to 8 points of accuracy (arXiv 2508.15141). So the order is a named choice; all were read in code.
-
-`classic`: convolution → norm → ReLU → convolution → norm, ReLU after the sum; a stem of 16·width
-    channels with norm and ReLU; a shortcut of sampling, norm and zero channels, only where the stride is 2.
-    Source: github.com/dayu11/DP-SGD-Baseline-Opacus at b226e77e, models/wrn.py and models/utils.py. It is
-    by the paper's third author, with a recipe near the paper's (300 epochs, clip 1, learning rate
-    4). Not verified: that the paper trained it. Differs: we clamp a filter's squared deviation at 1e-4, where
-    the source adds 1e-10 to its variance.
-
-`deepmind`: ReLU → norm → convolution twice, with gain and bias; a stem of 16 channels without norm; the first
-    block of each stage has the shortcut ReLU → norm → 1×1 convolution; ReLU → norm → mean at the end.
-    Source: De et al. (2022), jax_privacy's experiments/image_classification/models/cifar.py and common.py,
-    read at 52e9674f (the folder is gone since). Differs: in a convolution of stride 2 we pad one pixel on
-    each side, where JAX's "SAME" pads an even image on the far side only.
-
-`order3`: `deepmind` with the shortcut alone the other way round: norm → ReLU → 1×1 convolution.
-    Source: order1=3, order2=0 of the network in arXiv 2508.15141's code, new_wide_resnet.py of
-    github.com/wenxuan-Bao/Reliable-and-Generalizable-DPML at 4b0f96a2, which has it from
-    src/models/wideresnet.py of github.com/facebookresearch/tan at 1d235ae6. There 0 is DeepMind's order and
-    1 is called classic: norm → ReLU → convolution throughout with a convolution for shortcut, so the
-    65.74 % it reports is not our `classic`'s. Not verified: that the article's "order 3" is number 3 of its
-    code, and whether it standardised weights (its scripts import a plain network and a standardised one by
-    turns). Differs: the source has no gain.
-"""
-
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from groupwise.clipping.layers import WSConv2d
 from groupwise.errors import UserError
-from groupwise.models.blocks import ClassicBlock, PreactivationBlock, UnitVarianceConv, preactivation_conv
-from groupwise.models.normalization import NORMS, make_norm
+
+NORMS = ("group", "batch")
+
+
+def group_count(channels: int, norm_groups: int, *, stem: bool = False) -> int:
+    """Choose the groups of a GroupNorm: `norm_groups`, but never so many that a group is a single channel.
+
+    A group of one channel subtracts each channel's own mean. Before a global average pooling that leaves
+    nothing but the bias: the network is constant. So the count is the largest divisor of `channels` that is
+    at most min(norm_groups, channels // 2).
+
+    Args:
+        channels: channels of the layer's input.
+        norm_groups: the number of groups asked for (16 in De et al.).
+        stem: the input is the 16-channel first convolution, which De et al. do normalise in 16 groups of one
+            channel; there the bound is min(norm_groups, channels), so the published network stays itself.
+
+    Returns:
+        A divisor of `channels`, at least 1.
+    """
+    bound = max(1, min(norm_groups, channels if stem else channels // 2))
+    return max(count for count in range(1, bound + 1) if channels % count == 0)
+
+
+def make_norm(norm: str, channels: int, norm_groups: int, *, stem: bool = False) -> nn.Module:
+    """Make the normalisation of (B, channels, H, W): "group" for private training, "batch" for the baseline.
+
+    "batch" mixes the examples of a batch: it is the non-private baseline, and the clipping engine refuses it.
+    """
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(group_count(channels, norm_groups, stem=stem), channels)
+
+
+def preactivation_conv(
+    in_channels: int, out_channels: int, kernel_size: int, stride: int, weight_standardization: bool
+) -> nn.Conv2d:
+    """Make a convolution as De et al. do: bias 0, a gain of 1 if standardised, weights N(0, 1/fan_in)."""
+    shape = (in_channels, out_channels, kernel_size, stride, kernel_size // 2)
+    conv = WSConv2d(*shape, gain=True) if weight_standardization else nn.Conv2d(*shape)
+    nn.init.normal_(conv.weight, std=1 / math.sqrt(in_channels * kernel_size**2))
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
+    return conv
+
+
+class PreactivationBlock(nn.Module):
+    """Two rounds of ReLU → norm → 3×3 convolution beside a shortcut: the `deepmind` and `order3` blocks.
+
+    Where `project` is set (the first block of a stage) the shortcut is a 1×1 convolution of its own
+    normalisation: ReLU → norm → convolution, or norm → ReLU → convolution with `norm_first_shortcut`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+        *,
+        project: bool,
+        norm_first_shortcut: bool,
+        norm: str,
+        norm_groups: int,
+        weight_standardization: bool,
+        stem: bool,
+    ) -> None:
+        super().__init__()
+        self.norm_first_shortcut = norm_first_shortcut
+        self.shortcut_norm = self.shortcut_conv = None
+        if project:
+            self.shortcut_norm = make_norm(norm, in_channels, norm_groups, stem=stem)
+            self.shortcut_conv = preactivation_conv(in_channels, out_channels, 1, stride, weight_standardization)
+        self.norm1 = make_norm(norm, in_channels, norm_groups, stem=stem)
+        self.conv1 = preactivation_conv(in_channels, out_channels, 3, stride, weight_standardization)
+        self.norm2 = make_norm(norm, out_channels, norm_groups)
+        self.conv2 = preactivation_conv(out_channels, out_channels, 3, 1, weight_standardization)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (B, in_channels, H, W) to (B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉)."""
+        activated = F.relu(x)
+        shortcut = x
+        if self.shortcut_conv is not None and self.shortcut_norm is not None:
+            inner = F.relu(self.shortcut_norm(x)) if self.norm_first_shortcut else self.shortcut_norm(activated)
+            shortcut = self.shortcut_conv(inner)
+        hidden = self.conv1(self.norm1(activated))
+        return shortcut + self.conv2(self.norm2(F.relu(hidden)))
+
+
+class UnitVarianceConv(nn.Module):
+    """A convolution as Yu's baseline makes it: filters standardised to variance 1, weights N(0, 2/fan_out).
+
+    `WSConv2d` gives filters of norm 1, so its input is multiplied by √fan_in here. The normalisation that
+    follows cancels the factor in the forward pass, but not in the gradient of the bias, and that one counts
+    in the norm which is clipped.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, *, weight_standardization: bool) -> None:
+        super().__init__()
+        kind = WSConv2d if weight_standardization else nn.Conv2d
+        self.conv = kind(in_channels, out_channels, 3, stride, 1)
+        self.input_scale = math.sqrt(9 * in_channels) if weight_standardization else 1.0
+        nn.init.normal_(self.conv.weight, std=math.sqrt(2 / (9 * out_channels)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve x (B, in_channels, H, W) to (B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉)."""
+        return self.conv(x if self.input_scale == 1.0 else x * self.input_scale)
+
+
+class ClassicBlock(nn.Module):
+    """Convolution → norm → ReLU → convolution → norm, plus the shortcut, then ReLU: the `classic` block.
+
+    A block with stride 2 doubles the channels; its shortcut takes every second pixel, normalises and fills
+    the new channels with zeros. It has no convolution.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+        *,
+        norm: str,
+        norm_groups: int,
+        weight_standardization: bool,
+    ) -> None:
+        super().__init__()
+        self.conv1 = UnitVarianceConv(in_channels, out_channels, stride, weight_standardization=weight_standardization)
+        self.norm1 = make_norm(norm, out_channels, norm_groups)
+        self.conv2 = UnitVarianceConv(out_channels, out_channels, 1, weight_standardization=weight_standardization)
+        self.norm2 = make_norm(norm, out_channels, norm_groups)
+        # The source's average pooling has kernel 1: it samples and does not average.
+        self.shortcut_pool = nn.AvgPool2d(1, stride=stride) if stride != 1 else None
+        self.shortcut_norm = make_norm(norm, in_channels, norm_groups) if stride != 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (B, in_channels, H, W) to (B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉)."""
+        hidden = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        shortcut = x
+        if self.shortcut_pool is not None and self.shortcut_norm is not None:
+            shortcut = self.shortcut_norm(self.shortcut_pool(x))
+            shortcut = torch.cat((shortcut, torch.zeros_like(shortcut)), dim=1)
+        return F.relu(hidden + shortcut)
+
 
 BLOCK_ORDERS = ("classic", "deepmind", "order3")
 STEM_CHANNELS = 16

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.pipeline.anatomy import dissect
+from groupwise.pipeline.model_parts import dissect
 
 Ranges = tuple[tuple[int, int], ...]
 """Blocks [start, stop) of each stage."""

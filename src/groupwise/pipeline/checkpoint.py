@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
-from groupwise.pipeline.pieces import Stage
+from groupwise.pipeline.stage import Stage
 from groupwise.training.checkpoint import load_checkpoint, previous, save_checkpoint
 from groupwise.training.ranks import Alone, Ranks
 

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from groupwise.pipeline.decoding import generate_on_stages
-from groupwise.pipeline.feed import Feed, Microbatch
-from groupwise.pipeline.line import Line, evaluating
+from groupwise.pipeline.communication import Line, evaluating
+from groupwise.pipeline.generate import generate_on_stages
 from groupwise.pipeline.split import Stage
-from groupwise.training.task import Split
+from groupwise.training.task import Feed, Microbatch, Split
 
 
 @runtime_checkable

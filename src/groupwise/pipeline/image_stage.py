@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.pipeline.anatomy import Anatomy
-from groupwise.pipeline.pieces import Stage
+from groupwise.pipeline.model_parts import Anatomy
+from groupwise.pipeline.stage import Stage
 from groupwise.tasks.image_classification import image_outcomes
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.pipeline.anatomy import Anatomy, dissect
 from groupwise.pipeline.balance import Ranges, choose_ranges
 from groupwise.pipeline.image_stage import ImageStage
-from groupwise.pipeline.pieces import Stage
+from groupwise.pipeline.model_parts import Anatomy, dissect
+from groupwise.pipeline.stage import Stage
 from groupwise.pipeline.text_stage import TextStage
 
 __all__ = ["Ranges", "Stage", "choose_ranges", "cut"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.pipeline.anatomy import Anatomy, Family
-from groupwise.pipeline.pieces import Stage
+from groupwise.pipeline.model_parts import Anatomy, Family
+from groupwise.pipeline.stage import Stage
 from groupwise.tasks.text_task import at_least_float32, per_example, token_losses
 
 

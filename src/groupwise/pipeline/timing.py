@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.pipeline.anatomy import dissect
+from groupwise.pipeline.model_parts import dissect
 from groupwise.pipeline.split import cut
-from groupwise.training.feed import Microbatch
+from groupwise.training.task import Microbatch
 
 
 def measure_costs(

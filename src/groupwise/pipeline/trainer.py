@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 
 from groupwise.errors import UserError
-from groupwise.models.adapters import MovedAdapters
+from groupwise.models.trainable import MovedAdapters
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.evaluation import Staged, evaluate_pipeline
-from groupwise.pipeline.feed import Feed
-from groupwise.pipeline.stage import StageRunner
+from groupwise.pipeline.runner import StageRunner
 from groupwise.privacy import AdaptiveThresholds, NoiseSource
-from groupwise.training.loop import Trainer
 from groupwise.training.provenance import peak_memory_bytes
-from groupwise.training.task import Split
+from groupwise.training.step import Trainer
+from groupwise.training.task import Feed, Split
 
 
 @dataclass(kw_only=True)

@@ -1,13 +1,11 @@
 """Plans, accounting, sampling, noise and private quantiles for group-wise clipping; needs no configuration library."""
 
-from groupwise.privacy.allocation import noise_stds, noise_weights, sensitivity
-from groupwise.privacy.mechanism import release_gradients
+from groupwise.privacy.mechanism import noise_stds, noise_weights, release_gradients, sensitivity
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
-from groupwise.privacy.plan import PrivacyPlan, make_plan
-from groupwise.privacy.quantiles import AdaptiveThresholds, FixedThresholds
+from groupwise.privacy.plan import EpsilonReport, PrivacyPlan, make_plan
 from groupwise.privacy.randomness import secret_randomness
-from groupwise.privacy.report import EpsilonReport
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
+from groupwise.privacy.thresholds import AdaptiveThresholds, FixedThresholds
 
 __all__ = [
     "COUNT_STREAM",

@@ -1,43 +1,11 @@
 """ε of T Poisson-subsampled Gaussian releases: what every accountant is asked, and what it answers."""
 
 import math
-from dataclasses import dataclass
 
 from groupwise.errors import UserError
+from groupwise.privacy.accountants import COMPOSITION_FAILURES, EpsilonBounds, check_mechanism
 
 ACCOUNTANTS = ("prv", "pld", "rdp")
-
-
-@dataclass(frozen=True)
-class EpsilonBounds:
-    """``lower <= ε(δ) <= upper`` of the exact mechanism; ``upper`` alone may be claimed.
-
-    ``estimate`` lies between and is no bound. ``note`` is empty unless another accountant had to answer.
-    """
-
-    lower: float
-    estimate: float
-    upper: float
-    note: str = ""
-
-
-def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> None:
-    """Refuse arguments for which no ε is defined; raises :class:`UserError` naming the one at fault."""
-    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
-        raise UserError(f"noise_multiplier is {noise_multiplier}; give a finite number above 0 (0 means no guarantee).")
-    check_release(sample_rate, steps, delta)
-
-
-def check_release(sample_rate: float, steps: int, delta: float) -> None:
-    """Refuse a sample rate, a number of steps or a δ outside its range; raises :class:`UserError`."""
-    if not 0.0 < sample_rate <= 1.0:
-        raise UserError(
-            f"sample_rate is {sample_rate}; give B/N, above 0 and at most 1 (a sample is no larger than the data)."
-        )
-    if not is_whole(steps) or steps < 1:
-        raise UserError(f"steps is {steps!r}; give the number of optimiser steps T, a whole number of at least 1.")
-    if not 0.0 < delta < 1.0:
-        raise UserError(f"delta is {delta}; give a probability strictly between 0 and 1, below 1/N.")
 
 
 def epsilon_bounds(
@@ -53,7 +21,7 @@ def epsilon_bounds(
     """
     check_accountant(accountant)
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
-    from groupwise.privacy.closed import epsilon_revealed, nothing_shows
+    from groupwise.privacy.accountants import epsilon_revealed, nothing_shows
 
     if nothing_shows(noise_multiplier, sample_rate, steps, delta):
         return EpsilonBounds(0.0, 0.0, 0.0, "in closed form, since delta alone covers what so noisy steps release")
@@ -68,8 +36,6 @@ def epsilon_bounds(
     return bounds
 
 
-COMPOSITION_FAILURES = (RuntimeError, ValueError, AssertionError, ArithmeticError, MemoryError)
-"""What the accountants' libraries raise where a quadrature, a domain, a grid or a float gives out."""
 CLOSED_ABOVE, CLOSED_ALONE = 1e3, 1e5
 """From the first ε on the closed form may be the smallest bound; from the second on it is within a few percent of any
 other, and the others lose their way."""
@@ -100,18 +66,13 @@ def _composed(noise_multiplier: float, sample_rate: float, steps: int, delta: fl
 
         return epsilon_prv(noise_multiplier, sample_rate, steps, delta)
     elif accountant == "pld":
-        from groupwise.privacy.pld import epsilon_pld_bounds
+        from groupwise.privacy.accountants import epsilon_pld_bounds
 
         return epsilon_pld_bounds(noise_multiplier, sample_rate, steps, delta)
-    from groupwise.privacy.rdp import epsilon_rdp
+    from groupwise.privacy.accountants import epsilon_rdp
 
     upper = epsilon_rdp(noise_multiplier, sample_rate, steps, delta)
     return EpsilonBounds(0.0, upper, upper, reason and f"by the RDP accountant, since {reason}")
-
-
-def is_whole(value: float) -> bool:
-    """Return whether ``value`` is a whole number (3 and 3.0, but neither True, NaN nor infinity)."""
-    return not isinstance(value, bool) and float(value).is_integer()
 
 
 def check_accountant(accountant: str) -> None:

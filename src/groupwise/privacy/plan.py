@@ -1,4 +1,4 @@
-"""The privacy plan: made once, printed, saved, and the only thing that sets a noise scale."""
+"""Makes the privacy plan once, prints and saves it: the only thing that sets a noise scale."""
 
 import math
 import warnings
@@ -6,12 +6,91 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from groupwise.errors import UserError
-from groupwise.privacy.accounting import EpsilonBounds, check_accountant, check_release, epsilon_bounds, is_whole
-from groupwise.privacy.budget import split_noise
-from groupwise.privacy.calibration import calibrate
-from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
-from groupwise.privacy.report import EpsilonReport, finite_json
-from groupwise.privacy.statement import plan_statement
+from groupwise.privacy.accountants import EpsilonBounds, central_limit_mu, check_release, gaussian_epsilon, is_whole
+from groupwise.privacy.accounting import check_accountant, epsilon_bounds
+from groupwise.privacy.calibration import calibrate, split_noise
+
+
+@dataclass(frozen=True)
+class EpsilonReport:
+    """What ``executed_steps`` releases cost at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
+
+    ``prv`` brackets ε (its ``note`` says when PLD stood in for it); ``rdp`` and ``pld`` are upper bounds (``pld`` None
+    unless it was the plan's accountant). A run without noise has cost infinity, one without steps nothing.
+    ``guaranteed`` is False for shuffled batches, whose figures are what Poisson samples would have cost, and for
+    infinite ε.
+    """
+
+    executed_steps: int
+    delta: float
+    accountant: str
+    prv: EpsilonBounds
+    rdp: float
+    pld: float | None
+    guaranteed: bool
+
+    @property
+    def epsilon(self) -> float:
+        """The ε to quote."""
+        if self.accountant == "pld" and self.pld is not None:
+            return self.pld
+        return self.rdp if self.accountant == "rdp" else self.prv.upper
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict; an infinite ε is the string "inf"."""
+        return finite_json({"epsilon": self.epsilon, **asdict(self)})
+
+
+def finite_json(value: Any) -> Any:
+    """Return ``value`` with infinite floats as "inf", since JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
+_LIMITS = (
+    "  Public: the number of examples and all settings. Not covered: choosing settings by their results, anything\n"
+    "  logged under nonprivate/, checkpoints (they hold the noise key), floating-point attacks."
+)
+
+
+def plan_statement(plan: "PrivacyPlan") -> str:
+    """Return several lines for a person: guarantee, mechanism, figures, limits."""
+    if plan.noise_multiplier == 0.0:
+        return f"Privacy: none. No noise is added: there is no privacy guarantee.\n{_sampling(plan)}"
+    note = [f"  Note: epsilon was found {plan.note}."] if plan.note else []
+    return "\n".join([_headline(plan), _sampling(plan), _noise(plan), *note, _LIMITS])
+
+
+def _headline(plan: "PrivacyPlan") -> str:
+    accountant = plan.accountant.upper()
+    if plan.note:  # it says who stood in for the accountant that was asked
+        accountant = next((name for name in ("PLD", "RDP") if f"by the {name} " in plan.note), "closed form")
+    figure = f"epsilon = {plan.epsilon:.4g} at delta = {plan.delta:g} ({accountant}, upper bound)"
+    if plan.sampling == "shuffle":
+        return (
+            f"Privacy: {figure} as published, not a guarantee: batches are shuffled, but accounted as Poisson samples."
+        )
+    return f"Privacy: {figure} for adding or removing one training example."
+
+
+def _sampling(plan: "PrivacyPlan") -> str:
+    groups = f"{plan.num_groups} clipping group{'s' if plan.num_groups > 1 else ''}"
+    return (
+        f"  {plan.steps} steps with batches of {plan.expected_batch_size:g} expected from {plan.dataset_size} examples "
+        f"({plan.sampling}, rate {plan.sample_rate:.5g}), {groups}."
+    )
+
+
+def _noise(plan: "PrivacyPlan") -> str:
+    sigma = f"  Gaussian noise once a step, noise multiplier sigma = {plan.noise_multiplier:.4f}"
+    if plan.quantile_budget == 0.0:
+        return f"{sigma}, all of it on gradients."
+    return (
+        f"{sigma}, of which counts take r = {plan.quantile_budget:g}: sigma_b = {plan.count_noise_multiplier:.4g} on "
+        f"counts, sigma_new = {plan.gradient_noise_multiplier:.4f} on gradients."
+    )
+
 
 SAMPLINGS = ("poisson", "shuffle")
 

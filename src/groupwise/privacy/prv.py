@@ -5,8 +5,13 @@ import math
 import warnings
 from typing import Any
 
-from groupwise.privacy.accounting import COMPOSITION_FAILURES, EpsilonBounds, check_mechanism
-from groupwise.privacy.gaussian import central_limit_mu, gaussian_epsilon
+from groupwise.privacy.accountants import (
+    COMPOSITION_FAILURES,
+    EpsilonBounds,
+    central_limit_mu,
+    check_mechanism,
+    gaussian_epsilon,
+)
 
 # ε is bracketed to ±0.2 % (at most ±0.01, so that large ε are as tight as the published tables), unless the grid
 # would pass MAX_GRID points, where the time would be minutes and the memory gigabytes: the bracket then widens.
@@ -50,7 +55,7 @@ def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta:
             return _coarse(noise_multiplier, sample_rate, steps, delta)[0].estimate
         except COMPOSITION_FAILURES:
             pass
-    from groupwise.privacy.pld import epsilon_pld
+    from groupwise.privacy.accountants import epsilon_pld
 
     return epsilon_pld(noise_multiplier, sample_rate, steps, delta)
 
@@ -61,7 +66,7 @@ def _out_of_reach(noise_multiplier: float, sample_rate: float, steps: int, delta
         return f"the PRV accountant gives out for a delta above {LARGEST_DELTA:g}"
     if gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps)) < SMALLEST:
         return f"the PRV accountant takes minutes for an epsilon below {SMALLEST:g}"
-    from groupwise.privacy.rdp import epsilon_rdp
+    from groupwise.privacy.accountants import epsilon_rdp
 
     if epsilon_rdp(noise_multiplier, sample_rate, steps, delta) > LARGEST:
         return f"the PRV accountant gives out for an epsilon as large as {LARGEST:g}"
@@ -142,7 +147,7 @@ def _smooth_grid(half_width: float, eps_error: float, per_mesh: float) -> tuple[
 
 
 def _stand_in(noise_multiplier: float, sample_rate: float, steps: int, delta: float, reason: str) -> EpsilonBounds:
-    from groupwise.privacy.pld import epsilon_pld_bounds
+    from groupwise.privacy.accountants import epsilon_pld_bounds
 
     bounds = epsilon_pld_bounds(noise_multiplier, sample_rate, steps, delta)
     return EpsilonBounds(bounds.lower, bounds.estimate, bounds.upper, f"by the PLD accountant, since {reason}")

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from groupwise.errors import UserError
-from groupwise.privacy.accounting import is_whole
+from groupwise.privacy.accountants import is_whole
 
 
 class PoissonSampler:

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.config import RunConfig
+from groupwise.config.schema import RunConfig
 from groupwise.data import ImageData, channel_statistics, load_images, normalize
 from groupwise.errors import UserError
 from groupwise.models import wide_resnet
 from groupwise.tasks.pipelined import ImageFeed
-from groupwise.training.feed import Feed
-from groupwise.training.precision import autocast
-from groupwise.training.task import Split, Task
+from groupwise.training.from_config import autocast
+from groupwise.training.task import Feed, Split, Task
 
 Images = tuple[Tensor, Tensor]
 

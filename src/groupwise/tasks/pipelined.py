@@ -12,11 +12,11 @@ from torch import Tensor
 from groupwise.tasks.padding import IGNORED, pad, predictions
 from groupwise.tasks.samples import Samples
 from groupwise.tasks.text_task import longest_first
-from groupwise.training.feed import Microbatch, fill, rounded
+from groupwise.training.task import Microbatch, fill, rounded
 
 
 class TextFeed:
-    """Sources and targets, right-padded; see `pipeline.feed.Feed`.
+    """Sources and targets, right-padded; see `training.task.Feed`.
 
     T is the longest of the logical batch, P the most target tokens in it; both are rounded up to a multiple of 8 (at
     most `max_length`).
@@ -68,7 +68,7 @@ class TextFeed:
 
 
 class ImageFeed:
-    """Images and their classes, as the model reads them and without augmentation; see `pipeline.feed.Feed`.
+    """Images and their classes, as the model reads them and without augmentation; see `training.task.Feed`.
 
     Args:
         images: of one split, (n, C, H, W) uint8.

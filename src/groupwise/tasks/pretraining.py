@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.config import RunConfig
+from groupwise.config.schema import RunConfig
 from groupwise.data.corpus import Corpus, read_corpus
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_masked
 from groupwise.tasks.padding import IGNORED
 from groupwise.tasks.text_task import check_length, find_tokenizer, save_network
-from groupwise.training.precision import autocast
+from groupwise.training.from_config import autocast
 from groupwise.training.task import Split, Task
 
 MASKED = 0.3

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from groupwise.config import RunConfig
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.training.task import Task
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.config import RunConfig
+from groupwise.config.schema import RunConfig
 from groupwise.data.text import Labelled, LabelledText, load_labelled, synthetic_labelled
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.config import GenerateConfig, ModelConfig, RunConfig
+from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
 from groupwise.data.text import PairedText, Request, load_paired, synthetic_paired
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, position_limit
 from groupwise.models.trainable import choose_trainable
-from groupwise.tasks.decoding import generate
+from groupwise.tasks.beam_search import generate
 from groupwise.tasks.padding import predictions
 from groupwise.tasks.pipelined import TextFeed
 from groupwise.tasks.samples import PairEncoder, Samples
@@ -35,8 +35,7 @@ from groupwise.tasks.text_task import (
     per_example,
     token_losses,
 )
-from groupwise.training.feed import Feed
-from groupwise.training.task import Split
+from groupwise.training.task import Feed, Split
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
@@ -122,7 +121,7 @@ class TextGeneration(TextTask):
         Raises:
             UserError: another prompt set, or too few training examples that are short enough.
         """
-        from groupwise.tasks.prompts import demonstrations, in_context_prompt
+        from groupwise.tasks.samples import demonstrations, in_context_prompt
 
         share = self._context // (shots + 1)
         shown = demonstrations(self._data.train, shots, prompt_set, lambda text: self._encoder.count(text) <= share)

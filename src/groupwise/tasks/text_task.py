@@ -13,16 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.atomic import write_json
-from groupwise.config import RunConfig
-from groupwise.data.checksum import sha256_of_files
+from groupwise.config.schema import RunConfig
 from groupwise.data.text import Data, hold_out, keep
+from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError
-from groupwise.models.language import position_limit
-from groupwise.models.pooling import MeanPooled
-from groupwise.models.tokenizer import load_tokenizer
+from groupwise.models.language import MeanPooled, position_limit
+from groupwise.models.tokenizers import load_tokenizer
 from groupwise.models.trainable import MovedAdapters
 from groupwise.tasks.padding import IGNORED, ModelInputs
-from groupwise.training.precision import autocast
+from groupwise.training.from_config import autocast
 from groupwise.training.task import Task
 
 ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.from_pretrained on top of the base model."

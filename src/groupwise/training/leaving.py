@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.config import RunConfig
+from groupwise.config.identity import config_hash, stable_config
+from groupwise.config.schema import RunConfig
 from groupwise.privacy import PrivacyPlan
-from groupwise.training.identity import config_hash, stable_config
 
 PUBLIC_DATA = (
     "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",

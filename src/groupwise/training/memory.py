@@ -1,11 +1,66 @@
-"""Whether an error means that memory ran out, and what to say of it."""
+"""Chooses how many examples to hold in memory at once, and tells when memory ran out."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from groupwise.errors import UserError
+
+PROBE = 2
+"""Examples of the forward pass that is measured."""
+OVERHEAD = 3.0
+"""Peak over saved activations: output gradients that book-keeping holds, and temporaries."""
+CPU_BUDGET = 2 << 30
+CPU_MOST = 256
+"""More examples at once leave the caches and make a CPU no faster."""
+
+
+def choose_microbatch(
+    losses_of: Callable[[Sequence[int] | np.ndarray], Tensor],
+    model: nn.Module,
+    device: torch.device,
+    examples: np.ndarray,
+) -> int:
+    """The largest power of two whose activations fit the budget, from the bytes that a small forward pass saves.
+
+    The budget is an eighth of the machine's memory and at most 2 GiB on a CPU (never what happens to be free, so that
+    the choice is the same each time), and three fifths of what is free on a GPU.
+
+    Args:
+        losses_of: indices of training examples -> losses, with gradients on.
+        model: the model, whose own weights are not activations.
+        device: where it is.
+        examples: all training examples, the largest first.
+    """
+    held: dict[int, int] = {}
+    most = len(examples)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def weigh(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        saved_tensors_hooks(weigh, lambda t: t),
+    ):
+        losses = losses_of(examples[:PROBE])
+    per_example = max(sum(held.values()) / losses.shape[0], 1.0)
+    if device.type == "cuda":
+        budget, limit = 0.6 * torch.cuda.mem_get_info(device)[0], most
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget, limit = min(CPU_BUDGET, memory / 8), min(most, CPU_MOST)
+    fits = max(1, min(limit, int(budget / (OVERHEAD * per_example))))
+    return 1 << (fits.bit_length() - 1)
+
 
 WORDS = ("DefaultCPUAllocator", "could not create a primitive", "ALLOC_FAILED", "Cannot allocate memory")
 """In the RuntimeErrors of torch's allocator on a CPU, of oneDNN, of cuBLAS and cuDNN, and of the system."""

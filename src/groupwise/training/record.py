@@ -15,6 +15,7 @@ DONE          written last: a folder without it does not exist for the analysis
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -24,10 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from groupwise.atomic import remove, why_unwritable, write_json, write_text
-from groupwise.config import RunConfig
-from groupwise.errors import UserError
-from groupwise.training.checkpoint import forget_checkpoints, previous
-from groupwise.training.identity import (
+from groupwise.config.identity import (
     config_hash,
     differences,
     flat_config,
@@ -35,9 +33,11 @@ from groupwise.training.identity import (
     load_config,
     save_config,
 )
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.training.checkpoint import forget_checkpoints, previous
 from groupwise.training.leaving import row_of_data
 from groupwise.training.provenance import environment, git_state
-from groupwise.training.sums import SUMS, write_sums
 
 
 class RunRecord:
@@ -292,3 +292,30 @@ def _unwritable(folder: Path, reason: str) -> str:
 
 def _altered(path: Path) -> str:
     return f"{path} is not as a run left it: bring it back, or start afresh with overwrite=true."
+
+
+SUMS = "SHA256SUMS"
+UNSUMMED = (SUMS, "DONE", ".lock", "wandb", "tensorboard")
+"""At the top of the folder, beside checkpoints and what a killed write left: not summed."""
+
+
+def write_sums(folder: Path) -> None:
+    """Write the sums of all files in `folder` that stay, sorted by name."""
+    write_text(folder / SUMS, "".join(f"{sha256_of(folder / name)}  {name}\n" for name in summed_files(folder)))
+
+
+def summed_files(folder: Path) -> list[str]:
+    """Relative names of the files that belong into the sums, sorted."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(name.as_posix() for name in found if _stays(name))
+
+
+def sha256_of(path: Path) -> str:
+    """The sum of a file's content, 64 hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stays(name: Path) -> bool:
+    top = name.parts[0]
+    return top not in UNSUMMED and not top.startswith("checkpoint") and not name.name.endswith(".partial")

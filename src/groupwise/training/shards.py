@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from groupwise.clipping import ClippingEngine, per_block
-from groupwise.config import ClipConfig
+from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
-from groupwise.training.clipping import make_engine
-from groupwise.training.loop import Trainer
+from groupwise.training.from_config import make_engine
+from groupwise.training.step import Trainer
 from groupwise.training.task import Split
 
 

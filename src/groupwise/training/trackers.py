@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Protocol
 
-from groupwise.config import RunConfig
+from groupwise.config.identity import flat_config
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.training.identity import flat_config
 from groupwise.training.record import RunRecord
 
 

@@ -70,7 +70,7 @@ def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
 
 def test_a_run_without_its_rows_is_refused(folders):
     (folders.measured / "gradnorm_cifar_mini_norms.csv").unlink()
-    with pytest.raises(UserError, match=r"groupwise.launch.gradient_norms gradnorm_cifar scale=mini"):
+    with pytest.raises(UserError, match=r"groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini"):
         companion(folders)
 
 

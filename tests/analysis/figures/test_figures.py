@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_files import content
 from groupwise.analysis.figure_rows import with_settings
+from groupwise.analysis.figure_style import content
 from groupwise.analysis.figures import FIGURES, KINDS, main, make
 from groupwise.analysis.norm_figures import chosen_layers
 

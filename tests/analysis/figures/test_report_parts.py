@@ -2,11 +2,8 @@
 
 import pandas as pd
 
-from groupwise.analysis.report.drawing import inline
-from groupwise.analysis.report.grid import make_grid
-from groupwise.analysis.report.promises import promises
-from groupwise.analysis.report.prose import to_html
-from groupwise.analysis.tables import LINE
+from groupwise.analysis.report.parts import inline, make_grid, promises, to_html
+from groupwise.analysis.table_lines import LINE
 
 
 def lines(*places: tuple[str, str]) -> pd.DataFrame:

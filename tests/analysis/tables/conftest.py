@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from groupwise.analysis.paper import Folders, settings_of
-from groupwise.cells import read_sweep
+from groupwise.sweeps.cells import read_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 SEEDS = [0, 1, 2]

@@ -18,12 +18,11 @@ from groupwise.analysis.claims import (
     decide,
     judge,
 )
-from groupwise.analysis.contrasts import Contrast, differences
 from groupwise.analysis.findings import fill, main, summary, verdicts
 from groupwise.analysis.paper import Folders, settings_of
-from groupwise.analysis.statistics import summarise
-from groupwise.cells import read_sweep
+from groupwise.analysis.statistics import Contrast, differences, summarise
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import read_sweep
 
 SWEEPS = Path(__file__).resolve().parents[3] / "sweeps"
 CIFAR = {"task": "cifar"}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from groupwise.analysis.paper import HYPERPARAMETERS, read_paper
-from groupwise.config import RunConfig
-from groupwise.launch.compose import compose_run
+from groupwise.config.compose import compose_run
+from groupwise.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 SST2_SIZE = 67349

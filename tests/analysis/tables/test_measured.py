@@ -4,9 +4,9 @@ import pandas as pd
 import pytest
 
 from groupwise.analysis.measured import matching, read_measured
-from groupwise.analysis.tables import main, table_lines
-from groupwise.cells import read_sweep
+from groupwise.analysis.table_lines import main, table_lines
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import read_sweep
 
 NAME = "fixed_per_layer"
 

@@ -10,8 +10,8 @@ from groupwise.analysis.comparison import STATUSES
 from groupwise.analysis.paper import TABLES, Folders
 from groupwise.analysis.statistics import p_of_no_difference, summarise
 from groupwise.analysis.table_formats import anchor, tex
+from groupwise.analysis.table_lines import LINE, main, table_lines
 from groupwise.analysis.table_notes import ERRATA, errata_of, notes
-from groupwise.analysis.tables import LINE, main, table_lines
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]

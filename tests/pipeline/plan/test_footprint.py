@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks.memory import peak_bytes
-from groupwise.pipeline.plan.footprint import footprint
-from groupwise.pipeline.plan.work import Kind, Passes, Work, cut_out, inputs
+from groupwise.planner.footprint import Kind, Passes, Work, cut_out, footprint, inputs
 
 MIDDLE = Kind(2, False, False)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from groupwise.pipeline.plan.footprint import Footprint
-from groupwise.pipeline.plan.memory import stage_memory
+from groupwise.planner.estimate import stage_memory
+from groupwise.planner.footprint import Footprint
 
 PLAIN = Footprint(
     frozen=1000,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from groupwise.pipeline.plan.meter import Imagined
+from groupwise.planner.footprint import Imagined
 
 
 def test_bytes_are_held_while_a_tensor_lives_and_views_are_free():

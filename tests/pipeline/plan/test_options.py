@@ -3,8 +3,8 @@
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.pipeline.plan.__main__ import main
-from groupwise.pipeline.plan.options import HELP, PlanOptions, parse, size
+from groupwise.planner.__main__ import main
+from groupwise.planner.options import HELP, PlanOptions, parse, size
 
 
 def test_values_are_read_by_type():

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.pipeline.plan.__main__ import main
-from groupwise.pipeline.plan.estimate import Estimate, kinds
-from groupwise.pipeline.plan.options import PlanOptions
-from groupwise.pipeline.plan.planner import largest_microbatch, least_devices, make_plan
-from groupwise.pipeline.plan.variants import per_device
-from groupwise.pipeline.plan.work import Kind
+from groupwise.planner.__main__ import main
+from groupwise.planner.estimate import Estimate, kinds
+from groupwise.planner.footprint import Kind
+from groupwise.planner.options import PlanOptions
+from groupwise.planner.planner import largest_microbatch, least_devices, make_plan
+from groupwise.planner.variants import per_device
 
 
 @pytest.fixture(scope="module")

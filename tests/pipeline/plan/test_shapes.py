@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.pipeline.plan.shapes import build, configuration, with_blocks
+from groupwise.planner.shapes import build, configuration, with_blocks
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.pipeline.plan.timeline import Task, bubble_fraction, duration, in_flight, order, tasks
+from groupwise.planner.timeline import Task, bubble_fraction, duration, in_flight, order, tasks
 
 
 def test_microbatches_in_flight_by_hand():

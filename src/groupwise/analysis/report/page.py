@@ -11,21 +11,18 @@ from markupsafe import Markup
 
 from groupwise.analysis.comparison import STATUSES
 from groupwise.analysis.coverage import coverage
-from groupwise.analysis.figure_files import content
+from groupwise.analysis.figure_style import content
 from groupwise.analysis.figures import FIGURES, Drawn, make
 from groupwise.analysis.figures import title as figure_title
 from groupwise.analysis.measured import read_all
 from groupwise.analysis.paper import HYPERPARAMETERS, TABLES, Folders, read_paper
-from groupwise.analysis.report.drawing import inline
-from groupwise.analysis.report.grid import MARKS, Grid, make_grid
-from groupwise.analysis.report.promises import COLUMNS, promises
-from groupwise.analysis.report.prose import link, to_html
-from groupwise.analysis.table_files import SETTINGS
+from groupwise.analysis.report.parts import COLUMNS, MARKS, Grid, inline, link, make_grid, promises, to_html
 from groupwise.analysis.table_formats import anchor
+from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.table_notes import errata_of, notes
-from groupwise.analysis.tables import table_lines
-from groupwise.cells import PAPER, read_sweep
+from groupwise.analysis.tables import SETTINGS
 from groupwise.errors import UserError
+from groupwise.sweeps.cells import PAPER, read_sweep
 
 LIGHT = 1_500_000
 """Bytes that the page should not exceed."""

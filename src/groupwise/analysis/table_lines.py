@@ -1,0 +1,122 @@
+"""Puts each number of a table of the paper beside what was measured, one line for each."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from groupwise.analysis.comparison import compare
+from groupwise.analysis.measured import Measured, matching, read_all
+from groupwise.analysis.paper import MINUS, Folders, read_paper
+from groupwise.analysis.statistics import summarise
+from groupwise.errors import UserError
+from groupwise.sweeps.cells import Sweep, read_sweep
+
+LINE = (
+    "row",
+    "column",
+    "metric",
+    "paper",
+    "paper_std",
+    "mean",
+    "n",
+    "expected",
+    "std",
+    "low",
+    "high",
+    "scale",
+    "status",
+    "why",
+    "hashes",
+    "commits",
+    "cell",
+    "printed",
+    "note",
+    "flags",
+)
+"""The columns of `table_lines`."""
+
+
+def table_lines(name: str, folders: Folders | None = None) -> pd.DataFrame:
+    """One line for each number of the paper's table `name`, with what was measured at the largest scale that has rows.
+
+    Columns: `LINE`. ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds,
+    ``expected`` is how many seeds there should be; ``scale`` is empty where nothing was measured; ``status`` and
+    ``why`` are of `comparison.compare`; ``hashes`` (12 digits, as run folders) and ``commits`` are joined by blanks;
+    ``printed`` is the paper's text; ``flags`` says what is odd about the rows.
+
+    Raises:
+        UserError: no such table or sweep, a line that does not select one cell of the sweep, or rows at fault.
+    """
+    folders = folders or Folders()
+    paper = read_paper(name, folders.paper)
+    sweep = read_sweep(folders.sweeps / f"{name}.yaml")
+    places = _places(paper, sweep, folders.paper / f"{name}.csv")
+    scales = read_all(sweep, folders.measured, _wanted(paper, places))
+    lines = [
+        _line(number, cells, scales, sweep) for number, cells in zip(paper.to_dict("records"), places, strict=True)
+    ]
+    return pd.DataFrame(lines, columns=list(LINE))
+
+
+def _places(paper: pd.DataFrame, sweep: Sweep, path: Path) -> list[list[str]]:
+    """For each number: the cell it is of, the two that it is the difference of, or none."""
+    known = list(dict.fromkeys(cell.name for cell in sweep.cells("paper")))
+    places = []
+    for text in paper["cell"]:
+        selectors = text.split(MINUS) if text else []
+        found = [matching(selector, known) for selector in selectors]
+        for selector, cells in zip(selectors, found, strict=True):
+            if len(cells) != 1:
+                raise UserError(f"{path}: {selector!r} selects {len(cells)} cells of the sweep {sweep.name}, not one.")
+        places.append([cells[0] for cells in found])
+    return places
+
+
+def _wanted(paper: pd.DataFrame, places: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    wanted: dict[str, list[str]] = {}
+    for metric, cells in zip(paper["metric"], places, strict=True):
+        for cell in cells:
+            wanted.setdefault(cell, []).append(metric)
+    return {cell: sorted(set(metrics)) for cell, metrics in wanted.items()}
+
+
+def _line(number: Mapping[Any, Any], cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep) -> dict[str, Any]:
+    source = next((at for at in scales if cells and all(len(at.of(cell)) for cell in cells)), None)
+    values, used, flags, expected = pd.Series(dtype=float), pd.DataFrame(), [], None
+    if source is not None:
+        values, used = _values(source, cells, number["metric"])
+        flags = list(dict.fromkeys(flag for cell in cells for flag in source.flags_of(cell)))
+        expected = min(len(source.expected[cell]) for cell in cells)
+    elif cells:
+        expected = min(sum(cell.name == name for cell in sweep.cells("paper")) for name in cells)
+    summary = summarise(list(values))
+    scale = source.scale if source is not None and summary.n else ""
+    status, why = compare(number, summary, expected or 0, scale, cells, sweep)
+    return {
+        "row": number["row"],
+        "column": number["column"],
+        "metric": number["metric"],
+        "paper": number["value"],
+        "paper_std": number["std"],
+        **summary._asdict(),
+        "expected": expected or 0,
+        "scale": scale,
+        "status": status,
+        "why": why,
+        "hashes": " ".join(text[:12] for text in used.get("hash", ())),
+        "commits": " ".join(sorted({text[:7] for text in used.get("git.sha", ()) if text})),
+        "cell": MINUS.join(cells),
+        "printed": number["printed"],
+        "note": number["note"],
+        "flags": "; ".join(flags),
+    }
+
+
+def _values(source: Measured, cells: Sequence[str], metric: str) -> tuple[pd.Series, pd.DataFrame]:
+    """The metric by seed (of a difference: at the seeds that both have), and the rows it came from."""
+    columns = [source.of(cell).set_index("seed")[metric] for cell in cells]
+    values = columns[0] if len(columns) == 1 else (columns[0] - columns[1]).dropna()
+    used = pd.concat([source.of(cell) for cell in cells])
+    return values, used[used["seed"].isin(values.index)]

@@ -1,0 +1,191 @@
+"""Sees one step of the real trainer as an attacker does, and weighs what it says of each canary."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from groupwise.audit.canaries import by_canary, own_gradients
+from groupwise.audit.options import Setting
+from groupwise.clipping import automatic_factors, clip_factors
+from groupwise.clipping.factors import ClipRule
+from groupwise.config.schema import ClipConfig
+from groupwise.errors import UserError
+from groupwise.privacy import AdaptiveThresholds, PrivacyPlan, noise_stds
+from groupwise.training.step import Trainer
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A number for each canary that is N(0, a) without it and N(a, a) with it, at unit noise.
+
+    Args:
+        found: (m,). power: a, (m,).
+    """
+
+    found: Floats
+    power: Floats
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        """Both together, independent."""
+        return Evidence(self.found + other.found, self.power + other.power)
+
+
+def in_gradients(released: list[Floats], own: list[Floats], stds: list[float]) -> Evidence:
+    """From noisy clipped sums: Σ_k ⟨released, own⟩/std_k², one entry a parameter.
+
+    Args:
+        released: what came out, (m, d) by canary. own: each canary's clipped gradient, (m, d). stds: of the noise.
+    """
+    found = sum((u * v).sum(1) / std**2 for u, v, std in zip(released, own, stds, strict=True))
+    power = sum((v * v).sum(1) / std**2 for v, std in zip(own, stds, strict=True))
+    return Evidence(np.asarray(found, dtype=np.float64), np.asarray(power, dtype=np.float64))
+
+
+def in_counts(released: Floats, bits: Floats, std: float, chance: float) -> Evidence:
+    """From noisy centred counts, in which all canaries meet: the others are noise of a known covariance.
+
+    Args:
+        released: Σ_i (b_k - ½) + noise, (K,). bits: each canary's b_k - ½, (m, K). std: σ_b.
+        chance: that a canary is in the batch.
+    """
+    spread = chance * (1.0 - chance)
+    covariance = std**2 * np.eye(bits.shape[1]) + spread * bits.T @ bits
+    weights = np.linalg.solve(covariance, bits.T).T  # (m, K)
+    with_itself = (weights * bits).sum(1)
+    others = np.maximum(1.0 - spread * with_itself, 1e-12)  # Sherman-Morrison: take the canary's own share out again
+    centre = released - chance * bits.sum(0)
+    return Evidence((weights @ centre + chance * with_itself) / others, with_itself / others)
+
+
+def log_ratio(evidence: Evidence, sample_rate: float) -> Floats:
+    """log of (density with the canary in the data) / (density without), (m,); it is drawn at ``sample_rate``."""
+    drawn = evidence.found - 0.5 * evidence.power
+    if sample_rate >= 1.0:
+        return drawn
+    return np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + drawn)
+
+
+AT_ONCE = 500
+"""Canaries in one backward pass of the attacker."""
+MASKS = 8
+"""Of his own that the attacker averages over where there is dropout: he does not know those of the run."""
+
+
+class Watcher:
+    """Runs steps, and reads each canary out of what they release.
+
+    It knows all canaries, the configuration and the code, so every noise scale; not the noise, nor the masks, nor who
+    is in the data.
+
+    Args:
+        trainer: with plain SGD, so that weights show the released gradients.
+        plain: a copy of its model without an engine.
+        losses_of: that model and numbers of canaries (b,) → losses (b,).
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        plain: nn.Module,
+        losses_of: Callable[[nn.Module, Tensor], Tensor],
+        setting: Setting,
+    ) -> None:
+        assert trainer.engine is not None and trainer.thresholds is not None
+        self._trainer, self._plain, self._losses_of, self._m = trainer, plain, losses_of, setting.canaries
+        self._masks = MASKS if setting.dropout else 1
+        self._groups = trainer.engine.groups
+        self._thresholds = trainer.thresholds
+        self._clip = setting.config.clip
+        names = {id(p): name for name, p in trainer.task.model.named_parameters()}
+        self._names = [[names[id(p)] for p in group.parameters] for group in self._groups]
+        self._rate = setting.config.optim.learning_rate
+
+    def step(self, step: int) -> Evidence:
+        """Let the trainer take step ``step``; what it says of every canary."""
+        own, bits = self._expected()
+        before = self._weights()
+        raw = self._thresholds.state_dict()["thresholds"]
+        stds = stds_of(self._trainer)
+        self._trainer.step(step)
+        batch = self._trainer.plan.expected_batch_size
+        released = {name: (before[name] - after) * (batch / self._rate) for name, after in self._weights().items()}
+        flat = [(name, std) for names, std in zip(self._names, stds, strict=True) for name in names]
+        evidence = in_gradients(
+            [by_canary(released[name], self._m).numpy() for name, _ in flat],
+            [own[name].numpy() for name, _ in flat],
+            [std for _, std in flat],
+        )
+        policy = self._thresholds
+        if isinstance(policy, AdaptiveThresholds) and policy.learning_rate > 0:  # else no threshold shows its count
+            chance = 0.5 * self._trainer.plan.sample_rate
+            evidence += in_counts(self._released_counts(policy, raw), bits, policy.count_noise_multiplier, chance)
+        return evidence
+
+    def _expected(self) -> tuple[dict[str, Tensor], Floats]:
+        """What each canary adds in the mean over masks: as `_added`."""
+        self._plain.load_state_dict(self._trainer.task.model.state_dict())
+        drawn = [self._added() for _ in range(self._masks)]
+        own = {name: torch.stack([added[name] for added, _ in drawn]).mean(0) for name in drawn[0][0]}
+        return own, np.mean([bits for _, bits in drawn], axis=0)
+
+    def _added(self) -> tuple[dict[str, Tensor], Floats]:
+        """What each canary adds: clipped gradients (m, d_p) by parameter, in float64, and bits b_k - ½, (m, K)."""
+        own = own_gradients(self._losses_of, self._plain, self._m, AT_ONCE)
+        own = {name: gradient.double() for name, gradient in own.items()}
+        rule = _rule_of(self._clip)
+        bits = np.zeros((self._m, len(self._groups)))
+        both = zip(self._thresholds.clip_thresholds, self._thresholds.count_thresholds, self._names, strict=True)
+        for k, (threshold, counted, names) in enumerate(both):
+            norms = torch.stack([own[name].square().sum(1) for name in names]).sum(0).sqrt()
+            factors = rule(norms, threshold)
+            bits[:, k] = np.where((norms <= counted).numpy(), 0.5, -0.5)
+            for name in names:
+                own[name] = own[name] * factors.unsqueeze(1)
+        return own, bits
+
+    def _released_counts(self, thresholds: AdaptiveThresholds, raw: Tensor) -> Floats:
+        """The noisy centred counts (K,), from how far the thresholds moved."""
+        moved = torch.log(thresholds.state_dict()["thresholds"] / raw)
+        below = thresholds.target_quantile - moved / thresholds.learning_rate
+        return np.asarray((below - 0.5) * thresholds.expected_batch_size, dtype=np.float64)
+
+    def _weights(self) -> dict[str, Tensor]:
+        named = self._trainer.task.model.named_parameters()
+        return {name: p.detach().double().clone() for name, p in named if p.requires_grad}
+
+
+def stds_of(trainer: Trainer) -> list[float]:
+    """Of the noise on each group's sum in the next step, worked out from the plan alone."""
+    assert trainer.engine is not None and trainer.thresholds is not None
+    plan, groups = trainer.plan, trainer.engine.groups
+    return noise_stds(
+        trainer.thresholds.clip_thresholds,
+        [sum(parameter.numel() for parameter in group.parameters) for group in groups],
+        plan.gradient_noise_multiplier,
+        trainer.allocation,
+        groups_elsewhere=plan.num_groups - len(groups),
+    ).tolist()
+
+
+def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:
+    """a of `Evidence` in one step, for a canary that every group clips, or one of `canaries.Codes`."""
+    gradients = 1.0 / plan.gradient_noise_multiplier**2
+    if not codes:
+        return gradients
+    counts = 0.25 * plan.num_groups / plan.count_noise_multiplier**2 if plan.count_noise_multiplier else 0.0
+    return 0.625 * gradients + counts
+
+
+def _rule_of(clip: ClipConfig) -> ClipRule:
+    """What `clip.rule` names, found here once more: a mistake in the run's own finding shows."""
+    if clip.rule == "automatic":
+        return automatic_factors(clip.gamma)
+    if clip.rule == "min":
+        return clip_factors
+    raise UserError(f"the audit does not know clip.rule={clip.rule}: add it to groupwise/audit/attacker.py.")

@@ -1,0 +1,160 @@
+"""Lower bounds on ε, with confidence, from guesses about the data; numpy and scipy only.
+
+Two games. **One run**: each of m canaries is in the data with probability ½, independently; the auditor sees the output
+of one run and makes exactly r guesses "in" or "out" about canaries of its choice. **Two worlds**: many runs on each of
+two neighbouring datasets, a score a run.
+
+Formal guarantee: for a mechanism that is (ε, δ)-DP for adding or removing one example, the bound exceeds ε with
+probability at most 1 - ``confidence``. That needs a number r of guesses fixed in advance (one run), and independent
+scores (two worlds). The ``gaussian`` ones need more: that the mechanism's trade-off curve is that of a Gaussian, as for
+one release of a full batch. They say "if this is μ-Gaussian DP, then μ is at least ...", and turn μ into ε(δ); a
+mechanism of another form may break them.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import expit, ndtr, ndtri
+from scipy.stats import beta, binom
+
+from groupwise.privacy.accountants import gaussian_epsilon
+
+_LARGEST_EPSILON, _LARGEST_MU = 60.0, 30.0
+_MOST_THRESHOLDS = 4096
+
+
+def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
+    """Return the largest ε that ``correct`` right guesses refute (Steinke et al. 2023, Theorem 5.2); 0 if none.
+
+    Under (ε, δ)-DP the number of right guesses W has, with F the tail of Binomial(r, 1/(1 + e^-ε)),
+    P[W ≥ v] ≤ F(v) + 2mδ · max_i (F(v - i) - F(v))/i.
+    """
+    _check_guesses(correct, guesses, canaries, confidence)
+
+    def refuted(epsilon: float) -> bool:
+        right = float(expit(epsilon))
+        below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)) / np.arange(1, correct + 1)
+        slack = 2.0 * canaries * delta * float(below.max(initial=0.0))
+        return bool(binom.sf(correct - 1, guesses, right) + slack < 1.0 - confidence)
+
+    return _largest(refuted, _LARGEST_EPSILON)
+
+
+def one_run_gaussian_mu(correct: int, guesses: int, canaries: int, confidence: float = 0.95) -> float:
+    """Return the largest μ for which μ-Gaussian DP is refuted; 0 if none (after Mahloujifar et al. 2024).
+
+    Let p_i be the probability of i right guesses, and f̄ = 1 - f the trade-off curve. Flip one canary: an output that
+    got i right with this one right gets i - 1 right with this one wrong. Averaged over the m canaries (f̄ is concave),
+    for every i: Σ_{l≥i} l·p_l/m ≤ f̄(Σ_{l≥i} (r - l + 1)·p_{l-1}/m). :func:`_impossible` is what P[W ≥ v] makes of it.
+    """
+    _check_guesses(correct, guesses, canaries, confidence)
+
+    def refuted(mu: float) -> bool:
+        def needed(reached: float) -> float:
+            return float(ndtr(ndtri(min(reached, 1.0)) - mu))
+
+        return _impossible(correct, guesses, canaries, 1.0 - confidence, needed)
+
+    return _largest(refuted, _LARGEST_MU)
+
+
+def one_run_gaussian_epsilon(
+    correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95
+) -> float:
+    """Return ε(δ) of :func:`one_run_gaussian_mu`; assumes a Gaussian trade-off curve."""
+    return gaussian_epsilon(delta, one_run_gaussian_mu(correct, guesses, canaries, confidence))
+
+
+def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = 0.95) -> float:
+    """Return a lower bound on ε from scores of runs without (``scores_out``) and with (``scores_in``) one example.
+
+    "In" is guessed above a threshold that the even-numbered runs choose; the odd-numbered ones bound both error rates
+    (Clopper-Pearson, each at half of 1 - ``confidence``). Under (ε, δ)-DP, FPR·e^ε + FNR ≥ 1 - δ, and the same with
+    the two exchanged. Raises ValueError for fewer than two scores a world, or NaN.
+    """
+    false_in, false_out = _error_rates(scores_out, scores_in, delta, confidence)
+    return float(_epsilon_of_errors(np.array(false_in), np.array(false_out), delta))
+
+
+def two_worlds_gaussian_epsilon(
+    scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = 0.95
+) -> float:
+    """Return ε(δ) of the μ that the error rates refute; assumes a Gaussian trade-off curve."""
+    false_in, false_out = _error_rates(scores_out, scores_in, delta, confidence, gaussian=True)
+    mu = float(ndtri(1.0 - false_in) - ndtri(false_out))
+    return gaussian_epsilon(delta, max(mu, 0.0)) if math.isfinite(mu) else 0.0
+
+
+def _impossible(v: int, r: int, m: int, level: float, needed: Callable[[float], float]) -> bool:
+    """Whether P[W ≥ v] = ``level`` cannot be, ``needed`` being the inverse of f̄.
+
+    The least total probability that such a law takes: mass on v or above serves best at v, and below it each p_{i-1} is
+    as small as Σ_{l≥i-1} (r - l)·p_l/m ≥ f̄⁻¹(Σ_{l≥i} l·p_l/m) lets it be, since mass further down has more wrong
+    guesses. More than 1 is impossible.
+    """
+    total, right, wrong = level, level * v / m, level * (r - v) / m
+    for i in range(v - 1, -1, -1):
+        mass = max(0.0, needed(right) - wrong) * m / (r - i)
+        total, right, wrong = total + mass, right + mass * i / m, wrong + mass * (r - i) / m
+        if total > 1.0:
+            return True
+    return False
+
+
+def _error_rates(
+    scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float, gaussian: bool = False
+) -> tuple[float, float]:
+    """Upper bounds on (FPR, FNR), together at ``confidence``, at a threshold chosen on the other half of the runs."""
+    out, inside = (np.asarray(scores, dtype=np.float64).ravel() for scores in (scores_out, scores_in))
+    if min(len(out), len(inside)) < 2 or np.isnan(out).any() or np.isnan(inside).any():
+        raise ValueError("give at least two scores for each world, none of them NaN.")
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence is {confidence}; give a probability strictly between 0 and 1.")
+    alpha = (1.0 - confidence) / 2.0
+    thresholds = np.unique(np.concatenate([out[::2], inside[::2]]))
+    thresholds = thresholds[:: max(1, len(thresholds) // _MOST_THRESHOLDS)]
+    false_in, false_out = _clopper_pearson(out[::2], inside[::2], thresholds, alpha)
+    worth = ndtri(1.0 - false_in) - ndtri(false_out) if gaussian else _epsilon_of_errors(false_in, false_out, delta)
+    best = thresholds[int(np.argmax(worth))]
+    false_in, false_out = _clopper_pearson(out[1::2], inside[1::2], np.array([best]), alpha)
+    return float(false_in[0]), float(false_out[0])
+
+
+def _clopper_pearson(
+    out: NDArray[np.float64], inside: NDArray[np.float64], thresholds: NDArray[np.float64], alpha: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Upper bounds on P[out > t] and P[in ≤ t] for each t, each wrong with probability at most ``alpha``."""
+    false_in = len(out) - np.searchsorted(np.sort(out), thresholds, side="right")
+    false_out = np.searchsorted(np.sort(inside), thresholds, side="right")
+    rates = []
+    for wrong, runs in ((false_in, len(out)), (false_out, len(inside))):
+        rates.append(np.where(wrong < runs, beta.ppf(1.0 - alpha, wrong + 1, np.maximum(runs - wrong, 1)), 1.0))
+    return rates[0], rates[1]
+
+
+def _epsilon_of_errors(
+    false_in: NDArray[np.float64], false_out: NDArray[np.float64], delta: float
+) -> NDArray[np.float64]:
+    ratio = np.maximum((1.0 - delta - false_out) / false_in, (1.0 - delta - false_in) / false_out)
+    return np.log(np.maximum(ratio, 1.0))
+
+
+def _largest(refuted: Callable[[float], bool], top: float) -> float:
+    """The largest value that is refuted, from below to 1e-4 (smaller ones are refuted too); 0 if none is."""
+    if not refuted(0.0):
+        return 0.0
+    low, high = 0.0, top
+    while high - low > 1e-4:
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
+
+
+def _check_guesses(correct: int, guesses: int, canaries: int, confidence: float) -> None:
+    if not 0 <= correct <= guesses <= canaries or not guesses or not 0.0 < confidence < 1.0:
+        raise ValueError(
+            f"correct is {correct}, guesses {guesses}, canaries {canaries} and confidence {confidence}; give "
+            "0 <= correct <= guesses <= canaries, at least one guess, and a probability between 0 and 1."
+        )

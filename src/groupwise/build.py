@@ -1,0 +1,295 @@
+"""Builds the trainer of a run: alone, as a replica, in shards, or one stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import ClippingEngine, verify
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.models.hub import find_source
+from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
+from groupwise.pipeline.runner import StageRunner
+from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut
+from groupwise.pipeline.timing import measure_costs
+from groupwise.pipeline.trainer import PipelineTrainer
+from groupwise.privacy import NoiseSource, PoissonSampler, PrivacyPlan, ShuffleSampler
+from groupwise.privacy.secure import SecurePoissonSampler
+from groupwise.tasks import make_task
+from groupwise.tasks.text_generation import make_text_generation
+from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.memory import choose_microbatch
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.step import Trainer
+from groupwise.training.task import Microbatch, Task
+
+CHECKED = 5
+"""Examples that the engine is compared with a slow loop on, before training."""
+
+
+def make_trainer(
+    config: RunConfig,
+    task: Task,
+    engine: ClippingEngine | None,
+    plan: PrivacyPlan,
+    device: torch.device,
+    ranks: Alone | Ranks,
+    state: dict[str, Any] | None,
+) -> Trainer:
+    """A trainer with a verified engine, at its first step; `state` is the checkpoint that it will go on from, if any.
+
+    With replicas every process calls it: the model becomes the first one's, and the noise key the main one's.
+    `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`.
+
+    Raises:
+        UserError: the checkpoint belongs to another plan; the model cannot be clipped or sharded.
+    """
+    check_plan(plan, state)
+    noise = make_noise(config, plan, ranks, state)
+    microbatch = config.train.microbatch
+    if microbatch is None and state is None:
+        microbatch = choose_microbatch(task.losses, task.model, device, task.order(np.arange(task.train_size)))
+        microbatch = min(ranks.gather(microbatch))
+    if engine is not None:
+        coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
+        some = examples_to_check(task.order(np.arange(task.train_size)))
+        verify(engine, task.losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
+    make: type[Trainer] = Trainer
+    if ranks.replicas > 1:
+        ranks.copy_([*task.model.parameters(), *task.model.buffers()])
+        if config.parallel.kind == "fsdp":
+            from groupwise.training.shards import ShardedTrainer, shard
+
+            engine = shard(task.model, engine, config.clip, device)
+            make = ShardedTrainer
+    optimizer = make_optimizer(task.model.parameters(), config.optim)
+    return make(
+        task=task,
+        engine=engine,
+        thresholds=None if engine is None else make_thresholds(config.clip, plan),
+        plan=plan,
+        sampler=make_sampler(plan, noise),
+        noise=noise,
+        allocation=config.noise.allocation,
+        optimizer=optimizer,
+        schedule=make_schedule(optimizer, config.optim, plan.steps),
+        microbatch=microbatch or 1,
+        device=device,
+        ranks=ranks,
+    )
+
+
+def examples_to_check(order: np.ndarray) -> list[int]:
+    """Examples of different kinds, the longest first: the shortest, the first and the last, and some in between.
+
+    Args:
+        order: all examples, (N,), as `Task.order` puts them.
+    """
+    kinds = [order[0], order[-1], order.min(), order.max(), *(order[len(order) * part // 4] for part in (2, 1, 3))]
+    return list(dict.fromkeys(int(i) for i in kinds))[:CHECKED]
+
+
+def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
+    """Refuse a checkpoint that was made under another plan, or holds something else."""
+    if state is None:
+        return
+    if not {"plan", "step", "noise_key", "noise_is_secret"} <= state.keys():
+        raise UserError("The checkpoint is none of a run: bring its own back, or start afresh with overwrite=true.")
+    if state["plan"] != plan.to_dict():
+        raise UserError(
+            "The checkpoint was made under another privacy plan (other data, software or settings): bring those "
+            "back, or start afresh with overwrite=true."
+        )
+
+
+def make_sampler(plan: PrivacyPlan, noise: NoiseSource) -> PoissonSampler | ShuffleSampler:
+    """The same batches on every process, as they follow from the run's key."""
+    key = noise.derive("sampling")
+    if plan.sampling == "shuffle":
+        return ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), key)
+    sampler = SecurePoissonSampler if noise.secure else PoissonSampler
+    return sampler(plan.dataset_size, plan.sample_rate, key)
+
+
+def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state: dict[str, Any] | None) -> NoiseSource:
+    """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
+    seed (no secret)."""
+    noise = _noise_source(config, plan, state)
+    key, is_secret = ranks.told((noise.key, noise.is_secret))
+    return NoiseSource.from_key(key, is_secret, config.noise.secure)
+
+
+def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:
+    if state is not None:
+        return NoiseSource.from_key(state["noise_key"], state["noise_is_secret"])
+    if config.debug.noise_seed is not None:
+        return NoiseSource.from_seed(config.debug.noise_seed)
+    return NoiseSource.fresh() if plan.noise_multiplier > 0 else NoiseSource.from_seed(config.seed)
+
+
+BUSY = 4
+"""Microbatches for every stage, which keep the stages waiting for a fifth of the time at most (Huang et al., 2019)."""
+
+
+def make_staged_task(config: RunConfig, ranks: Alone | Ranks, device: torch.device) -> Task:
+    """The task of `config`, whose model is this process's stage on `device`.
+
+    Weights that lie in a folder, of a model where only adapters train, are read for the stage alone. Otherwise every
+    process makes the whole model on the CPU, the same in all, and cuts its stage out.
+
+    Raises:
+        UserError: as `make_task` does; the model cannot be cut so.
+    """
+    pipeline = config.pipeline
+    parts: dict[str, Any] = {
+        "rematerialize": pipeline.rematerialize,
+        "token_loss": config.train.token_loss,
+        "precision": autocast(config.train.precision, device),
+    }
+    choose = partial(choose_ranges, stages=pipeline.stages, balance=pipeline.balance, by_hand=pipeline.blocks)
+    if (folder := _weights(config)) is not None:
+        settings = replace(config.model, source=str(folder))
+        task: Any = make_text_generation(config, device, lambda _, tokenizer: empty_model(settings, tokenizer))
+        stage = load_stage(settings, task.tokenizer, choose, ranks.stage, seed=config.seed, device=device, **parts)
+    else:
+        task = make_task(config, torch.device("cpu"))
+        costs = None
+        if pipeline.balance == "time" and not pipeline.blocks:
+            costs = ranks.told(_measure(config, task, device) if ranks.main else None)
+        stage = _take(task.model, choose(task.model, costs=costs), ranks.stage, parts).to(device)
+    task.model = stage
+    task.precision = nullcontext  # the stage computes in the run's precision by itself
+    return task
+
+
+def _weights(config: RunConfig) -> Path | None:
+    """The folder that a stage can read its weights from alone, if there is one."""
+    model, pipeline = config.model, config.pipeline
+    measured = pipeline.balance == "time" and not pipeline.blocks
+    if measured or model.fresh or model.trains != "lora" or not model.source:
+        return None
+    folder = Path(find_source(model.source))
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(model.source, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError):
+            return None
+    return folder if any((folder / name).is_file() for name in (SINGLE, INDEX)) else None
+
+
+def _take(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any]) -> Stage:
+    """Cut a stage out, and give back the memory of all others, which the task may still hold."""
+    parameters = list(model.parameters())
+    stage = cut(model, ranges, index, **parts)
+    kept = {id(parameter) for parameter in stage.parameters()}
+    for parameter in parameters:
+        if id(parameter) not in kept:
+            parameter.data = parameter.new_empty(0)
+    return stage
+
+
+def make_pipeline_trainer(
+    config: RunConfig,
+    task: Task,
+    engine: ClippingEngine | None,
+    plan: PrivacyPlan,
+    device: torch.device,
+    ranks: Alone | Ranks,
+    state: dict[str, Any] | None,
+) -> PipelineTrainer:
+    """The trainer of this process's stage, `task.model`, with a verified engine; as `making.make_trainer` otherwise.
+
+    Raises:
+        UserError: the checkpoint belongs to another plan; the stage cannot be clipped.
+    """
+    check_plan(plan, state)
+    stage: Any = task.model
+    assert isinstance(stage, Stage) and isinstance(ranks, Ranks)
+    noise = make_noise(config, plan, ranks, state)
+    feed = task.feed("train", device)  # type: ignore[attr-defined]
+    examples = feed.order(np.arange(len(feed)))
+    if engine is not None:
+        coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
+        chosen = np.array(examples_to_check(examples))
+        some = feed.microbatches(chosen, len(chosen))[0]
+        rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))
+        verify(engine, alone(stage, some, device), range(some.examples), rows=rows, **coarse)
+    microbatch = config.train.microbatch
+    if microbatch is None and state is None:
+        two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
+        fits = choose_microbatch(alone(stage, two, device), stage, device, np.arange(two.examples))
+        microbatch = min(ranks.gather(fits // stage.count))
+        microbatch = min(microbatch, int(plan.expected_batch_size) // (BUSY * stage.count * ranks.replicas))
+    ranks.copy_([*stage.parameters(), *stage.buffers()])
+    optimizer = make_optimizer(stage.parameters(), config.optim)
+    runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
+    return PipelineTrainer(
+        task=task,
+        engine=engine,
+        thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
+        plan=plan,
+        sampler=make_sampler(plan, noise),
+        noise=noise,
+        allocation=config.noise.allocation,
+        optimizer=optimizer,
+        schedule=make_schedule(optimizer, config.optim, plan.steps),
+        microbatch=max(1, microbatch or 1),
+        device=device,
+        ranks=ranks,
+        runner=runner,
+        feed=feed,
+        one_group=config.clip.grouping == "flat",
+    )
+
+
+def alone(stage: Stage, microbatch: Microbatch, device: torch.device) -> Callable[[Sequence[int] | np.ndarray], Tensor]:
+    """Numbers of rows of a microbatch -> a loss each, (n,), by this stage alone.
+
+    Instead of what the stage before sends it gets random activations, and instead of the losses of the last stage it
+    gives a random sum over its own: every product of the backward pass is there.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator).to(device)
+
+    b, length = microbatch.examples, microbatch.first.shape[-1]
+    given = microbatch.first
+    if not stage.first:
+        given = random(stage.activation(b, length, before=True)).to(stage.dtype)
+    direction = None if stage.last else random(stage.activation(b, length))
+
+    def losses(rows: Sequence[int] | np.ndarray) -> Tensor:
+        at = torch.as_tensor(np.asarray(rows, dtype=np.int64), device=device)
+        made = stage(given[at], **{name: value[at] for name, value in microbatch.kwargs.items()})
+        return made if direction is None else (made.float() * direction[at]).flatten(1).sum(1)
+
+    return losses
+
+
+def _measure(config: RunConfig, task: Task, device: torch.device) -> list[float]:
+    model: nn.Module = task.model.to(device)
+    try:
+        feed = task.feed("train", device)  # type: ignore[attr-defined]
+        examples = feed.order(np.arange(len(feed)))
+        microbatch = feed.microbatches(examples[: config.train.microbatch or 1], config.train.microbatch or 1)[0]
+        return measure_costs(model, microbatch, precision=autocast(config.train.precision, device))
+    except torch.cuda.OutOfMemoryError:
+        raise UserError(
+            "pipeline.balance=time measures the whole model on one device, and it does not fit: use "
+            "pipeline.balance=parameters, or give pipeline.blocks."
+        ) from None
+    finally:
+        model.to("cpu")

@@ -1,0 +1,1 @@
+"""Goes from the command line to runs, and answers `--help`."""

@@ -1,0 +1,140 @@
+"""From the command line to runs: compose, check, run, and tell mistakes from bugs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NoReturn
+
+import hydra
+from omegaconf import DictConfig
+
+from groupwise.cli.why import why
+from groupwise.config.compose import register, to_run_config
+from groupwise.config.keys import groups
+from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence, too_long
+from groupwise.config.schema import RunConfig
+from groupwise.errors import INTERRUPTED, MISTAKE, UserError, exit_code, report, tell_warnings
+from groupwise.sweeps.cell import run_cell
+from groupwise.sweeps.folder import begin_sweep, handed_on, report_sweep, run_from
+from groupwise.sweeps.prepare import plan_sweep
+
+
+def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
+    """Run what the command line asks for and return the exit code: 0, 1 a bug, 2 a mistake, 130 interrupted.
+
+    One run, or with ``-m`` every cell of a sweep that is not done, where a failing cell does not stop the others; what
+    runs then is a copy of the code, in the sweep's folder. A mistake is one line on stderr with nothing written; a bug
+    keeps its traceback.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, rather than print a report of its own and leave
+    failed: list[Exception] = []
+    began: list[DictConfig] = []
+    folder: Path | None = None
+
+    def task(composed: DictConfig) -> Any:
+        began.append(composed)
+        if folder is not None:
+            return run_cell(composed, train)
+        try:
+            return train(to_run_config(composed))
+        except Exception as error:
+            failed.append(error)  # not raised: Hydra would add words of its own
+            return None
+
+    tell_warnings()
+    try:
+        register()
+        if "--why" in sys.argv[1:]:
+            print(why(sys.argv[1:], conf))
+            return 0
+        arguments = _parse(sys.argv[1:])
+        if _is_sweep(arguments):
+            folder = _prepare(arguments.overrides, conf)
+            if folder is None:
+                return 0
+            sys.argv.append(f"hydra.sweep.dir='{folder}'")
+        hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)()
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        code = 0 if folder is None else report_sweep(folder, error)
+        if code:
+            return code
+        if not _is_mistake(error, bool(began)):
+            raise
+        print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
+        return MISTAKE
+    if folder is not None:
+        return report_sweep(folder)
+    for mistake in failed:
+        report(mistake)
+    return exit_code(type(mistake).__name__ for mistake in failed)
+
+
+def _prepare(overrides: Sequence[str], conf: Path) -> Path | None:
+    """The folder of a sweep, which is checked whole before it is made; None where all is done.
+
+    `run.py` does not come back from here: the copy of it in that folder goes on.
+    """
+    folder = handed_on()
+    if folder is not None:
+        return folder
+    planned = plan_sweep(overrides, conf)
+    if planned.cells is not None:
+        done = sum(cell.done for cell in planned.cells)
+        if done:
+            print(
+                f"{done} of {len(planned.cells)} cells are done already (overwrite=true runs them again)",
+                file=sys.stderr,
+            )
+        if done == len(planned.cells):
+            return None
+    folder = begin_sweep(planned)
+    if Path(sys.argv[0]).resolve() == conf.resolve().parent / "run.py":
+        run_from(folder, conf.resolve().parent)
+    return folder
+
+
+def _is_sweep(arguments: Namespace) -> bool:
+    """Does it run cells, rather than show something, or hold flags at odds, which Hydra refuses?"""
+    others = (
+        "run",
+        "cfg",
+        "info",
+        "help",
+        "hydra_help",
+        "version",
+        "shell_completion",
+        "resolve",
+    )
+    return bool(arguments.multirun) and not any(getattr(arguments, name, None) for name in others)
+
+
+def _is_mistake(error: Exception, began: bool) -> bool:
+    """Before a run began only the command line can be wrong, also where Hydra itself falls over it: privacy=3 is a bare
+    ValueError there, scale=[null] a TypeError, a number of 400 digits an OverflowError."""
+    if isinstance(error, COMPOSITION_ERRORS) or (too_long(error) and not began):
+        return True
+    *_, last = walk_tb(error.__traceback__)
+    return not began and last[0].f_globals["__name__"].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    """Hydra's own flags, refused in one sentence rather than with a page of usage."""
+    from hydra.main import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message}; `python run.py --help` shows what can be given.")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    given = parser.parse_args(list(arguments))
+    if given.experimental_rerun:
+        raise UserError("--experimental-rerun would unpickle a file; resume=results/runs/<hash> goes on with a run.")
+    return given

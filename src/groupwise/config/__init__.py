@@ -1,0 +1,1 @@
+"""Types, composes and checks the configuration of a run, and hashes what names it."""

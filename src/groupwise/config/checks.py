@@ -1,0 +1,346 @@
+"""What a run may not ask for: one sentence each, before anything is loaded or written."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+from groupwise.atomic import why_unwritable
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError, did_you_mean, reason
+
+CHOICES = {
+    "scale": ("paper", "mini", "demo", "smoke"),
+    "model.block_order": ("classic", "deepmind", "order3"),
+    "model.norm": ("group", "batch"),
+    "model.pool": ("first", "mean"),
+    "model.trains": ("all", "attention", "bias", "embeddings", "lora"),
+    "model.attention": ("sdpa", "eager"),
+    "model.frozen_dtype": ("float32", "bfloat16"),
+    "clip.grouping": ("none", "flat", "layer", "block", "device", "custom"),
+    "clip.norms": ("bookkeeping", "ghost"),
+    "clip.policy": ("fixed", "adaptive"),
+    "clip.rule": ("min", "automatic"),
+    "clip.count_at": ("raw", "rescaled"),
+    "clip.formula": ("auto", "gram", "materialize"),
+    "noise.allocation": ("global", "equal_budget", "weighted"),
+    "privacy.sampling": ("poisson", "shuffle"),
+    "privacy.accountant": ("prv", "pld", "rdp"),
+    "optim.name": ("sgd", "adam", "adamw"),
+    "optim.schedule": ("constant", "linear", "cosine"),
+    "train.token_loss": ("mean", "sum"),
+    "train.precision": ("float32", "bfloat16"),
+    "train.device": ("auto", "cpu", "cuda"),
+    "pipeline.schedule": ("1f1b", "gpipe"),
+    "pipeline.balance": ("parameters", "time"),
+    "parallel.kind": ("ddp", "fsdp"),
+    "tracker.name": ("files", "wandb", "tensorboard"),
+    "tracker.mode": ("offline", "online", "disabled"),
+}
+
+POSITIVE = (
+    "model.depth", "model.width", "model.norm_groups", "model.lora.rank", "model.lora.alpha",
+    "data.image_size", "data.train_limit", "data.max_length",
+    "clip.threshold", "clip.initial_threshold", "clip.quantile_learning_rate", "clip.minimum", "clip.maximum",
+    "privacy.epsilon", "optim.learning_rate", "optim.eps",
+    "train.batch_size", "train.sample_rate", "train.epochs", "train.steps", "train.microbatch", "train.threads",
+    "eval.every", "eval.train_limit", "eval.batch_size",
+    "eval.generate.beams", "eval.generate.max_new_tokens", "eval.generate.batch_size",
+    "pipeline.stages", "pipeline.timeout", "parallel.ranks",
+)  # fmt: skip
+MAY_BE_INFINITE = ("privacy.epsilon",)
+NOT_NEGATIVE = (
+    "privacy.noise_multiplier", "optim.weight_decay", "clip.gamma", "train.checkpoint_every", "seed",
+    "debug.noise_seed", "eval.generate.no_repeat_ngram", "eval.generate.limit", "eval.shots",
+)  # fmt: skip
+BELOW_ONE = (
+    "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
+    "model.dropout", "model.attention_dropout", "model.lora.dropout", "data.holdout",
+)  # fmt: skip
+MOST = {
+    "model.depth": 10_000, "model.width": 1_000, "train.threads": 1_000,
+    "pipeline.stages": 1_000, "parallel.ranks": 10_000,
+}  # fmt: skip
+"""More than any machine has, and libraries fall over it."""
+PLACES = (
+    "paths.data", "paths.results", "resume", "export", "data.corpus", "data.hub", "data.train_file",
+    "model.source", "model.tokenizer", "model.weights",
+)  # fmt: skip
+WRITTEN = ("paths.results", "export")
+"""Folders that a run makes."""
+LARGEST_WHOLE, LARGEST = 2**62, 1e15
+"""No seed, size or number of steps is larger, and no other finite number: beyond them libraries overflow."""
+PIPELINES = ("samsum", "e2e", "dart", "cifar")
+"""Tasks whose model can be cut into stages."""
+
+
+def validate(config: RunConfig) -> None:
+    """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
+    checks = (
+        _texts,
+        _choices,
+        _ranges,
+        _places,
+        _resume,
+        _batch,
+        _precision,
+        _weights,
+        _evaluation,
+        _privacy,
+        _clipping,
+    )
+    for check in (*checks, _pipeline, _parallel):
+        for problem in check(config):
+            raise UserError(problem)
+
+
+def value_at(config: RunConfig, key: str) -> object:
+    """The value of a dotted key such as ``clip.threshold``."""
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _texts(section: object, prefix: str = "") -> Iterator[str]:
+    """What no file and no terminal can show, and numbers that no machine can hold."""
+    for item in fields(section):  # type: ignore[arg-type]
+        key, value = prefix + item.name, getattr(section, item.name)
+        if is_dataclass(value):
+            yield from _texts(value, f"{key}.")
+        elif isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+            yield f"{key}={value} is too large: give at most 2^62."
+        elif isinstance(value, float) and LARGEST < abs(value) < math.inf:
+            yield f"{key}={value} is too large: give at most {LARGEST:g} (of either sign)."
+        elif "${" in str(value):
+            yield f"{key}={value} would be read as a reference to another key: write it without ${{."
+        elif not _plain(value):
+            yield f"{key}={value} has control characters, or is no UTF-8: leave them out."
+
+
+def _plain(value: object) -> bool:
+    """Can it be shown, with all that it holds?"""
+    if isinstance(value, dict):
+        return all(map(_plain, value)) and all(map(_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_plain, value))
+    return not any(c < " " or "\x7f" <= c < "\xa0" or "\ud800" <= c <= "\udfff" for c in str(value))
+
+
+def _choices(config: RunConfig) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        value = value_at(config, key)
+        if value not in allowed:
+            yield f"{key}={value} is not one of {', '.join(allowed)}{did_you_mean(str(value), allowed)}."
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
+    for key in POSITIVE:
+        value = value_at(config, key)
+        if value is None:
+            continue
+        if not value > 0:  # type: ignore[operator]
+            yield f"{key}={value} must be greater than zero."
+        if not math.isfinite(value) and key not in MAY_BE_INFINITE:  # type: ignore[arg-type]
+            yield f"{key}={value} must be finite."
+    for key in NOT_NEGATIVE:
+        value = value_at(config, key)
+        if value is not None and not 0 <= value < math.inf:  # type: ignore[operator]
+            yield f"{key}={value} must be zero or more, and finite."
+    for key in BELOW_ONE:
+        value = value_at(config, key)
+        if value is not None and not 0 <= value < 1:  # type: ignore[operator]
+            yield f"{key}={value} must lie in [0, 1)."
+
+    for key, most in MOST.items():
+        if (value_at(config, key) or 0) > most:  # type: ignore[operator]
+            yield f"{key}={value_at(config, key)} is more than {most}: give less."
+
+
+def _places(config: RunConfig) -> Iterator[str]:
+    """Names that no folder or file can have, and folders that cannot be made; what must be there is found later."""
+    for key in PLACES:
+        value = value_at(config, key)
+        if value is None:
+            continue
+        if not str(value).strip():
+            yield f"{key} is empty: give a folder, or leave {key} out."
+        try:
+            place = Path(str(value)).expanduser()
+            os.stat(place)
+        except RuntimeError:
+            yield f"{key}={value} begins with the home of somebody who has none on this machine: write the folder out."
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            pass
+        except (OSError, ValueError) as error:
+            yield f"{key}={value} can be no path ({reason(error)}): give another."
+        if key in WRITTEN and (why := why_unwritable(place)):
+            yield f"{key}={value} cannot be written ({why}): give another folder."
+    name = config.data.train_file
+    if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+        yield f"data.train_file={name} leaves the folder of the data set: give the name of a file in it."
+
+
+def _resume(config: RunConfig) -> Iterator[str]:
+    if config.resume is not None and config.overwrite:
+        yield (f"resume={config.resume} with overwrite=true would throw away what is to be resumed: drop one of them.")
+
+
+def _batch(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    if (train.batch_size is None) == (train.sample_rate is None):
+        both = "null" if train.batch_size is None else "given"
+        yield f"train.batch_size and train.sample_rate are both {both}: give one, the other null."
+    if train.sample_rate is not None and train.sample_rate > 1:
+        yield f"train.sample_rate={train.sample_rate} is a probability: give at most 1."
+
+
+def _precision(config: RunConfig) -> Iterator[str]:
+    if config.model.frozen_dtype == "bfloat16" and config.train.precision != "bfloat16":
+        yield "model.frozen_dtype=bfloat16 needs train.precision=bfloat16, as float32 layers meet frozen ones."
+
+
+def _weights(config: RunConfig) -> Iterator[str]:
+    if any(not 0 <= epoch < math.inf for epoch in config.train.keep):
+        yield f"train.keep={config.train.keep} are epochs: give numbers of zero or more."
+    if config.model.pool == "mean":
+        if config.model.trains == "lora":
+            yield "model.pool=mean is not for model.trains=lora: choose one of the two."
+        if config.export is not None:
+            yield "export with model.pool=mean would be read by others as if its head took the first token: drop one."
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.eval.shots is not None and config.clip.grouping != "none":
+        yield "eval.shots trains nothing, so there is nothing to clip: add clip=none."
+    if not -100 <= config.eval.generate.length_penalty <= 100:
+        yield f"eval.generate.length_penalty={config.eval.generate.length_penalty} must lie in [-100, 100]."
+    if config.eval.prompt_set not in (0, 1, 2):
+        yield f"eval.prompt_set={config.eval.prompt_set} is not one of 0, 1, 2."
+
+
+def _privacy(config: RunConfig) -> Iterator[str]:
+    privacy = config.privacy
+    if privacy.delta is not None and not 0 < privacy.delta < 1:
+        yield (
+            f"privacy.delta={privacy.delta} must lie strictly between 0 and 1, "
+            "and well below one over the number of training examples."
+        )
+    if (privacy.epsilon is None) == (privacy.noise_multiplier is None):
+        both = "null" if privacy.epsilon is None else "given"
+        yield f"privacy.epsilon and privacy.noise_multiplier are both {both}: give one, the other null."
+    if config.clip.grouping == "none":
+        if privacy.noise_multiplier:
+            yield (
+                f"privacy.noise_multiplier={privacy.noise_multiplier} with clip.grouping=none would add "
+                "noise to gradients of unbounded sensitivity: choose a clipping mode, or leave the noise out."
+            )
+        elif privacy.epsilon is not None and math.isfinite(privacy.epsilon):
+            yield (
+                f"privacy.epsilon={privacy.epsilon:g} cannot be kept without clipping "
+                f"(clip={config.clip.name}): choose a clipping mode, or leave epsilon out."
+            )
+
+
+def _clipping(config: RunConfig) -> Iterator[str]:
+    clip = config.clip
+    if clip.norms == "ghost" and clip.grouping != "flat":
+        yield (
+            f"clip.norms=ghost needs the whole gradient's norm before its second backward, so "
+            f"clip.grouping must be flat, not {clip.grouping}: use clip=ghost, or clip.norms=bookkeeping."
+        )
+    if clip.grouping == "custom" and not clip.mapping:
+        yield (
+            "clip.grouping=custom needs clip.mapping, a glob of layer names for each group, "
+            "such as '+clip.mapping={stem*:early,*:late}'."
+        )
+    if clip.mapping and clip.grouping != "custom":
+        yield f"clip.mapping is read only with clip.grouping=custom, not {clip.grouping}: drop one of them."
+    if clip.rule == "automatic" and clip.gamma == 0:
+        yield ("clip.gamma=0 with clip.rule=automatic divides by a zero norm: give a small number such as 0.01.")
+    if clip.policy == "adaptive":
+        yield from _adaptive(config)
+    if clip.grouping != "none" and config.model.norm == "batch":
+        yield (
+            "model.norm=batch mixes the examples of a batch, so no example's gradient can be clipped alone: "
+            "use model.norm=group."
+        )
+
+
+def _adaptive(config: RunConfig) -> Iterator[str]:
+    clip = config.clip
+    if clip.grouping == "none":
+        yield "clip.policy=adaptive has no threshold to adapt with clip.grouping=none: use clip.policy=fixed."
+    if not 0 < clip.quantile_budget < 1:
+        yield (
+            f"clip.quantile_budget={clip.quantile_budget} must lie strictly between 0 and 1: it is the "
+            "share of the privacy budget that pays for the counts, and the gradients need the rest."
+        )
+    if not 0 < clip.target_quantile < 1:
+        yield f"clip.target_quantile={clip.target_quantile} must lie strictly between 0 and 1."
+    if clip.minimum > clip.maximum:
+        yield f"clip.minimum={clip.minimum} is above clip.maximum={clip.maximum}: swap them."
+    one_group = clip.grouping == "flat" or (clip.grouping == "device" and config.pipeline.stages == 1)
+    if clip.rescale and one_group:
+        yield (
+            f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
+            "nothing adapts: use clip.rescale=false, or clip=flat."
+        )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    """What no pipeline can do, and what would need the thresholds or the norms of other stages (Algorithm 2)."""
+    clip, stages, blocks = config.clip, config.pipeline.stages, config.pipeline.blocks
+    if blocks and (len(blocks) != stages or min(blocks) < 1):
+        yield f"pipeline.blocks={blocks} must give each of the {stages} stages (pipeline.stages) one block or more."
+    if stages == 1:
+        return
+    several = f"pipeline.stages={stages}"
+    if config.task not in PIPELINES:
+        yield f"{several} is not for task={config.task}: choose one of {', '.join(PIPELINES)}, or pipeline.stages=1."
+    if clip.norms == "ghost":
+        yield f"clip.norms=ghost is not for {several}: clip=flat does the same there, in two passes of the pipeline."
+    if clip.grouping == "custom":
+        yield f"clip.grouping=custom cannot tell the stages of {several} apart: use device, layer, block or flat."
+    if clip.grouping in ("device", "layer", "block"):
+        if config.noise.allocation != "equal_budget":
+            yield (
+                f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "
+                f"noise: use noise=equal_budget with {several}."
+            )
+        if clip.policy == "adaptive" and clip.rescale:
+            yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
+    if config.train.compile:
+        yield f"train.compile=true is not for {several}: leave it out."
+    if config.eval.shots is not None:
+        yield f"eval.shots is not for {several}: nothing trains, so one process is enough; give pipeline.stages=1."
+    if config.explain:
+        yield f"explain=true shows one process: give pipeline.stages=1 instead of {stages}."
+    if config.export is not None:
+        yield f"export is not for {several}: take model.pt from the run's folder."
+
+
+def _parallel(config: RunConfig) -> Iterator[str]:
+    """What replicas cannot do, and what sharded parameters cannot clip."""
+    clip, ranks, sharded = config.clip, config.parallel.ranks, config.parallel.kind == "fsdp"
+    if sharded and config.pipeline.stages > 1:
+        yield "parallel.kind=fsdp is not for pipelines, whose stages are shards already: use parallel.kind=ddp."
+    if ranks == 1:
+        return
+    if config.eval.shots is not None or config.explain:
+        what = "explain=true" if config.explain else "eval.shots"
+        yield f"{what} trains nothing, so one process is enough: give parallel.ranks=1."
+    if sharded and (config.train.compile or config.export is not None):
+        what = "train.compile=true" if config.train.compile else "export"
+        yield f"{what} is not for parallel.kind=fsdp: leave it out (model.pt is in the run's folder), or use ddp."
+    if sharded and config.task.startswith("pretrain"):
+        yield f"task={config.task} runs parts of its model alone, which shards cannot: use parallel.kind=ddp."
+    if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":
+        yield (
+            "parallel.kind=fsdp shards parameters layer by layer, "
+            f"and clip.grouping={clip.grouping} needs all at once: "
+            "use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
+        )

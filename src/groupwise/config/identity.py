@@ -1,0 +1,88 @@
+"""When two configurations are the same experiment: the hash that names a run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError, reason
+
+VOLATILE = (
+    "paths.",
+    "tracker.",
+    "resume",
+    "overwrite",
+    "explain",
+    "export",
+    "train.checkpoint_every",
+    "clip.formula",
+    "pipeline.timeout",
+)
+"""Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
+as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
+
+
+LATER = {"noise.secure": False}
+"""Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
+
+FREE_MAPPINGS = ("clip.mapping", "model.shape")
+
+
+def flat_config(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> plain value, types as the schema has them (1 and 1.0 are the same rate)."""
+    return flatten(OmegaConf.to_container(OmegaConf.structured(config)))  # type: ignore[arg-type]
+
+
+def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; a list, or a mapping with keys of the user's own, becomes JSON text."""
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in FREE_MAPPINGS:
+            flat |= flatten(value, f"{key}.")
+        else:
+            flat[key] = json.dumps(value) if isinstance(value, list | tuple | Mapping) else value
+    return flat
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of the canonical configuration without its `VOLATILE` keys, 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(stable_config(config), sort_keys=True).encode()).hexdigest()
+
+
+def differences(there: RunConfig, here: RunConfig) -> list[str]:
+    """The stable keys that differ, each in words: ``clip.threshold is 1.0 there and 0.5 here``."""
+    old, new = _settings(there), _settings(here)
+    return [f"{key} is {old[key]} there and {new[key]} here" for key in new if old[key] != new[key]]
+
+
+def save_config(config: RunConfig) -> str:
+    """The configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read what `save_config` wrote; raises `UserError` when it is not there, or not of this schema."""
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
+    except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no run's configuration ({reason(error)}): restore it, or start afresh.") from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def stable_config(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> plain value, without the `VOLATILE` keys: what the hash is of."""
+    return {key: value for key, value in _settings(config).items() if key not in LATER or value != LATER[key]}
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return {key: value for key, value in flat_config(config).items() if not key.startswith(VOLATILE)}

@@ -1,0 +1,60 @@
+"""Every key of the command line and its type, read off the schema."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from groupwise.config.checks import CHOICES
+from groupwise.config.schema import RunConfig
+
+IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+FREE_KEYS = ("clip.mapping.", "model.shape.")
+"""Beginnings of keys that the schema leaves to the user."""
+
+
+@cache
+def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> type, sections (``clip``) as well as their fields (``clip.threshold``)."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(schema).items():
+        found[prefix + name] = kind
+        if is_dataclass(kind):
+            found |= key_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return found
+
+
+def expected(key: str) -> str:
+    """What ``key`` takes, in words: "a number or null"."""
+    kind = key_types().get(key, str)  # what has no type is an entry of a mapping of the user's own
+    if is_dataclass(kind):
+        return f"{key}.<key>=<value>"
+    if get_origin(kind) is dict:
+        return "{name:value,...}"
+    if get_origin(kind) is list:
+        return "[name,...]"
+    return " or ".join(IN_WORDS[part] for part in get_args(kind) or (kind,))
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Is a value of that type? OmegaConf sees to scalars, but takes what an interpolation gives for a list as it is."""
+    if get_origin(kind) in (list, dict):
+        items = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+        return isinstance(value, get_origin(kind)) and all(fits(item, get_args(kind)[-1]) for item in items)
+    if kind is Any or is_dataclass(kind):
+        return True
+    return isinstance(value, float | int) if kind is float else isinstance(value, get_args(kind) or kind)
+
+
+def groups(conf: Path) -> dict[str, list[str]]:
+    """The groups of `conf/` that a person chooses from, with their options."""
+    tables = ("recipe", "scales", "hydra")  # of the families; the last is Hydra's own
+    files = {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in conf.iterdir()
+        if folder.is_dir() and folder.name not in tables
+    }
+    return dict(sorted({**files, "scale": sorted(CHOICES["scale"])}.items()))

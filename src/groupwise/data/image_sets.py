@@ -1,0 +1,70 @@
+"""Loads labelled images by name: CIFAR-10, or the 1,797 handwritten digits that come with scikit-learn."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from groupwise.data.cifar10 import load_cifar10
+from groupwise.data.images import ImageData, average_pool
+from groupwise.data.text_examples import sha256_of_bytes
+from groupwise.errors import UserError
+
+DATASETS = ("cifar10", "digits")
+MAX_INTENSITY = 16
+TEST_EVERY = 5
+
+
+def load_digits() -> ImageData:
+    """Load the UCI digits: 8×8 grey images in 10 classes, of which every fifth of a class is the test set.
+
+    Intensities 0..16 become 0..255. The split is fixed, the same on every machine and stratified: within each
+    class the examples 0, 5, 10, ... in scikit-learn's order are for testing (1,433 for training, 364 for
+    testing). The fingerprint is of the decoded arrays: where scikit-learn keeps its file is its own affair.
+    """
+    from sklearn.datasets import load_digits as read
+
+    bunch = read()
+    images = np.rint(bunch.images * (255 / MAX_INTENSITY)).astype(np.uint8)[:, None]
+    labels = bunch.target.astype(np.int64)
+    is_test = np.zeros(len(labels), dtype=bool)
+    for digit in range(10):
+        is_test[np.flatnonzero(labels == digit)[::TEST_EVERY]] = True
+    return ImageData(
+        x_train=torch.from_numpy(images[~is_test]),
+        y_train=torch.from_numpy(labels[~is_test]),
+        x_test=torch.from_numpy(images[is_test]),
+        y_test=torch.from_numpy(labels[is_test]),
+        num_classes=10,
+        source="the digits of scikit-learn",
+        sha256={"sklearn.datasets.load_digits": sha256_of_bytes(images.tobytes(), labels.astype("<i8").tobytes())},
+    )
+
+
+def load_images(name: str, root: Path, download: bool = True, image_size: int | None = None) -> ImageData:
+    """Load a data set by name, scaled down where `image_size` asks for it.
+
+    Args:
+        name: "cifar10" (three layouts under `root`, see `cifar10`) or "digits" (comes with scikit-learn).
+        root: folder of the data; for CIFAR-10 an .npz file too. The digits do not look at it.
+        download: fetch CIFAR-10 into `root` when it is not there.
+        image_size: average blocks of pixels down to this height and width; None keeps the images.
+
+    Raises:
+        UserError: an unknown name, missing or broken data, or a size that does not divide the images'.
+    """
+    if name == "cifar10":
+        data = load_cifar10(Path(root), download=download)
+    elif name == "digits":
+        data = load_digits()
+    else:
+        raise UserError(f"data set {name!r} is not known; choose one of {', '.join(DATASETS)}.")
+    if image_size is None or image_size == data.image_size:
+        return data
+    if image_size < 1 or data.image_size % image_size:
+        raise UserError(
+            f"image_size={image_size} was given, but the images of {data.source} have {data.image_size} "
+            f"pixels a side; use a divisor of {data.image_size}."
+        )
+    return replace(data, x_train=average_pool(data.x_train, image_size), x_test=average_pool(data.x_test, image_size))

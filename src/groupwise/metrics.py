@@ -1,0 +1,120 @@
+"""Scores generated texts against references: BLEU by sacrebleu, ROUGE by rouge-score."""
+
+from collections.abc import Sequence
+
+from groupwise.errors import UserError
+
+
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """BLEU-4 of all texts together, in percent, by sacrebleu.
+
+    The settings are those of the challenge's measure_scores.py (its Python scorer, pymteval): tokens of mteval-v13a in
+    lower case; n-gram counts clipped at the most that one reference has; the brevity penalty on the reference closest
+    in length, the shorter of two that are equally close; no smoothing.
+
+    The two differ in corners only. Where not a single 4-gram of the whole corpus matches, this is 0, and pymteval,
+    which never takes the logarithm of 0, gives some hundredths. For a hypothesis of one or two tokens pymteval counts
+    4-grams (and 3-grams) below zero; here there are none. An empty hypothesis is one token there, and none here.
+
+    Args:
+        hypotheses: n texts, as generated (not tokenised).
+        references: for each of them one or more texts; their number may differ.
+
+    Raises:
+        UserError: no hypotheses.
+        ValueError: not one non-empty list of references for each hypothesis.
+    """
+    check_texts(hypotheses, references)
+    from sacrebleu.metrics.bleu import BLEU
+
+    most = max(map(len, references))
+    columns = [[texts[k] if k < len(texts) else None for texts in references] for k in range(most)]
+    # force: no word to stderr about texts that end in " ."
+    scorer = BLEU(tokenize="13a", lowercase=True, smooth_method="none", force=True)
+    return float(scorer.corpus_score(list(hypotheses), columns).score)  # type: ignore[arg-type]
+
+
+def check_texts(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """Refuse what has no score; raises as `corpus_bleu` says."""
+    if not hypotheses:
+        raise UserError("No texts were generated, so there is nothing to score: generate for at least one input.")
+    if len(hypotheses) != len(references):
+        raise ValueError(f"{len(hypotheses)} hypotheses were given with references for {len(references)}.")
+    for number, texts in enumerate(references):
+        if isinstance(texts, str) or not texts:
+            raise ValueError(f"Hypothesis {number} must have a non-empty list of references; {texts!r} was given.")
+
+
+BETA = 1.2
+"""How much more recall counts than precision in the challenge's F."""
+DROPPED = frozenset({"'", '"', "`", "''", "``", ".", "?", "!", ",", ":", ";", "-", "--", "..."})
+"""Tokens that the challenge leaves out; brackets stay."""
+
+
+def rouge(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Mean F1 over texts of ROUGE-1, ROUGE-2 and ROUGE-L, in percent, as SAMSum is scored.
+
+    Tokens are lower-case runs of letters and digits, reduced to Porter stems; ROUGE-L takes a text as one sentence.
+    Where a text has several references, each score is that of the reference best by it (`score_multi`).
+
+    Args:
+        hypotheses: n texts, as generated.
+        references: for each of them one or more texts.
+
+    Returns:
+        {"rouge1", "rouge2", "rougeL"}
+
+    Raises:
+        UserError: no hypotheses.
+        ValueError: not one non-empty list of references for each hypothesis.
+    """
+    check_texts(hypotheses, references)
+    from rouge_score.rouge_scorer import RougeScorer
+
+    names = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(names, use_stemmer=True)
+    totals = dict.fromkeys(names, 0.0)
+    for hypothesis, texts in zip(hypotheses, references, strict=True):
+        scores = scorer.score_multi(texts, hypothesis)
+        for name in names:
+            totals[name] += float(scores[name].fmeasure)
+    return {name: 100.0 * total / len(hypotheses) for name, total in totals.items()}
+
+
+def e2e_rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Mean over texts of the COCO captions' ROUGE-L, in percent, as the E2E NLG Challenge scores it.
+
+    For each text P = max over references of LCS / len(hypothesis), R = max over references of LCS / len(reference),
+    perhaps of another one, and F = (1 + β²) P R / (R + β² P) with β = 1.2; 0 where P or R is.
+
+    Tokens are those of mteval-v13a (sacrebleu's) in lower case, without punctuation marks. The challenge cuts with the
+    Stanford Penn Treebank tokeniser, a Java program, and drops the same marks; it also splits clitics (it 's, do n't)
+    and some signs otherwise. Its whole pipeline and this one, on the first human reference of each input against the
+    others: 65.28 and 65.25 on E2E's development set, 63.81 and 63.75 on its test set, 61.83 and 61.89 on DART's
+    development set. A single text can differ by 10 points and more.
+
+    Args and errors are those of `rouge`.
+    """
+    check_texts(hypotheses, references)
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"], tokenizer=_ChallengeTokens())
+    total = 0.0
+    for hypothesis, texts in zip(hypotheses, references, strict=True):
+        scores = [scorer.score(text, hypothesis)["rougeL"] for text in texts]
+        precision, recall = max(score.precision for score in scores), max(score.recall for score in scores)
+        if precision and recall:
+            total += (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision)
+    return 100.0 * total / len(hypotheses)
+
+
+class _ChallengeTokens:
+    """What rouge-score wants of a tokeniser: `tokenize`."""
+
+    def __init__(self) -> None:
+        from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+        self._split = Tokenizer13a()
+
+    def tokenize(self, text: str) -> list[str]:
+        return [token for token in self._split(text.lower()).split() if token not in DROPPED]

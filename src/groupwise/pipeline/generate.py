@@ -1,0 +1,201 @@
+"""Beam search on a pipeline: transformers' own search runs on the last stage, and the others compute what it asks for.
+
+For each forward pass that the search makes, the last stage tells all stages the new tokens and how the rows were
+reordered; then the stages run one after the other, each with its own blocks' keys and values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from groupwise.config.schema import GenerateConfig
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.errors import UserError
+from groupwise.pipeline.communication import Line, evaluating
+from groupwise.pipeline.split import Stage
+from groupwise.tasks.beam_search import generate
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a search.
+
+    Args:
+        tokens: new ones, (b, t).
+        positions: theirs, (b, t).
+        mask: 1 at tokens and 0 at padding, those before among them, (b, past + t); None where nothing is padded.
+        order: which row of the pass before each row goes on from, (b,); None where each goes on from itself.
+        fresh: nothing came before.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    mask: Tensor | None
+    order: Tensor | None
+    fresh: bool
+
+    def run(self, line: Line, keys: Any) -> Tensor | None:
+        """Take this process's part in it; see `Line.through`.
+
+        Args:
+            line: this process's.
+            keys: its cache, in order.
+        """
+        return line.through(
+            self.tokens, attention_mask=self.mask, position_ids=self.positions, past_key_values=keys, use_cache=True
+        )
+
+
+def announce(line: Line, one: Pass | None) -> None:
+    """On the last stage: tell the others what comes now; None ends their work."""
+    if one is None:
+        line.tell(torch.zeros(5, dtype=torch.int64, device=line.device))
+        return
+    (b, t), parts = one.tokens.shape, (one.mask, one.order)
+    sizes = [0 if part is None else part.numel() for part in parts]
+    line.tell(torch.tensor([1 + one.fresh, b, t, *sizes], device=line.device))
+    given = (one.tokens, one.positions, *(part for part in parts if part is not None))
+    line.tell(torch.cat([part.reshape(-1) for part in given]))
+
+
+def hear(line: Line) -> Pass | None:
+    """On the other stages: what the last one announced."""
+    kind, b, t, *sizes = line.tell(torch.zeros(5, dtype=torch.int64, device=line.device)).tolist()
+    if not kind:
+        return None
+    numbers = torch.empty(2 * b * t + sum(sizes), dtype=torch.int64, device=line.device)
+    tokens, positions, mask, order = line.tell(numbers).split([b * t, b * t, *sizes])
+    return Pass(
+        tokens.view(b, t),
+        positions.view(b, t),
+        mask.view(b, -1) if len(mask) else None,
+        order if len(order) else None,
+        kind > 1,
+    )
+
+
+def generate_on_stages(
+    stage: Stage,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    settings: GenerateConfig,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[str]:
+    """What `tasks.decoding.generate` writes with the whole model; every process calls it alike and gets the texts.
+
+    Args:
+        stage: of a causal language model.
+        tokenizer, prompts, settings: as there.
+        device: of this process.
+        group: the processes of the pipeline, in the order of the stages; None takes all.
+
+    Raises:
+        UserError: as there, on every process; another error of the last stage's own is a RuntimeError on the others.
+    """
+    line = Line(stage, device, group)
+    if stage.last:
+        try:
+            texts = _search(line, tokenizer, prompts, settings)
+        except Exception as error:
+            line.told(_for_others(error))
+            raise
+        return line.told(texts)
+    _serve(line)
+    found = line.told(None)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _search(line: Line, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig) -> list[str]:
+
+    try:
+        return generate(Searcher(line), tokenizer, prompts, settings, device=line.device)
+    finally:
+        announce(line, None)
+
+
+def _serve(line: Line) -> None:
+    """Take part in every pass that is announced, until none comes any more."""
+    import_torchvision()  # before transformers, which falls without it
+    from transformers import DynamicCache
+
+    config: Any = line.stage.config
+    keys: Any = None
+    with evaluating(line.stage):
+        while (one := hear(line)) is not None:
+            if one.fresh:
+                keys = DynamicCache(config=config)
+            elif one.order is not None:
+                keys.reorder_cache(one.order)
+            one.run(line, keys)
+
+
+def _for_others(error: Exception) -> Exception:
+    """What the other stages raise: only a `UserError` is sure to travel."""
+    return error if type(error) is UserError else RuntimeError(f"The last stage failed to generate text: {error!r}.")
+
+
+import_torchvision()  # before transformers, which falls without it
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+
+
+class Keys(DynamicCache):
+    """The last stage's own keys and values, which tell the search how long the rows are."""
+
+    reordered: Tensor | None = None
+    """Which row each row goes on from since the last pass, (b,)."""
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Reorder what is here, and keep the order for the other stages."""
+        super().reorder_cache(beam_idx)
+        self.reordered = beam_idx
+
+
+class Searcher(PreTrainedModel, GenerationMixin):
+    """A causal language model whose forward pass is that of all stages.
+
+    Args:
+        line: of the last stage.
+    """
+
+    def __init__(self, line: Line) -> None:
+        stage: Any = line.stage
+        config = copy.deepcopy(stage.config)
+        config._attn_implementation = "eager"  # transformers asks whether it can do the stage's own, and it has none
+        super().__init__(config)
+        self.stage, self._line = stage, line
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        of_transformers: Any = super()
+        return of_transformers.generate(*args, past_key_values=Keys(config=self.stage.config), **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        past_key_values: Keys,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> Any:
+        """Scores of the next token after the last `logits_to_keep` tokens, (b, logits_to_keep, V); 0 keeps all."""
+        order, past_key_values.reordered = past_key_values.reordered, None
+        fresh = past_key_values.get_seq_length() == 0
+        one = Pass(input_ids, position_ids.expand_as(input_ids), attention_mask, order, fresh)
+        announce(self._line, one)
+        hidden = one.run(self._line, past_key_values)
+        assert hidden is not None, "the search is on the last stage"
+        logits = self.stage.logits(hidden[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)

@@ -1,5 +1,0 @@
-"""What a pipeline will need, before there is one: memory of each device, the microbatch that fits, time.
-
-`python -m groupwise.pipeline.plan --help` lists the options. Bytes and operations are those of the pipeline's own
-stages and clipping engine, run on tensors that are never allocated; a schedule is then simulated task by task.
-"""

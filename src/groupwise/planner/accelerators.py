@@ -1,0 +1,163 @@
+"""Devices by name: what they compute, hold and move in a second, each figure with where it was published."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from groupwise.errors import UserError, did_you_mean
+from groupwise.planner.footprint import Footprint, Kind
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device of a pipeline, and its links."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    reserved: float
+    """Bytes that are gone before the first tensor: context, libraries' workspaces, what fragmentation loses."""
+    peak: dict[str, float]
+    """Operations a second by dtype, as the data sheet says; empty: measured when it is asked for."""
+    share: float
+    """How much of the peak the training of large transformers reaches, everything included."""
+    bandwidth: float
+    """Bytes a second between the device and its own memory."""
+    link: float
+    """Bytes a second to a neighbour, one direction."""
+    latency: float
+    """Seconds until a message's first byte is there."""
+    host: float
+    """Bytes a second to and from the host's memory."""
+    dtype: str
+    """What frozen weights are kept in, unless told otherwise."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether its speed is measured on this machine instead of looked up."""
+        return not self.peak
+
+
+ACCELERATORS = {
+    # NVIDIA V100 data sheet (SXM3, 32 GB): 125 and 15.7 TFLOP/s, 900 GB/s; DGX-2: NVSwitch, 150 GB/s a direction,
+    # PCIe 3. Share: one V100 of a DGX-2H trains a GPT-2 of 1.2 billion parameters at 39 TFLOP/s (Megatron-LM, 2019,
+    # section 5.1).
+    "v100_32gb": Accelerator(
+        name="v100_32gb",
+        memory=32 * GIB,
+        reserved=1e9,
+        peak={"float16": 125e12, "float32": 15.7e12},
+        share=39 / 125,
+        bandwidth=900e9,
+        link=150e9,
+        latency=2e-5,
+        host=12e9,
+        dtype="float16",
+    ),
+    # NVIDIA A100 data sheet (SXM, 80 GB): 312 and 19.5 TFLOP/s, 2,039 GB/s, NVLink 300 GB/s a direction; PCIe 4.
+    # Share: 138 TFLOP/s a device at GPT-3's shape, pipeline included (Narayanan et al., 2021, table 1: 44 %).
+    "a100_80gb": Accelerator(
+        name="a100_80gb",
+        memory=80 * GIB,
+        reserved=1e9,
+        peak={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+        share=0.44,
+        bandwidth=2039e9,
+        link=300e9,
+        latency=2e-5,
+        host=25e9,
+        dtype="bfloat16",
+    ),
+    # NVIDIA H100 data sheet (SXM, without sparsity): 989 and 67 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s a direction,
+    # PCIe 5. Share: 400 TFLOP/s a device (The Llama 3 herd of models, 2024, table 4: 38 to 43 %).
+    "h100": Accelerator(
+        name="h100",
+        memory=80 * GIB,
+        reserved=1e9,
+        peak={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+        share=0.4,
+        bandwidth=3350e9,
+        link=450e9,
+        latency=2e-5,
+        host=50e9,
+        dtype="bfloat16",
+    ),
+    # This machine, one process a stage: blocks are timed here (`calibration`). Links: gloo over the loopback interface.
+    "cpu": Accelerator(
+        name="cpu",
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else 8 * GIB,
+        reserved=0.0,
+        peak={},
+        share=1.0,
+        bandwidth=1e10,
+        link=1.5e9,
+        latency=2e-4,
+        host=1e10,
+        dtype="float32",
+    ),
+}
+
+
+def accelerator(name: str) -> Accelerator:
+    """The device called `name`.
+
+    Raises:
+        UserError: none is.
+    """
+    if name not in ACCELERATORS:
+        known = ", ".join(ACCELERATORS)
+        raise UserError(f"accelerator={name} is unknown{did_you_mean(name, ACCELERATORS)}: give {known}.")
+    return ACCELERATORS[name]
+
+
+UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one microbatch forward and backward (recomputation included), at one stage."""
+
+    forward: float
+    backward: float
+
+
+class Speed(Protocol):
+    """How long things take on a device."""
+
+    def passes(self, kind: Kind, name: str) -> Seconds:
+        """One microbatch at a stage of this kind, its backward pass one of `work.PASSES`."""
+
+    def update(self, kind: Kind, *, noisy: bool) -> float:
+        """Noise and optimiser of a stage, once a step."""
+
+
+class Rated:
+    """Operations over the achieved rate, but no less than it takes to read the weights once a pass.
+
+    Kernels that move bytes and little else (norms of layers, softmax, clipping) are in the achieved rate, which is that
+    of whole trainings. So clipping costs its operations here, and nothing for its small kernels.
+    """
+
+    def __init__(
+        self, device: Accelerator, dtype: str, footprint: Callable[[Kind, str], Footprint], *, rematerialize: bool
+    ) -> None:
+        self._device, self._rate = device, device.peak[dtype] * device.share
+        self._footprint, self._rematerialize = footprint, rematerialize
+
+    def passes(self, kind: Kind, name: str) -> Seconds:
+        """See `Speed`."""
+        found = self._footprint(kind, name)
+        reading = (found.frozen + found.trained) / self._device.bandwidth
+        return Seconds(
+            max(found.forward_operations / self._rate, reading),
+            max(found.backward_operations / self._rate, reading * (1 + self._rematerialize)),
+        )
+
+    def update(self, kind: Kind, *, noisy: bool) -> float:
+        """See `Speed`."""
+        return UPDATE_PASSES * self._footprint(kind, "device" if noisy else "none").trained / self._device.bandwidth

@@ -1,0 +1,250 @@
+"""Estimates memory and time of any number of stages and any microbatch of one model on one kind of device."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from groupwise.clipping.costs import USUAL_RATES, machine_rates
+from groupwise.errors import UserError
+from groupwise.pipeline.model_parts import dissect
+from groupwise.pipeline.split import Ranges, choose_ranges
+from groupwise.planner.accelerators import Rated, Speed
+from groupwise.planner.cpu_timing import Timed
+from groupwise.planner.footprint import Footprint, Kind, Work, footprint
+from groupwise.planner.options import PlanOptions
+from groupwise.planner.shapes import build, configuration
+from groupwise.planner.timeline import in_flight
+from groupwise.planner.variants import Setting
+
+MOMENTS = 2  # of Adam
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device; the parts that a step holds at its fullest moment add up to `peak`.
+
+    Args:
+        weights: frozen ones.
+        state: of what trains: weights, gradients, and the optimiser's moments.
+        activations: what microbatches in flight keep for their backward passes.
+        working: what one forward or backward pass needs beside it.
+        clipping: what clipping adds to that.
+        buffers: where messages arrive, and those under way.
+    """
+
+    weights: int
+    state: int
+    activations: int
+    working: int
+    clipping: int
+    buffers: int
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.weights + self.state + self.activations + self.working + self.clipping + self.buffers
+
+
+def stage_memory(
+    plain: Footprint,
+    clipped: Footprint,
+    schedule: str,
+    stages: int,
+    stage: int,
+    microbatches: int,
+    *,
+    all_at_once: bool,
+) -> Memory:
+    """The fullest moment of a stage's step.
+
+    That is the first backward pass, or the forward pass before it, when the most microbatches are in flight. Under
+    GPipe, whose messages are let go of at the end of the step alone, it may be the last backward pass.
+
+    Args:
+        plain: of the stage without clipping.
+        clipped: with it.
+        schedule: 1f1b or gpipe.
+        stages, stage, microbatches: S, s and J.
+        all_at_once: whether the optimiser takes all parameters in one go, as on a GPU, and not one after the other.
+    """
+    flying = in_flight(schedule, stages, stage, microbatches)
+    received = flying * (clipped.received + clipped.sent)
+    under_way = clipped.received if microbatches > 1 else 0  # the gradient that was sent last
+    state = (2 + MOMENTS) * clipped.trained
+
+    def held(footprint: Footprint) -> tuple[int, int, int]:
+        """Activations, working memory and messages at the fullest moment."""
+        forward = (flying - 1) * footprint.stored, footprint.forward, received + under_way
+        backward = flying * footprint.stored, footprint.backward, received + under_way
+        moments = [forward, backward]
+        if schedule == "gpipe":
+            messages = (flying - 1) * (footprint.sent + footprint.received)
+            moments = [(*backward[:2], received), (footprint.stored, footprint.backward, received + messages)]
+        update = (0, 2 * (footprint.trained if all_at_once else footprint.largest), 0)
+        return max(*moments, update, key=sum)
+
+    activations, working, buffers = held(clipped)
+    return Memory(
+        weights=clipped.frozen,
+        state=state,
+        activations=activations,
+        working=working - (extra := max(0, working - held(plain)[1])),
+        clipping=extra,
+        buffers=buffers,
+    )
+
+
+POSITIONS = ("max_position_embeddings", "n_positions")
+IMAGINED_BLOCKS = 3
+
+
+class Estimate:
+    """Answers by `options`, except where a method is given another work or number of stages.
+
+    Args:
+        options: checked ones.
+        config: of the model, where `options.model` is only its name.
+
+    Raises:
+        UserError: a model that is not known or cannot be cut; more tokens than it has positions.
+    """
+
+    def __init__(self, options: PlanOptions, config: Any = None) -> None:
+        self.options = options
+        config = configuration(options.model) if config is None else config
+        positions = next((n for key in POSITIONS if (n := getattr(config, key, None)) is not None), math.inf)
+        if options.length > positions:
+            raise UserError(f"length={options.length} is more than the {positions} positions of {options.model}.")
+        timed = options.device.measured
+        self.work = Work(
+            config,
+            options.microbatch or 1,
+            options.length,
+            options.places or options.length,
+            rank=options.rank,
+            targets=options.adapted,
+            dtype=options.weights_dtype,
+            attention=options.attention,
+            rematerialize=options.rematerialize,
+            rates=machine_rates("cpu", 0, torch.get_num_threads()) if timed else USUAL_RATES["cuda"],
+        )
+        self.model = build(
+            config,
+            rank=options.rank,
+            targets=options.adapted,
+            dtype=options.weights_dtype,
+            attention=options.attention,
+        )
+        self.blocks = len(dissect(self.model).blocks)
+        self.imagined = lru_cache(None)(footprint)
+        self._speeds: dict[Work, Speed] = {}
+
+    def footprint(self, work: Work, kind: Kind, name: str) -> Footprint:
+        """Of a stage with passes `name` of `work.PASSES`; beyond three blocks each is as the third."""
+        if kind.blocks <= IMAGINED_BLOCKS:
+            return self.imagined(work, kind, name)
+        before, last = (self.imagined(work, replace(kind, blocks=IMAGINED_BLOCKS - i), name) for i in (1, 0))
+        more = kind.blocks - IMAGINED_BLOCKS
+        return Footprint(**{key: value + more * (value - getattr(before, key)) for key, value in vars(last).items()})
+
+    def ranges(self, work: Work, stages: int | None = None) -> Ranges:
+        """Blocks of each stage, by `options.balance`."""
+        costs = None
+        if self.options.balance == "time":
+            speed = self.speed(work)
+            middle, first, last = (
+                sum(vars(speed.passes(kind, "device")).values())
+                for kind in (Kind(1, False, False), Kind(1, True, False), Kind(1, False, True))
+            )
+            costs = [max(first - middle, 0.0), *[middle] * self.blocks, max(last - middle, 0.0)]
+        return choose_ranges(self.model, stages or self.options.devices, self.options.balance, costs=costs)
+
+    def microbatches(self, work: Work, stages: int) -> int:
+        """J: enough for a logical batch, and for 1F1B at least one for each stage."""
+        count = -(-self.options.batch // work.microbatch)
+        return max(count, stages) if self.options.schedule == "1f1b" else count
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
+        """What each stage holds at most; `name` is a pass of `work.PASSES`, or flat."""
+        return [
+            self._memory(work, ranges, stage, name, self.footprint(work, kind, "none"))
+            for stage, kind in enumerate(kinds(ranges))
+        ]
+
+    def fullest(self, work: Work, stages: int | None = None) -> int:
+        """Bytes of the stage that holds most, with per-device clipping."""
+        ranges = self.ranges(work, stages)
+        return max(self._memory(work, ranges, stage, "device").peak for stage in range(len(ranges)))
+
+    def fits(self, work: Work, stages: int | None = None) -> bool:
+        """Whether every stage fits its device."""
+        return self.fullest(work, stages) <= self.options.room
+
+    def _memory(self, work: Work, ranges: Ranges, stage: int, name: str, plain: Footprint | None = None) -> Memory:
+        """Of one stage; what clipping adds is told apart where `plain` is given."""
+        kind, count = kinds(ranges)[stage], self.microbatches(work, len(ranges))
+        together = not self.options.device.measured
+
+        def of(name: str) -> Memory:
+            found = self.footprint(work, kind, name)
+            return stage_memory(
+                plain or found, found, self.options.schedule, len(ranges), stage, count, all_at_once=together
+            )
+
+        return max(map(of, ("norms", "sums") if name == "flat" else (name,)), key=lambda memory: memory.peak)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def speed(self, work: Work) -> Speed:
+        """What tells how long things take: looked up, or timed here."""
+        if work not in self._speeds:
+            device, dtype = self.options.device, work.dtype if work.half else "float32"
+            self._speeds[work] = (
+                Timed(work)
+                if device.measured
+                else Rated(
+                    device,
+                    dtype,
+                    lambda kind, name: self.footprint(work, kind, name),
+                    rematerialize=work.rematerialize,
+                )
+            )
+        return self._speeds[work]
+
+    def setting(self, work: Work, ranges: Ranges, name: str = "device") -> Setting:
+        """One step, its backward passes `name` of `work.PASSES`."""
+        device, speed, stages = self.options.device, self.speed(work), kinds(ranges)
+        passes = [speed.passes(kind, name) for kind in stages]
+        norms = passes if name == "none" else [speed.passes(kind, "norms") for kind in stages]
+        found = [self.footprint(work, kind, name) for kind in stages]
+        cores = self.options.cores or os.cpu_count() or 1
+        return Setting(
+            schedule=self.options.schedule,
+            microbatches=self.microbatches(work, len(ranges)),
+            forward=tuple(seconds.forward for seconds in passes),
+            backward=tuple(seconds.backward for seconds in passes),
+            norms=tuple(seconds.backward for seconds in norms),
+            update=max(speed.update(kind, noisy=name != "none") for kind in set(stages)),
+            message=device.latency + max(one.sent for one in found) / device.link,
+            agree=device.latency * math.ceil(math.log2(len(ranges) + 1)),
+            gradients=tuple(work.microbatch * one.trained for one in found),
+            edges=tuple(one.received + one.sent for one in found),
+            host=device.host,
+            bandwidth=device.bandwidth,
+            rematerialize=work.rematerialize,
+            cores=cores if device.measured else math.inf,
+        )
+
+
+def kinds(ranges: Ranges) -> list[Kind]:
+    """What each stage is."""
+    last = len(ranges) - 1
+    return [Kind(stop - start, stage == 0, stage == last) for stage, (start, stop) in enumerate(ranges)]

@@ -1,0 +1,299 @@
+"""Measures what one stage holds and computes by running its own code on tensors that are never allocated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.costs import USUAL_RATES, Rates
+from groupwise.pipeline.split import Stage, cut
+from groupwise.planner.shapes import build, with_blocks
+
+_aten = torch.ops.aten
+_ATTENTION: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v: sdpa_flop_count(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v: sdpa_backward_flop_count(g, q, k, v),
+}
+"""What torch's own counter leaves out."""
+
+
+class Meter(TorchDispatchMode):
+    """While it is entered: bytes held by new tensors now and at most since `restart`, and operations since then.
+
+    Operations are those of matrix products, convolutions and attention, a multiply-add is two. What a kernel needs
+    inside itself and gives back before it returns is not seen. (torch's FlopCounterMode would keep tensors alive.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = 0
+        self.peak = 0
+        self.operations = 0
+        self._known: set[int] = set()
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Do not count these, nor views of them."""
+        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def restart(self) -> int:
+        """Forget peak and operations; returns what is held."""
+        self.peak, self.operations = self.held, 0
+        return self.held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default:  # a question about values: the answer of a usual batch is yes
+            return {torch.bool: True}.get(args[0].dtype, 1)
+        out = func(*args, **(kwargs or {}))
+        self.operations += _operations(func, args, kwargs or {}, out)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
+
+
+class Imagined:
+    """A world of fake tensors of the CPU: `with imagined.running():` everything new is fake and metered."""
+
+    def __init__(self) -> None:
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.meter = Meter()
+
+    def take(self, module: nn.Module) -> None:
+        """Put fake tensors of the same shapes and dtypes in the place of a module's parameters and buffers.
+
+        Parameters that are one stay one. They are not counted by the meter.
+        """
+        seen: dict[int, Tensor] = {}
+        for part in module.modules():
+            for places in (part._parameters, part._buffers):
+                for name, tensor in places.items():
+                    if tensor is not None:
+                        places[name] = seen.setdefault(id(tensor), self._copy(tensor))  # type: ignore[assignment]
+        self.meter.ignore(*seen.values())
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        with self._fake:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    @contextmanager
+    def running(self) -> Iterator[Meter]:
+        """Everything inside is imagined."""
+        with self._fake, self.meter:
+            yield self.meter
+
+
+def _operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    kind = func._overloadpacket
+    if kind in _ATTENTION:
+        return _ATTENTION[kind](*(t.shape for t in args[: 3 + kind.__name__.endswith("backward")]))
+    return flop_registry[kind](*args, **kwargs, out_val=out) if kind in flop_registry else 0
+
+
+PASSES = {"none": None, "device": flat, "layer": per_layer, "norms": flat, "sums": flat}
+"""What a backward pass does → the partition of its stage's layers: no clipping, one group a stage, one group a layer;
+and the two passes of flat clipping over all stages, of which the first makes norms and the second sums."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every stage is asked to do, as far as it decides on bytes and operations.
+
+    Args:
+        config: transformers' configuration of the whole model.
+        microbatch: b.
+        length: T.
+        places: how many tokens of an example the loss is on.
+        rank, targets, dtype, attention: see `shapes.build`.
+        rematerialize: as `split.cut` takes it.
+        rates: of the device's arithmetic, by which layers choose their formula.
+    """
+
+    config: Any = field(compare=False)
+    microbatch: int
+    length: int
+    places: int
+    rank: int = 32
+    targets: tuple[str, ...] = ()
+    dtype: str = "float32"
+    attention: str = "sdpa"
+    rematerialize: bool = True
+    rates: Rates = USUAL_RATES["cuda"]
+
+    @property
+    def half(self) -> bool:
+        """Whether frozen weights are narrower than what trains, so that passes run under autocast."""
+        return self.rank > 0 and self.dtype != "float32"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All stages of so many blocks are alike, but for the embedding in front and the head at the end."""
+
+    blocks: int
+    first: bool
+    last: bool
+
+
+def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
+    """A stage of this kind, out of a model of just the blocks that it takes to have one; random weights."""
+    before, after = int(not kind.first), int(not kind.last)
+    stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
+    model = build(
+        with_blocks(work.config, stops[-1]),
+        rank=work.rank,
+        targets=work.targets,
+        dtype=work.dtype,
+        attention=work.attention,
+        device=device,
+    )
+    ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
+    precision = partial(torch.autocast, "cpu", getattr(torch, work.dtype)) if work.half else nullcontext
+    return cut(model, ranges, before, rematerialize=work.rematerialize, precision=precision)
+
+
+def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a stage reads first, and its other arguments; a token of each row is padding, as mostly it is."""
+    b, length, places = work.microbatch, work.length, work.places
+    mask = torch.ones(b, length, dtype=torch.long)
+    mask[:, -1:] = 0
+    kwargs = {
+        "attention_mask": mask,
+        "position_ids": torch.arange(length).repeat(b, 1),
+        "places": torch.arange(places).repeat(b, 1),
+        "labels": torch.randint(0, work.config.vocab_size, (b, places)),
+        "weights": torch.ones(b),
+    }
+    if stage.first:
+        return torch.randint(0, work.config.vocab_size, (b, length)), kwargs
+    return torch.randn(stage.activation(b, length, before=True)).to(stage.dtype).requires_grad_(), kwargs
+
+
+class Passes:
+    """One microbatch at a time through one stage.
+
+    Args:
+        stage: from `cut_out`.
+        work: what it was cut out for.
+        name: one of `PASSES`.
+    """
+
+    def __init__(self, stage: Stage, work: Work, name: str) -> None:
+        self.stage, self._work, self._name = stage, work, name
+        partition = PASSES[name]
+        self._engine = None if partition is None else attach(stage, partition(stage), 1.0, rates=work.rates)
+        if self._engine is not None:
+            self._engine.asks_order = False  # the rows are nobody's
+
+    def forward(self, x: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
+        """What the stage sends on, or losses."""
+        with nullcontext() if self._engine is None else self._engine.forward_of(0):
+            return self.stage(x, **kwargs)
+
+    def backward(self, out: Tensor, gradient: Tensor | None) -> None:
+        """From what `forward` returned; the gradient is None on the last stage."""
+        with self._clipped():
+            torch.autograd.backward(out.sum() if gradient is None else out, gradient)
+
+    def _clipped(self) -> AbstractContextManager[object]:
+        if self._engine is None:
+            return nullcontext()
+        passes = {"norms": self._engine.norms_of, "sums": self._engine.sums_of}
+        return passes.get(self._name, self._engine.backward_of)(0, self._work.microbatch)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one stage and of one microbatch there, and operations.
+
+    Args:
+        frozen: weights that do not train.
+        trained: weights that do.
+        largest: the largest tensor among these.
+        received: what comes from the stage before, 0 on the first.
+        sent: what goes to the next stage, 0 on the last.
+        stored: kept from the forward pass to the backward pass, `sent` among it and `received` not.
+        forward: the most that a forward pass adds, what it stores among it.
+        backward: the most that a backward pass adds to what is held at its beginning.
+        forward_operations: of a microbatch.
+        backward_operations: the same, recomputation and clipping included.
+    """
+
+    frozen: int
+    trained: int
+    largest: int
+    received: int
+    sent: int
+    stored: int
+    forward: int
+    backward: int
+    forward_operations: int
+    backward_operations: int
+
+
+def footprint(work: Work, kind: Kind, name: str) -> Footprint:
+    """Imagine a microbatch go through a stage of this kind, forward and then backward with the passes `name`."""
+    stage = cut_out(work, kind)
+    imagined = Imagined()
+    imagined.take(stage)
+    parameters = list(stage.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    with imagined.running() as meter:
+        passes = Passes(stage, work, name)
+        x, kwargs = inputs(stage, work)
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)  # as for every microbatch but the first
+        meter.ignore(x, *kwargs.values(), *(p.grad for p in trained if p.grad is not None))
+        measured = _measured(meter, passes, x, kwargs)
+    return Footprint(
+        frozen=sum(p.nbytes for p in parameters if not p.requires_grad),
+        trained=sum(p.nbytes for p in trained),
+        largest=max(p.nbytes for p in trained),
+        received=0 if kind.first else x.nbytes,
+        **measured,
+    )
+
+
+def _measured(meter: Meter, passes: Passes, x: Tensor, kwargs: dict[str, Tensor]) -> dict[str, int]:
+    begin = meter.restart()
+    out = passes.forward(x, kwargs)
+    forward, forward_operations, stored = meter.peak - begin, meter.operations, meter.held - begin
+    gradient = None if passes.stage.last else torch.empty_like(out)
+    if gradient is not None:
+        meter.ignore(gradient)
+    middle = meter.restart()
+    passes.backward(out, gradient)
+    x.grad = None
+    return {
+        "sent": 0 if gradient is None else out.nbytes,
+        "stored": stored,
+        "forward": forward,
+        "backward": meter.peak - middle,
+        "forward_operations": forward_operations,
+        "backward_operations": meter.operations,
+    }

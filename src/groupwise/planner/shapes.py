@@ -1,0 +1,113 @@
+"""The model that is planned for: its shape by name or from a folder, its adapters, all on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupwise.config.schema import LoraConfig
+from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.errors import UserError, did_you_mean
+from groupwise.models.trainable import add_adapters
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Brown et al., 2020, table 2.1; as a GPT-2, whose blocks these are (every second one was sparse in GPT-3).
+    "gpt3_175b": ("gpt2", {"n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}),
+    # Zhang et al., 2022, table 1.
+    "opt_66b": ("opt", {"num_hidden_layers": 64, "hidden_size": 9216, "num_attention_heads": 72}),
+    "opt_175b": ("opt", {"num_hidden_layers": 96, "hidden_size": 12288, "num_attention_heads": 96}),
+    # Radford et al., 2019, table 2.
+    "gpt2_xl": ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
+    # Touvron et al., 2023, table 2.
+    "llama_7b": ("llama", {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}),
+}
+NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "activation_dropout")
+
+
+def configuration(name: str) -> Any:
+    """transformers' configuration of a model of `SHAPES`, or of a folder with a config.json, without dropout.
+
+    Raises:
+        UserError: neither; a folder that transformers cannot read.
+    """
+    import_torchvision()
+    from transformers import AutoConfig
+
+    if name in SHAPES:
+        kind, shape = SHAPES[name]
+        config = AutoConfig.for_model(kind, **shape, **_feed_forward(kind, shape))
+    elif (Path(name) / "config.json").is_file():
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            first = str(error).strip().splitlines()[0].rstrip(".")
+            raise UserError(f"model={name} has a config.json that transformers cannot read ({first}).") from error
+    else:
+        known = ", ".join(SHAPES)
+        raise UserError(
+            f"model={name} is neither a known shape{did_you_mean(name, SHAPES)} nor a folder with a config.json: "
+            f"give {known}, or a folder."
+        )
+    for key in NO_DROPOUT:
+        if getattr(config, key, 0):
+            setattr(config, key, 0.0)
+    return config
+
+
+def with_blocks(config: Any, blocks: int) -> Any:
+    """The same configuration with so many blocks."""
+    changed = deepcopy(config)
+    changed.num_hidden_layers = blocks
+    if hasattr(changed, "layer_types") and changed.layer_types is not None:
+        changed.layer_types = list(changed.layer_types[:blocks])
+    return changed
+
+
+def build(
+    config: Any, *, rank: int, targets: Sequence[str], dtype: str, attention: str = "sdpa", device: str = "meta"
+) -> nn.Module:
+    """The causal language model of a configuration, in training mode.
+
+    Args:
+        config: from `configuration`.
+        rank: of the adapters, in float32, beside frozen weights in `dtype`; 0 trains everything, in float32.
+        targets: ends of names of layers that get adapters; empty takes peft's choice.
+        attention: transformers' name of its implementation.
+        device: "meta" allocates nothing.
+
+    Raises:
+        UserError: no causal language model; a target that names no layer.
+    """
+    import_torchvision()
+    from transformers import AutoModelForCausalLM
+
+    chosen = getattr(torch, dtype) if rank else torch.float32
+    with torch.device(device):
+        try:
+            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=chosen, attn_implementation=attention)
+        except ValueError as error:
+            raise UserError(f"A {config.model_type} cannot be built as a causal language model: {error}.") from error
+        if rank:
+            lora = LoraConfig(rank=rank, alpha=float(rank), targets=list(targets))
+            model = add_adapters(model, lora)
+        else:
+            untie(model)
+    return model.train()
+
+
+def untie(model: Any) -> None:
+    """Give the head a weight of its own, as the first and the last stage cannot train one together."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(embedding.weight).copy_(embedding.weight.detach()))
+        model.config.tie_word_embeddings = False
+
+
+def _feed_forward(kind: str, shape: dict[str, Any]) -> dict[str, int]:
+    """OPT's configuration has no rule for the width of its feed-forward layers, 4d; the others' defaults are right."""
+    return {"ffn_dim": 4 * shape["hidden_size"], "word_embed_proj_dim": shape["hidden_size"]} if kind == "opt" else {}

@@ -1,0 +1,114 @@
+"""Reads from the environment which process of a run this is, where torchrun or srun started several."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of several: process r = d·S + s is stage s of replica d."""
+
+    rank: int
+    """r, over all machines."""
+    world: int
+    """S·D, the processes of the run."""
+    local: int
+    """The number on its own machine: which GPU it takes."""
+    sharing: int
+    """How many processes share the cores that it may use."""
+    meeting: str
+    """Where the processes find each other: torch's `init_method`."""
+
+    @property
+    def main(self) -> bool:
+        """Is this the one that prints and writes the record?"""
+        return self.rank == 0
+
+
+def world_size(config: RunConfig) -> int:
+    """How many processes a run has: stages times replicas."""
+    return config.pipeline.stages * config.parallel.ranks
+
+
+def name_of(config: RunConfig, rank: int) -> str:
+    """A process in words: stage 1, replica 0, or stage 1 of replica 0."""
+    replica, stage = divmod(rank, config.pipeline.stages)
+    if config.pipeline.stages == 1:
+        return f"replica {replica}"
+    return f"stage {stage}" + (f" of replica {replica}" if config.parallel.ranks > 1 else "")
+
+
+def find_place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun or srun gave this process; None where nobody started several.
+
+    Raises:
+        UserError: they started another number of processes than the configuration asks for, or left a variable out.
+    """
+    try:
+        place = _torchrun(environment) or _slurm(environment)
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"The environment looks like torchrun's or srun's, but a variable is missing or no number ({error}): "
+            "start the run under one of the two, or unset RANK and SLURM_PROCID."
+        ) from error
+    world = world_size(config)
+    if place is not None and place.world != world:
+        if not place.main:
+            sys.exit(2)  # once is enough
+        launcher = "torchrun" if "RANK" in environment else "srun"
+        raise UserError(
+            f"{launcher} started {place.world} processes, but pipeline.stages={config.pipeline.stages} times "
+            f"parallel.ranks={config.parallel.ranks} makes {world}: start as many, or change one of the two."
+        )
+    return place
+
+
+def _torchrun(given: Mapping[str, str]) -> Place | None:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= given.keys():
+        return None
+    local = int(given.get("LOCAL_RANK", 0))
+    sharing = int(given.get("LOCAL_WORLD_SIZE", 1))
+    return Place(int(given["RANK"]), int(given["WORLD_SIZE"]), local, sharing, "env://")
+
+
+def _slurm(given: Mapping[str, str]) -> Place | None:
+    """A task of srun, which submitit uses too; a batch script by itself has no step, and one task is no several."""
+    if not {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"} <= given.keys() or int(given["SLURM_NTASKS"]) == 1:
+        return None
+    host = given.get("MASTER_ADDR") or first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
+    own = 20000 + (int(given.get("SLURM_JOB_ID", 0)) * 17 + int(given["SLURM_STEP_ID"])) % 10000
+    meeting = f"tcp://{host}:{given.get('MASTER_PORT', own)}"
+    local = int(given.get("SLURM_LOCALID", 0))
+    return Place(int(given["SLURM_PROCID"]), int(given["SLURM_NTASKS"]), local, 1, meeting)  # srun shares out the cores
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's list of machines: ``gpu[03-05,9],login`` -> ``gpu03``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()) if first else nodes
+
+
+def interrupt_on(number: int) -> None:
+    """Let a signal do what Ctrl-C does."""
+
+    def interrupt(_: int, __: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(number, interrupt)
+
+
+def silence(stream: Any) -> None:
+    """Send a stream, and what C libraries write to it, nowhere."""
+    stream.flush()
+    with open(os.devnull, "ab") as file:
+        os.dup2(file.fileno(), stream.fileno())

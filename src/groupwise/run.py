@@ -1,0 +1,232 @@
+"""One run, from a configuration to its row: everything is checked and made here before anything is written."""
+
+import time
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.build import make_trainer
+from groupwise.clipping import ClippingEngine, explain
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.pipeline.checkpoint import read_weights
+from groupwise.pipeline.stage import Stage
+from groupwise.privacy import PrivacyPlan, make_plan
+from groupwise.tasks import make_task
+from groupwise.training.checkpoint import load_newest
+from groupwise.training.from_config import make_engine
+from groupwise.training.leaving import neighbours_of
+from groupwise.training.memory import memory_told
+from groupwise.training.provenance import resources
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.record import RunRecord
+from groupwise.training.step import Trainer
+from groupwise.training.task import Task
+from groupwise.training.train import train
+
+
+@memory_told()
+def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]:
+    """Train one cell, or take it up where it was left; returns its result row.
+
+    Nothing is written before data, model, clipping and plan have been checked.
+
+    Args:
+        ranks: the processes of the run, each of which calls this; None is one process.
+
+    Raises:
+        UserError: anything that the user can mend.
+    """
+    ranks = ranks or Alone()
+    record = RunRecord.open(config)
+    finished, resumable = ranks.told((record.finished, record.resumable))
+    if finished and not config.explain:
+        if ranks.main:
+            record.seal()
+        print(f"Done already: {record.folder} (overwrite=true runs it again)")
+        return record.result()
+    device = choose_device(config.train.device)
+    pipelined = ranks.stages > 1
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    if pipelined:
+        from groupwise.build import make_pipeline_trainer, make_staged_task
+
+        task = make_staged_task(config, ranks, device)
+    else:
+        task = make_task(config, device)
+    if config.model.weights is not None:
+        start_from(task.model, config.model.weights)
+    described = task.describe_data()
+    if "generated" in described:
+        print(f"Data: {described['source']}; {described['generated']}.")
+    if config.export is not None and not task.exports:
+        raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
+    if config.eval.shots is not None:
+        return evaluate_in_context(config, record, task, device)
+    engine = make_engine(task.model, config.clip)
+    plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
+    print(plan.statement())
+    if plan.noise_multiplier > 0 and (config.data.train_limit or config.data.holdout):
+        print(f"  Neighbouring data sets differ by {neighbours_of(config)}.")
+    if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
+        print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
+    taken_up, state = _take_up(record, device, ranks) if resumable else (None, None)
+    make = make_pipeline_trainer if pipelined else make_trainer
+    trainer = make(config, task, engine, plan, device, ranks, state)
+    if config.explain:
+        return _explain(trainer)
+    start = 0 if state is None else int(state["step"])
+    if state is not None and taken_up is not None:
+        trainer.load(taken_up, state, start)
+    ranks.gather(None)  # all are sound
+    if ranks.main:
+        record.begin(taken_up)
+    ranks.told(None)  # nobody writes to the folder before the main process has made and cleared it
+    try:
+        return train(config, record, trainer, start, state or {})
+    finally:
+        record.close()
+        if trainer.engine is not None:
+            trainer.engine.detach()
+
+
+def _take_up(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint that is sound on all processes, and its content."""
+    if ranks.stages == 1:
+        return load_newest(record.checkpoint, device, ranks)
+    from groupwise.pipeline import checkpoint
+
+    def check(path: Path, state: dict[str, Any]) -> None:
+        checkpoint.load(path, state, ranks, torch.device("cpu"))
+
+    return load_newest(record.checkpoint, device, ranks, check)
+
+
+def _explain(trainer: Trainer) -> dict[str, Any]:
+    """Print the cost model's choices for one microbatch of the size that training will use."""
+    if trainer.engine is None:
+        print("clip=none clips nothing, so there are no norms to explain.")
+        return {}
+    size = min(trainer.microbatch, trainer.task.train_size)
+    trainer.engine.backward(trainer.task.losses(range(size)))
+    print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.engine)}")
+    trainer.engine.detach()
+    return {}
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device; "auto" takes CUDA where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"train.device={name} was asked for, but torch sees no GPU: use train.device=cpu, or auto.")
+    return torch.device(name)
+
+
+def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Alone | Ranks) -> int | None:
+    """K, over all stages; flat clipping is one group of all of them. None without clipping."""
+    if engine is None:
+        return None
+    here = ranks.gather(len(engine.groups))[: ranks.stages]
+    return 1 if config.clip.grouping == "flat" else sum(here)
+
+
+def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:
+    """The privacy plan: B and T from the configuration, K is `groups`; without any, no guarantee."""
+    batch_size = _expected_batch_size(config, train_size)
+    steps = config.train.steps
+    if steps is None:
+        steps = round(config.train.epochs * train_size / batch_size)
+    epsilon, multiplier = config.privacy.epsilon, config.privacy.noise_multiplier
+    if groups is None:
+        epsilon, multiplier = float("inf"), None
+    adaptive = groups is not None and config.clip.policy == "adaptive"
+    return make_plan(
+        dataset_size=train_size,
+        expected_batch_size=batch_size,
+        steps=max(1, steps),
+        delta=train_size**-1.1 if config.privacy.delta is None else config.privacy.delta,
+        epsilon=epsilon if multiplier is None else None,
+        noise_multiplier=multiplier,
+        num_groups=groups or 1,
+        quantile_budget=config.clip.quantile_budget if adaptive else 0.0,
+        sampling=config.privacy.sampling,
+        accountant=config.privacy.accountant,
+    )
+
+
+def _expected_batch_size(config: RunConfig, train_size: int) -> int:
+    """B as it is given, or rho N."""
+    if config.train.sample_rate is not None:
+        return max(1, round(config.train.sample_rate * train_size))
+    batch_size = config.train.batch_size
+    assert batch_size is not None, "validate() asks for one of the two"
+    if batch_size > train_size:
+        raise UserError(
+            f"train.batch_size={batch_size} is larger than the training data ({train_size} examples): make it smaller."
+        )
+    return batch_size
+
+
+def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device: torch.device) -> dict[str, Any]:
+    """Evaluate the model as it was loaded, `eval.shots` examples in the prompt; writes a record and returns its row."""
+    assert config.eval.shots is not None
+    shots, prompt_set = config.eval.shots, config.eval.prompt_set
+    print(f"In context: {shots} training examples in the prompt (set {prompt_set}), no training.")
+    if shots:
+        print("  NOT PRIVATE: the prompt shows training examples as they are.")
+    began = time.monotonic()
+    found = task.evaluate_in_context(shots, prompt_set)
+    seconds = time.monotonic() - began
+    metrics = {f"test/{key}": value for key, value in found.items()}
+    record.begin()
+    try:
+        record.write_data(task.describe_data())
+        record.write_outputs(task.outputs())
+        row = record.finish(metrics, plan={"steps": 0, "private": False}, system=resources(device, seconds))
+    finally:
+        record.close()
+    told = "  ".join(f"{key} {value:.2f}" for key, value in metrics.items())
+    print(f"{told}  in {seconds:.0f} s\nRecord: {record.folder}")
+    return row
+
+
+def start_from(model: nn.Module, given: str) -> None:
+    """Load `model.weights` into a whole model or into a stage of it, in place.
+
+    Not covered by the run's privacy plan: what those weights themselves cost. Trained on the same examples, the two
+    budgets add up.
+
+    Args:
+        model: of the run, before anything is attached to it.
+        given: a finished run's folder, or the model.pt in it.
+
+    Raises:
+        UserError: nothing there, weights of another model, or weights that are not finite.
+    """
+    path = Path(given).expanduser()
+    path = path / "model.pt" if path.is_dir() else path
+    if not path.is_file() and not list(path.parent.glob(escape(f"{path.stem}-") + "*" + escape(path.suffix))):
+        raise UserError(f"model.weights={given} holds no model.pt: name a finished run's folder.")
+    own = model.state_dict()
+    weights = read_weights(path, model.names() if isinstance(model, Stage) else {name: name for name in own})
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype != own[name].dtype:
+            raise UserError(
+                f"model.weights={given} has a {name} that is no {own[name].dtype} tensor: give a run's model.pt."
+            )
+        if tensor.shape != own[name].shape:
+            raise UserError(
+                f"model.weights={given} has {name} of shape {tuple(tensor.shape)} and the model wants "
+                f"{tuple(own[name].shape)}: give the weights of the same model."
+            )
+        if not tensor.isfinite().all():
+            raise UserError(f"model.weights={given} has a {name} that is not finite: give other weights.")
+    model.load_state_dict(weights)
+    print(f"Weights: {path}; what they cost in privacy comes on top of what follows.")

@@ -1,0 +1,197 @@
+"""A sweep's folder, `results/sweeps/<time>-<name>`: holds what was asked for, the code that runs, and what failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from groupwise.atomic import write_json, write_text
+from groupwise.config.identity import save_config
+from groupwise.errors import ProcessFailed, UserError, exit_code
+from groupwise.sweeps.prepare import PlannedSweep
+from groupwise.training.provenance import RECORDED, git_state
+
+CELLS = "cells.json"
+
+
+def begin_sweep(planned: PlannedSweep) -> Path:
+    """Make the folder and write what will run; returns it, with a number added where that name is taken.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    folder, number = planned.folder, 1
+    try:
+        while (folder / CELLS).exists():
+            number += 1
+            folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        if planned.cells is not None:
+            (folder / "cells").mkdir(exist_ok=True)
+            for cell in planned.cells:
+                write_text(folder / "cells" / f"{cell.hash[:12]}.yaml", save_config(cell.config))
+            listed = [
+                {
+                    "name": cell.name,
+                    "seed": cell.seed,
+                    "overrides": list(cell.overrides),
+                    "hash": cell.hash,
+                    "run": str(cell.run),
+                    "done_before": cell.done,
+                }
+                for cell in planned.cells
+            ]
+            write_json(folder / CELLS, {"sweep": planned.name, "scale": planned.scale, "cells": listed})
+    except OSError as error:
+        raise UserError(
+            f"the sweep's folder {folder} cannot be written ({error.strerror}): give another with paths.results=FOLDER."
+        ) from error
+    return folder
+
+
+def read_cells(folder: Path) -> list[dict[str, Any]]:
+    """The cells of a sweep, as `begin_sweep` wrote them.
+
+    Raises:
+        UserError: this is no sweep's folder.
+    """
+    try:
+        return json.loads((folder / CELLS).read_text(encoding="utf-8"))["cells"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder} is no sweep's folder: name one of results/sweeps.") from error
+
+
+def name_of(folder: Path, key: str) -> str | None:
+    """The name of the cell whose hash begins so; None where the folder does not know."""
+    cells = read_cells(folder) if (folder / CELLS).is_file() else []
+    return next((cell["name"] for cell in cells if cell["hash"].startswith(key)), None)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a cell failed."""
+
+    cell: str
+    kind: str
+    """The exception's name; a UserError is a mistake, all others are bugs."""
+    file: Path
+
+
+def write_failure(folder: Path, key: str, cell: str, error: Exception, log: Path | None) -> None:
+    """Keep the sentence of a mistake, or the traceback of a bug, in ``failed/<key>.txt``."""
+    told = isinstance(error, UserError | ProcessFailed)
+    lines = [f"{type(error).__name__}: {' '.join(str(error).split())}", f"cell: {cell}"]
+    lines += [] if log is None else [f"log: {log}"]
+    if not told:
+        lines += ["", "".join(traceback.format_exception(error)).rstrip()]
+    (folder / "failed").mkdir(parents=True, exist_ok=True)
+    write_text(folder / "failed" / f"{key}.txt", "\n".join(lines) + "\n")
+
+
+def clear_failure(folder: Path, key: str) -> None:
+    """The cell has succeeded after all."""
+    (folder / "failed" / f"{key}.txt").unlink(missing_ok=True)
+
+
+def failures(folder: Path) -> list[Failure]:
+    """What failed and did not succeed since, in the order of the cells."""
+    found = {}
+    for file in sorted((folder / "failed").glob("*.txt")):
+        first, second, *_ = [*file.read_text(encoding="utf-8").splitlines(), "", ""]
+        found[file.stem] = Failure(second.removeprefix("cell: "), first.split(":")[0], file)
+    order = [cell["hash"][:12] for cell in read_cells(folder)] if (folder / CELLS).is_file() else []
+    return [found[key] for key in dict.fromkeys([*order, *found]) if key in found]
+
+
+def unfinished(folder: Path) -> list[dict[str, Any]]:
+    """The cells that are not done and say of no failure: killed, or still at it."""
+    failed = {failure.file.stem for failure in failures(folder)}
+    cells = read_cells(folder) if (folder / CELLS).is_file() else []
+    return [cell for cell in cells if cell["hash"][:12] not in failed and not is_done(folder, cell)]
+
+
+def is_done(folder: Path, cell: dict[str, Any]) -> bool:
+    """Has its run `DONE`, and that from before only if the sweep was not asked to overwrite it?"""
+    done, submitted = Path(cell["run"]) / "DONE", folder / CELLS
+    return done.is_file() and (cell["done_before"] or done.stat().st_mtime >= submitted.stat().st_mtime)
+
+
+def has_begun(folder: Path, cell: dict[str, Any]) -> bool:
+    """Has it printed anything yet, where cells print to files?"""
+    return (folder / "logs" / f"{cell['hash'][:12]}.log").is_file()
+
+
+PARTS = ("run.py", "src", "conf", "sweeps")
+HANDED_ON = "GROUPWISE_SWEEP"
+
+
+def run_from(folder: Path, root: Path) -> NoReturn:
+    """Copy the code at `root` into the sweep's `folder`, and let the copy of `run.py` go on in this process's place."""
+    code = (folder / "code").resolve()
+    copy_code(root, code)
+    path = os.pathsep.join(filter(None, [str(code / "src"), os.environ.get("PYTHONPATH")]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = {**os.environ, "PYTHONPATH": path, HANDED_ON: str(folder)}
+    os.execve(sys.executable, [sys.executable, str(code / "run.py"), *sys.argv[1:]], environment)
+
+
+def handed_on() -> Path | None:
+    """The sweep's folder, in the process that `run_from` has made of the first; not in the children of that."""
+    given = os.environ.pop(HANDED_ON, None)
+    return None if given is None else Path(given)
+
+
+def copy_code(root: Path, code: Path) -> None:
+    """Copy `PARTS` of the checkout, without what git ignores, and what git knows of it (`RECORDED`)."""
+    for name in _files(root):
+        source, target = root / name, code / name
+        if source.is_symlink() or source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    write_json(code / RECORDED, git_state(root))
+
+
+def _files(root: Path) -> list[str]:
+    """Names relative to `root`: those that git knows or does not ignore; outside of a checkout, all."""
+    listed = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
+    try:
+        done = subprocess.run(listed, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        done = None
+    if done is not None and done.returncode == 0 and done.stdout:
+        return sorted({name for name in done.stdout.split("\0") if name})
+    found = [root / "run.py"] + [file for part in PARTS[1:] for file in (root / part).rglob("*")]
+    return sorted(str(file.relative_to(root)) for file in found if "__pycache__" not in file.parts)
+
+
+def report_sweep(folder: Path, crash: Exception | None = None) -> int:
+    """List what failed, on stderr, and return the exit code.
+
+    Args:
+        crash: what ended the launcher itself, if it did not get to the end; then cells without a result count too.
+
+    Returns:
+        0 also where the launcher ended before any cell began: then `crash` is all that there is to tell.
+    """
+    failed = failures(folder)
+    lost = [] if crash is None else unfinished(folder)
+    cells = read_cells(folder) if (folder / CELLS).is_file() else []
+    if crash is not None and not failed and (isinstance(crash, UserError) or len(lost) == len(cells)):
+        return 0  # nothing has run: the launcher could not even start
+    if failed or lost:
+        print(f"{len(failed) + len(lost)} of {len(cells) or 'the'} cells failed:", file=sys.stderr)
+    for failure in failed:
+        print(
+            f"  {name_of(folder, failure.file.stem) or failure.cell}: {failure.kind} ({failure.file})", file=sys.stderr
+        )
+    for cell in lost:
+        print(f"  {cell['name']}: killed, or never begun ({type(crash).__name__})", file=sys.stderr)
+    return exit_code([failure.kind for failure in failed] + [type(crash).__name__ for _ in lost])

@@ -1,0 +1,122 @@
+"""Gradient norms of a sweep's kept weights:  python -m groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini
+
+For each run of the sweep that is done and each of its weights-<step>.pt (`train.keep`), the norms of some training
+examples' gradients in each layer, by the engine that clips; into `results/measured/<sweep>_<scale>_norms.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from groupwise.config.compose import register
+from groupwise.errors import UserError
+from groupwise.sweeps.cells import PAPER, Cell, read_sweep
+from groupwise.sweeps.collect import CONF
+from groupwise.sweeps.prepare import PlannedCell, table_cells
+
+COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "epoch", "step", "layer", "name", "example", "norm")
+
+
+def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Epoch, step, layer, name, example and norm, from the weights that the run in `folder` kept.
+
+    Args:
+        examples: how many of the training set, drawn at random from a fixed seed.
+        layers: globs of names of layers; empty takes all.
+
+    Raises:
+        UserError: the run kept no weights, or no layer has such a name.
+    """
+    import numpy as np
+    import torch
+
+    from groupwise.clipping import gradient_norms
+    from groupwise.run import plan_run
+    from groupwise.tasks import make_task
+    from groupwise.training.checkpoint import load_checkpoint
+
+    kept = sorted(folder.glob("weights-*.pt"), key=_step)
+    if not kept:
+        raise UserError(f"{folder} has no weights-<step>.pt: run its cell with train.keep=[0,1,2], epochs to keep.")
+    config = cell.config
+    task = make_task(config, torch.device("cpu"))
+    plan = plan_run(config, task.train_size, 1)
+    chosen = np.sort(np.random.default_rng(0).permutation(task.train_size)[:examples])
+    size = min(config.train.microbatch or 64, 64)
+    batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+    for path in kept:
+        task.model.load_state_dict(load_checkpoint(path))
+        norms = gradient_norms(task.model.eval(), batches, task.losses)
+        wanted = [name for name in norms if not layers or any(fnmatchcase(name, glob) for glob in layers)]
+        if not wanted:
+            raise UserError(f"no layer is called {', '.join(layers)}: there are {', '.join(norms)}.")
+        step = _step(path)
+        epoch = round(step * plan.expected_batch_size / plan.dataset_size, 2)
+        for place, name in enumerate(norms):
+            if name in wanted:
+                for example, norm in zip(chosen, norms[name].tolist(), strict=True):
+                    found = {"epoch": epoch, "step": step, "layer": place, "name": name}
+                    yield {**found, "example": int(example), "norm": float(f"{norm:.5g}")}
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+def measure(name: str, scale: str, examples: int, layers: Sequence[str], runs: Path, out: Path) -> Path:
+    """Write the norms of all runs of `sweeps/<name>.yaml`; returns the file.
+
+    Raises:
+        UserError: no such sweep, a run that is not done, or as `rows_of`.
+    """
+    import pandas as pd
+
+    from groupwise.atomic import write_text
+
+    register()
+    rows: list[dict[str, Any]] = []
+    cells: list[tuple[Cell, PlannedCell]] = table_cells(read_sweep(CONF / "sweep" / f"{name}.yaml"), scale, CONF)
+    for cell, planned in cells:
+        folder = runs / planned.hash[:12]
+        if not (folder / "DONE").is_file():
+            raise UserError(f"{planned.name} is not done in {runs}: python run.py -m +sweep={name} scale={scale}")
+        first = {"sweep": name, "cell": cell.name, "seed": cell.seed, "scale": scale, "hash": planned.hash}
+        rows += [first | row for row in rows_of(planned, folder, examples, layers)]
+    path = out / f"{name}_{scale}_norms.csv"
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(path, pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(index=False))
+    return path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m groupwise.sweeps.gradient_norms", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("sweep", help="a file of sweeps/ whose cells set train.keep")
+    parser.add_argument("scale", nargs="?", default=f"scale={PAPER}", help="such as scale=mini")
+    parser.add_argument("--examples", type=int, default=32, help="of the training set, drawn at random")
+    parser.add_argument("--layers", nargs="*", default=[], metavar="GLOB", help="names of layers, such as '*out_proj'")
+    parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
+    parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the table goes")
+    given = parser.parse_args(arguments)
+    try:
+        key, _, scale = given.scale.partition("=")
+        if key != "scale" or not scale:
+            raise UserError(f"{given.scale!r} is no scale=NAME.")
+        if given.examples < 1:
+            raise UserError("--examples must be one or more.")
+        print(measure(given.sweep, scale, given.examples, given.layers, given.runs, given.out))
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

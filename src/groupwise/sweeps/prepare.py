@@ -1,0 +1,185 @@
+"""What a sweep will run: every cell is composed and checked before the first one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from groupwise.config.compose import Composer, to_run_config
+from groupwise.config.identity import config_hash
+from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.sweeps.cells import Cell, Sweep, expand, text
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """One run of a sweep, checked."""
+
+    name: str
+    """Settings and seed; for a sweep of the command line's own making, the overrides that not all cells share."""
+    seed: int
+    overrides: tuple[str, ...]
+    """What `run.py` is given for it."""
+    config: RunConfig
+    hash: str
+
+    @property
+    def run(self) -> Path:
+        """The folder of its record."""
+        return Path(self.config.paths.results).expanduser() / "runs" / self.hash[:12]
+
+    @property
+    def done(self) -> bool:
+        """Is there nothing to do for it?"""
+        return (self.run / "DONE").is_file() and not (self.config.overwrite or self.config.explain)
+
+
+@dataclass(frozen=True)
+class PlannedSweep:
+    """A sweep, checked."""
+
+    name: str
+    """Of the file in `sweeps/`; "cells" for one of the command line's own making."""
+    scale: str
+    folder: Path
+    """Where its record goes."""
+    cells: tuple[PlannedCell, ...] | None
+    """None where another sweeper than ours chooses them, as it goes."""
+
+
+def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
+    """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.
+
+    Raises:
+        UserError: in the first cell that is refused, naming it; or two cells of a table are one run.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = OverridesParser.create().parse_overrides(list(overrides))
+    shared = [str(item.input_line) for item in given if not item.is_sweep_override()]
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        whole = compose("config", shared, return_hydra_config=True)
+        name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
+        folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
+        return PlannedSweep(name, str(whole.scale), folder, _cells(Composer(conf), whole, given, shared, name))
+
+
+def check_sweep(overrides: Sequence[str], conf: Path) -> int:
+    """The number of cells of ``-m OVERRIDES...``, checked as `plan_sweep` does; 0 where it is not known beforehand."""
+    return len(plan_sweep(overrides, conf).cells or ())
+
+
+def table_cells(sweep: Sweep, scale: str, conf: Path) -> list[tuple[Cell, PlannedCell]]:
+    """All cells of a file of `sweeps/`, composed: what ``-m +sweep=<name> scale=<scale>`` runs.
+
+    Raises:
+        UserError: as `plan_sweep`.
+    """
+    from hydra import initialize_config_dir
+
+    cells = sweep.cells(scale)
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        composer = Composer(conf)
+        planned = [_checked(composer, _full_name(cell), [f"+sweep={sweep.name}", *cell.overrides]) for cell in cells]
+    _refuse_twins(sweep.name, planned)
+    return list(zip(cells, planned, strict=True))
+
+
+def _full_name(cell: Cell) -> str:
+    return f"{cell.name} seed={cell.seed}"
+
+
+def _cells(
+    composer: Composer, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
+) -> tuple[PlannedCell, ...] | None:
+    sweeper = whole.hydra.sweeper
+    if not sweeper._target_.endswith("CellsSweeper"):
+        return None
+    if "direction" in sweeper:
+        raise UserError(f"+sweep={name} is a search by Optuna: add hydra/sweeper=optuna.")
+    if not sweeper.grids:
+        return tuple(_checked(composer, *cell) for cell in _of_command_line(sweeper, given, shared))
+    cells = tuple(_checked(composer, *cell) for cell in _of_grids(sweeper, given, whole.scale))
+    _refuse_twins(name, cells)
+    return cells
+
+
+def _of_grids(sweeper: DictConfig, given: Sequence[Any], scale: str) -> Iterator[tuple[str, list[str]]]:
+    """Name and overrides of each cell of a table; the command line chooses among its values, or changes all cells."""
+    grids: list[dict[str, Any]] = OmegaConf.to_container(sweeper.grids, resolve=True)  # type: ignore[assignment]
+    scales: dict[str, Any] = OmegaConf.to_container(sweeper.scales, resolve=True)  # type: ignore[assignment]
+    keys = {key for grid in grids for key in grid} | {"seed"}
+    chosen: dict[str, list[str]] = {}
+    rest: dict[str, str] = {}
+    for item in given:
+        key, values = item.key_or_group, _values(item)
+        if item.is_hydra_override() or key == "scale":
+            continue
+        if key in keys:  # a grid's own
+            chosen[key] = values
+        elif len(values) > 1:
+            grids = [{**grid, key: values} for grid in grids]
+        else:
+            rest[key] = str(item.input_line)
+    scales_wanted = next((_values(item) for item in given if item.key_or_group == "scale"), [scale])
+    for each in scales_wanted:
+        for cell in expand(grids, scales, each, chosen):
+            kept = [part for part in cell.overrides if part.split("=", 1)[0] not in rest]
+            added = [line for key, line in rest.items() if key != "sweep"]
+            sweeps = [line for key, line in rest.items() if key == "sweep"]
+            yield _full_name(cell), [*sweeps, *kept, *added]
+
+
+def _of_command_line(
+    sweeper: DictConfig, given: Sequence[Any], shared: Sequence[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """All combinations, as Hydra's basic sweeper takes them; a cell is named by what the others may not have."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    swept = [f"{key}={values}" for key, values in (sweeper.params or {}).items()]
+    ours = [item for item in given if not item.is_hydra_override()]
+    [cells] = BasicSweeper.split_arguments([*OverridesParser.create().parse_overrides(swept), *ours], None)
+    for cell in cells:
+        yield " ".join(part for part in cell if part not in shared) or " ".join(cell), cell
+
+
+def _values(item: Any) -> list[str]:
+    """The values of an override as a grid has them: 3.0 is 3."""
+    if item.is_sweep_override():
+        return [text(_number(value)) for value in item.sweep_string_iterator()]
+    return [text(_number(item.get_value_element_as_str()))]
+
+
+def _number(value: str) -> Any:
+    try:
+        return float(value) if not value.isdecimal() else value
+    except ValueError:
+        return value
+
+
+def _checked(composer: Composer, name: str, arguments: Sequence[str]) -> PlannedCell:
+    try:
+        config = to_run_config(composer.compose(arguments))
+    except COMPOSITION_ERRORS as error:
+        raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
+    return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))
+
+
+def _refuse_twins(name: str, cells: Sequence[PlannedCell]) -> None:
+    """Two cells of a table that are one configuration would be counted as two results."""
+    known: dict[str, str] = {}
+    for cell in cells:
+        if cell.hash in known:
+            raise UserError(
+                f"the cells {known[cell.hash]} and {cell.name} of sweeps/{name}.yaml are one and the same run at this "
+                "scale: leave one out (null in hydra.sweeper.scales)."
+            )
+        known[cell.hash] = cell.name

@@ -1,0 +1,145 @@
+"""Makes what a configuration names: engine and threshold policy, optimiser and schedule, precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from groupwise.clipping import (
+    ClippingEngine,
+    attach,
+    automatic_factors,
+    by_mapping,
+    clip_factors,
+    flat,
+    per_block,
+    per_layer,
+)
+from groupwise.clipping.factors import ClipRule
+from groupwise.config.schema import ClipConfig, OptimConfig
+from groupwise.errors import UserError
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
+
+_PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
+
+
+def make_engine(model: nn.Module, clip: ClipConfig, direct: bool = False) -> ClippingEngine | None:
+    """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop.
+
+    `direct` is for a model whose parameters are in shards (FSDP2).
+    """
+    if clip.grouping == "none":
+        return None
+    if clip.grouping == "custom":
+        partition = by_mapping(model, clip.mapping)
+    elif clip.grouping in _PARTITIONS:
+        partition = _PARTITIONS[clip.grouping](model)
+    else:
+        raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block, device or custom.")
+    return attach(
+        model,
+        partition,
+        _even(clip, len(partition)),
+        norms=clip.norms,  # type: ignore[arg-type]
+        clip_rule=clip_rule_of(clip),
+        formula=clip.formula,  # type: ignore[arg-type]
+        direct=direct,
+    )
+
+
+def clip_rule_of(clip: ClipConfig) -> ClipRule:
+    """The function that `clip.rule` names."""
+    if clip.rule == "automatic":
+        return automatic_factors(clip.gamma)
+    return clip_factors
+
+
+def make_thresholds(
+    clip: ClipConfig, plan: PrivacyPlan, here: int | None = None
+) -> FixedThresholds | AdaptiveThresholds:
+    """C_k = C/√K, fixed (appendix A.1), or the start of private quantile estimates (Algorithm 1, lines 15-18).
+
+    `here` is how many of the K groups this process hosts, where it hosts one stage of a pipeline.
+    """
+    groups = plan.num_groups if here is None else here
+    even = _even(clip, plan.num_groups)
+    if clip.policy == "fixed":
+        return FixedThresholds([even] * groups)
+    start = even if clip.initial_threshold is None else clip.initial_threshold
+    return AdaptiveThresholds(
+        [start] * groups,
+        target_quantile=clip.target_quantile,
+        learning_rate=clip.quantile_learning_rate,
+        count_noise_multiplier=plan.count_noise_multiplier,
+        expected_batch_size=plan.expected_batch_size,
+        minimum=clip.minimum,
+        maximum=clip.maximum,
+        rescale_to=clip.threshold if clip.rescale else None,
+        count_at=clip.count_at,
+    )
+
+
+def _even(clip: ClipConfig, groups: int) -> float:
+    """C/√K: K groups of this threshold clip the whole gradient to norm C."""
+    return clip.threshold / math.sqrt(groups)
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> Optimizer:
+    """SGD, Adam or AdamW over the trainable ones of ``parameters``; raises `UserError` for another name.
+
+    It sees noisy gradients only, so whatever it computes is post-processing and costs no privacy.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    rate, decay = config.learning_rate, config.weight_decay
+    betas = (config.beta1, config.beta2)
+    match config.name:
+        case "sgd":
+            return SGD(trainable, lr=rate, momentum=config.momentum, weight_decay=decay)
+        case "adam":
+            return Adam(trainable, lr=rate, betas=betas, eps=config.eps, weight_decay=decay)
+        case "adamw":
+            return AdamW(trainable, lr=rate, betas=betas, eps=config.eps, weight_decay=decay)
+    raise UserError(f"optim.name={config.name} is not one of sgd, adam, adamw.")
+
+
+def make_schedule(optimizer: Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
+    """Call ``.step()`` once after each of the ``steps`` updates; the rate depends on the step alone."""
+    return LambdaLR(optimizer, lambda step: rate_factor(step, steps, config.schedule, config.warmup))
+
+
+def rate_factor(step: int, steps: int, schedule: str, warmup: float) -> float:
+    """What the learning rate is multiplied with at ``step`` (0-based) of ``steps``.
+
+    It rises linearly to 1 over the first ``warmup * steps`` steps, never from zero, which would waste a
+    release; then it stays (constant), or falls (linear, cosine) towards zero, reached only after the last
+    step.
+    """
+    rising = round(warmup * steps)
+    if step < rising:
+        return (step + 1) / rising
+    done = min((step - rising) / max(steps - rising, 1), 1.0)
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - done
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+    raise UserError(f"optim.schedule={schedule} is not one of constant, linear, cosine.")
+
+
+def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """A maker of contexts for the forward pass in `precision`; no loss scaling, which would break the clipping."""
+    if precision == "float32":
+        return nullcontext
+    if precision == "bfloat16":
+        return partial(torch.autocast, device.type, torch.bfloat16)
+    raise UserError(f"train.precision={precision} is not known: choose float32 or bfloat16.")

@@ -1,0 +1,295 @@
+"""A training session: steps, checkpoints, metrics and evaluations, then the accounts and the result row.
+
+Every process of a run goes through it in lock-step. What depends on a clock or a signal (a checkpoint now? stop?) is
+agreed on once a step, together with the sums that the step reports; the main process alone writes the record.
+"""
+
+import io
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.training.leaving import neighbours_of, provenance_of
+from groupwise.training.progress import Progress
+from groupwise.training.provenance import resources, usable_cores
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.record import RunRecord
+from groupwise.training.task import Split, Task
+from groupwise.training.trackers import make_tracker
+
+
+class AnyTrainer(Protocol):
+    """What a session needs of a trainer, be it the whole model on one process or on each replica, or one stage of it.
+
+    All processes of a run call all methods at the same time.
+    """
+
+    task: Task
+    plan: PrivacyPlan
+    noise: NoiseSource
+    device: torch.device
+    microbatch: int
+    ranks: Alone | Ranks
+
+    def step(self, step: int) -> list[float]:
+        """Run step `step` (0-based); returns this process's part of sums over all processes, as many in each."""
+
+    def report(self, totals: list[float]) -> dict[str, float]:
+        """From those sums, what the last step may log; `nonprivate/batch_size` is the number of examples drawn."""
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """As `Task.evaluate`; the main process's metrics count."""
+
+    def outputs(self) -> dict[str, list[dict[str, Any]]]:
+        """As `Task.outputs`."""
+
+    def named_thresholds(self) -> dict[str, float]:
+        """Group -> C_k, of all stages; {} unclipped."""
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint that holds the main process's `extra` too, and keep the one before it; once `path` is
+        there it is whole."""
+
+    def save_model(self, path: Path) -> None:
+        """Write the whole model's weights, and nothing else."""
+
+    def export(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """As `Task.export`, with the main process's `provenance`."""
+
+    def machine(self) -> dict[str, Any]:
+        """What the row says of the other processes' machines, beside the main one's `resources`."""
+
+
+def train(
+    config: RunConfig, record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Train from step `start` to the end, write the record as it goes, evaluate, account and close it.
+
+    Args:
+        record: on the main process it has begun; the others only read from it where it lies.
+        state: the checkpoint that `trainer` was loaded from; empty for a new run.
+
+    Returns:
+        The result row; {} on all processes but the main one.
+
+    Raises:
+        UserError: more was spent than planned, or something cannot be written.
+        KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step.
+    """
+    plan, ranks, headline = trainer.plan, trainer.ranks, trainer.task.headline
+    private = plan.is_private and trainer.noise.is_secret
+    replayed = _begin(record, trainer, start, state, private) if ranks.main else 0
+    tracker = make_tracker(config, record, start) if ranks.main else _Silent()
+    elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
+    evaluating = float(state.get("evaluation_seconds", 0.0))
+    began = saved = time.monotonic()
+    kept = kept_steps(config, plan)
+
+    def save(step: int) -> None:
+        seconds = elapsed + time.monotonic() - began
+        extra = {"step": step, "seconds": seconds, "evaluation_seconds": evaluating}
+        trainer.save(record.checkpoint, {**extra, "examples": examples})
+
+    def measure(final: bool) -> dict[str, float]:
+        """Metrics now, and the seconds of training until now."""
+        nonlocal evaluating
+        paused = time.monotonic()
+        training = elapsed + paused - began - evaluating
+        found = evaluate(config, trainer, final)
+        evaluating += time.monotonic() - paused
+        return {**found, "seconds": training}
+
+    stream = None if ranks.main else io.StringIO()
+    with (
+        Progress(plan.steps, start=start, epsilon=_spent(plan), target_epsilon=plan.epsilon, stream=stream) as bar,
+        _stop_flag() as stop,
+    ):
+        if start == 0:
+            save(0)  # the key of the noise is safe before the first release
+            if 0 in kept:
+                trainer.save_model(record.folder / kept_name(0))
+        for step in range(start, plan.steps):
+            parts = trainer.step(step)
+            if step + 1 in kept:
+                trainer.save_model(record.folder / kept_name(step + 1))
+            found = measure(config.eval.curve) if _evaluates(config, plan, step + 1) else {}
+            late = ranks.main and time.monotonic() - saved >= config.train.checkpoint_every
+            due, stopping, *totals = ranks.agree(late, len(stop), *parts)
+            metrics = trainer.report(totals) | found
+            drawn = int(metrics["nonprivate/batch_size"])
+            examples += drawn
+            tracker.log(step + 1, {**metrics, "epsilon_estimate": plan.progress(step + 1)})
+            bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
+            if due or stopping:
+                save(step + 1)
+                saved = time.monotonic()
+            if stopping:
+                raise KeyboardInterrupt
+        throughput = bar.examples_per_second
+    seconds = elapsed + time.monotonic() - began
+    final = measure(final=True)
+    tracker.log(plan.steps, final)
+    del final["seconds"]  # of the curve; the row has those of the whole run
+    outputs = trainer.outputs()
+    if ranks.main:
+        record.write_outputs(outputs)
+    tracker.finish()
+    return _close(record, trainer, final, private, replayed, seconds, throughput)
+
+
+class _Silent:
+    """The tracker of a process that writes nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing is kept."""
+
+    def finish(self) -> None:
+        """Nothing is open."""
+
+
+def _begin(record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any], private: bool) -> int:
+    """Write what is known before the first step, where what is there already is sound; returns how many steps are or
+    were run again in all."""
+    replayed = record.replayed(start) if state else 0
+    record.write_data(trainer.task.describe_data())
+    privacy = {"plan": trainer.plan.to_dict(), "executed_steps": start, "replayed_steps": replayed, "private": private}
+    record.write("privacy", privacy)  # before the lines are gone that `replayed` comes from
+    record.cut_metrics(start)
+    seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
+    record.write("seeds", {**seeds, "noise_is_secret": trainer.noise.is_secret})
+    return replayed
+
+
+def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
+    """The numbers of steps after which `train.keep` wants the weights; the last one for what lies beyond the end."""
+    return {min(plan.steps, round(epoch * plan.dataset_size / plan.expected_batch_size)) for epoch in config.train.keep}
+
+
+def kept_name(step: int) -> str:
+    """The file of the weights after `step` steps."""
+    return f"weights-{step}.pt"
+
+
+def _spent(plan: PrivacyPlan) -> Any:
+    return plan.progress if plan.noise_multiplier > 0 else None
+
+
+def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
+    """Every `eval.every` epochs, but not at the end, which is evaluated anyway."""
+    if config.eval.every is None or step >= plan.steps:
+        return False
+    between = max(1, round(config.eval.every * plan.dataset_size / plan.expected_batch_size))
+    return step % between == 0
+
+
+def evaluate(config: RunConfig, trainer: AnyTrainer, final: bool = False) -> dict[str, float]:
+    """Metrics on all splits (before the end: validation and training); the training set's are no private releases."""
+    splits, size = trainer.task.splits, config.eval.batch_size
+    found: dict[str, float] = {}
+    for split in splits if final else splits[:1]:
+        found |= {f"{split}/{k}": v for k, v in trainer.evaluate(split, size, final=final).items()}
+    train = trainer.evaluate("train", size, config.eval.train_limit)
+    return found | {f"nonprivate/train_{k}": v for k, v in train.items()}
+
+
+def _close(
+    record: RunRecord,
+    trainer: AnyTrainer,
+    final: dict[str, float],
+    private: bool,
+    replayed: int,
+    seconds: float,
+    throughput: float,
+) -> dict[str, Any]:
+    """Account for what was executed, write the result, and leave weights without the noise key behind."""
+    plan, main = trainer.plan, trainer.ranks.main
+    thresholds, machine = trainer.named_thresholds(), trainer.machine()
+    report = plan.spent(plan.steps)
+    if report.epsilon > plan.epsilon * (1 + 1e-6):
+        raise UserError(
+            f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
+        )
+    spent = {**report.to_dict(), "guaranteed": private}
+    if main:
+        privacy = {"spent": spent, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
+        record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
+    trainer.save_model(record.folder / "model.pt")
+    if record.config.export is not None:
+        export(record, trainer, final, private)
+    if not main:
+        return {}
+    row = record.finish(
+        final,
+        plan={
+            **plan.to_dict(),
+            "spent_epsilon": spent["epsilon"],
+            "private": private,
+            "neighbours_differ_by": neighbours_of(record.config),
+            "replayed_steps": replayed,
+        },
+        system={**_system(trainer, seconds, throughput), **machine},
+    )
+    stamp = "" if private else " (as published, not a guarantee)" if trainer.noise.is_secret else " (NOT PRIVATE)"
+    if plan.noise_multiplier > 0:
+        print(f"Spent: epsilon {report.epsilon:.3f} at delta {plan.delta:g} in {plan.steps} steps{stamp}")
+    else:
+        print("Spent: no noise was added; this model has no privacy guarantee")
+    told = "  ".join(f"{key} {value:.2f}" for key, value in final.items() if "loss" not in key and "nll" not in key)
+    print(f"{told}  in {seconds:.0f} s\nRecord: {record.folder}")
+    return row
+
+
+def export(record: RunRecord, trainer: AnyTrainer, final: dict[str, float], private: bool) -> None:
+    """Write the model to `export=FOLDER` for other programs, with what may be told of where it came from."""
+    folder = Path(str(record.config.export)).expanduser()
+    if not trainer.ranks.main:
+        trainer.export(folder, {})
+        return
+    description = trainer.task.describe_data()
+    trainer.export(folder, provenance_of(record.config, trainer.plan, private, record.git(), description, final))
+    print(f"Exported: {folder}")
+
+
+def _system(trainer: AnyTrainer, seconds: float, throughput: float) -> dict[str, Any]:
+    return {
+        **resources(trainer.device, seconds),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "microbatch": trainer.microbatch,
+        "examples_per_second": throughput,
+    }
+
+
+@contextmanager
+def _stop_flag() -> Iterator[list[int]]:
+    """A list that fills up when the process is asked to stop: the loop then saves at the end of its step.
+
+    Only a second Ctrl-C does not wait for that: a cluster may say SIGTERM more than once.
+    """
+    stop: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if number == signal.SIGINT in stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

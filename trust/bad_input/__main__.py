@@ -1,0 +1,139 @@
+"""Bad input: broken and unusual command lines, data files, models and checkpoints, each tried as `run.py` would.
+
+    python -m trust.bad_input                          all of it, about a quarter of an hour on two cores
+    python -m trust.bad_input --configs 200 --files 50 --seed 1
+
+Each either runs or ends in one sentence and exit code 2, with nothing left behind and nothing written elsewhere. Prints
+a table, writes results/trust/bad_input.csv, and exits 1 if anything else happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trust.bad_input.attempt import DEFECTS, ROOT, Attempt, attempt_all, load_program
+from trust.bad_input.configs import config_attempts
+from trust.bad_input.images import image_attempts
+from trust.bad_input.models import make_templates, model_attempts
+from trust.bad_input.surroundings import surrounding_attempts
+from trust.bad_input.texts import text_attempts
+
+RESULTS = ROOT / "results" / "trust" / "bad_input.csv"
+COLUMNS = ("kind", "tried", "ran", "accepted", "refused", "stopped", *DEFECTS)
+SECONDS = 40.0
+"""Of a core, for one attempt; what has not ended then is `stopped`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m trust.bad_input", description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", type=int, default=2100, help="command lines (2100)")
+    parser.add_argument("--files", type=int, default=660, help="files and folders (660)")
+    parser.add_argument("--processes", type=int, default=24, help="of all, tried again as real processes (24)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="at once (all cores)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the table is written")
+    given = parser.parse_args(arguments)
+    counts: Counter[tuple[str, str]] = Counter()
+    defects = 0
+    with tempfile.TemporaryDirectory(prefix="groupwise-templates-") as folder:
+        warm(Path(folder) / "cache")
+        attempts = choose(given.seed, given.configs, given.files, given.processes, Path(folder))
+        for done, outcome in enumerate(attempt_all(attempts, SECONDS, given.workers), start=1):
+            counts[outcome.attempt.kind, outcome.verdict] += 1
+            if outcome.verdict in DEFECTS:
+                defects += 1
+                told = f"{outcome.verdict}: {outcome.attempt.kind}: {outcome.attempt.arguments!a}\n{outcome.said}"
+                print(f"\n{told}", file=sys.stderr)
+            if done % 50 == 0 or done == len(attempts):
+                print(f"{done} of {len(attempts)} tried, {defects} defects", file=sys.stderr)
+    rows = table(counts)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    with open(given.out, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    print("\n".join(markdown([*rows, total(rows)])))
+    return 1 if defects else 0
+
+
+def choose(seed: int, configs: int, files: int, processes: int, folder: Path) -> list[Attempt]:
+    """All attempts of a seed. Some of those that carry no prepared files are tried again as real processes."""
+    make_templates(folder)
+    third = files // 3
+    attempts = [
+        *config_attempts(seed, configs),
+        *surrounding_attempts(),
+        *image_attempts(seed, third),
+        *text_attempts(seed, third),
+        *model_attempts(seed, files - 2 * third, folder),
+    ]
+    real = random.Random(seed).sample([attempt for attempt in attempts if attempt.trains], processes)
+    return [*attempts, *(Attempt("real process", a.arguments, a.prepare, a.environment, True, True) for a in real)]
+
+
+def warm(cache: Path) -> None:
+    """Import all that an attempt needs and compose once, so that a fork of this process begins at once.
+
+    It keeps to one thread: a fork would not have the others.
+    """
+    os.environ.update(GROUPWISE_CACHE=str(cache), OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    os.environ.pop("GROUPWISE_DATA", None)
+    sys.dont_write_bytecode = True
+    cache.mkdir(parents=True, exist_ok=True)
+    import torch
+
+    torch.set_num_threads(1)
+    from groupwise.data.torchvision_compat import import_torchvision
+
+    import_torchvision()
+    import datasets  # noqa: F401
+    import dp_accounting  # noqa: F401
+    import peft  # noqa: F401
+    import prv_accountant  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+
+    import groupwise.processes.start
+    import groupwise.run
+    import groupwise.sweeps.best
+    import groupwise.tasks.pretraining
+    import groupwise.tasks.text_classification
+    import groupwise.tasks.text_generation  # noqa: F401
+    from groupwise.cli.main import launch
+
+    given, sys.argv = sys.argv, ["run.py", "scale=smoke"]
+    launch(load_program().CONF, lambda config: None)
+    sys.argv = given
+    gc.collect()
+    gc.freeze()  # what is never looked at again is shared with the forks
+
+
+def table(counts: Counter[tuple[str, str]]) -> list[list[str]]:
+    """A row a kind, sorted: how many were tried, and what came of them."""
+    rows = []
+    for kind in sorted({kind for kind, _ in counts}):
+        found = [counts[kind, verdict] for verdict in COLUMNS[2:]]
+        rows.append([kind, *map(str, (sum(found), *found))])
+    return rows
+
+
+def total(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The sum of all rows."""
+    return ["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, len(COLUMNS)))]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The rows as a table."""
+    for row in (COLUMNS, ["---", *("--:" for _ in COLUMNS[1:])], *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""One attempt: a command line of run.py, in a process of its own and a folder of its own, and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trust.bad_input.surroundings import watch
+
+ROOT = Path(__file__).resolve().parents[1]
+MEMORY = 4 << 30
+"""Bytes that an attempt may take beyond what the warm process has; a mistake must not need more to be refused."""
+WAIT = 5
+"""How much longer than its time on a core an attempt may take: for a busy machine, and for one that waits for ever."""
+SHORT = 32 << 20
+"""Bytes of a file that is compared by its content."""
+LONGEST = 600
+"""Characters of a refusal: more is no sentence."""
+PROVENANCE = ("config.yaml", "config.hash", "git.json", "environment.json", "diff.patch", ".lock")
+NOWHERE = "http://127.0.0.1:1"
+"""The way to the network that a real process gets."""
+_SENTENCE = re.compile(r"error: [^\n]+\n\Z")
+
+
+def words(*lines: str) -> tuple[str, ...]:
+    """A command line's parts."""
+    return tuple(" ".join(lines).split())
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A command line to try.
+
+    Attributes:
+        kind: the row of the table.
+        arguments: of run.py.
+        prepare: makes files in the attempt's folder, which is the current one.
+        environment: variables beside the process's own.
+        trains: carry an accepted configuration out, rather than stop after its check.
+        process: a real `python run.py` instead of a fork of this process.
+    """
+
+    kind: str
+    arguments: Sequence[str]
+    prepare: Callable[[Path], None] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    trains: bool = False
+    process: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an attempt.
+
+    Attributes:
+        verdict: ran, accepted (checked only), refused, stopped (no verdict in time) or a defect: traceback, talkative
+            (not one sentence), silent (no run), partial (files left by a refused run, a folder without DONE),
+            outside (a file was written elsewhere).
+        said: stderr, or what is wrong.
+        seconds: of a core that it took.
+    """
+
+    attempt: Attempt
+    verdict: str
+    said: str
+    seconds: float
+
+
+DEFECTS = ("traceback", "talkative", "silent", "partial", "outside")
+
+
+def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> Iterator[Outcome]:
+    """Try all, `workers` at once, each for `patience` seconds of a core and `WAIT` times as long at most; outcomes come
+    as they end.
+
+    The warm process must have one thread only: it forks.
+    """
+    waiting = list(reversed(attempts))
+    running: dict[int, tuple[Attempt, Path, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                folder = Path(tempfile.mkdtemp(prefix="groupwise-bad-input-"))
+                attempt = waiting.pop()
+                running[_begin(attempt, folder, patience)] = (attempt, folder, time.monotonic())
+            time.sleep(0.002)
+            for pid, (attempt, folder, began) in list(running.items()):
+                seconds = time.monotonic() - began
+                ended, status, used = os.wait4(pid, os.WNOHANG)
+                if not ended and seconds < WAIT * patience:
+                    continue
+                if not ended:
+                    os.killpg(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                del running[pid]
+                code = os.waitstatus_to_exitcode(status) if ended else None
+                code = None if code == -signal.SIGXCPU else code
+                verdict, said = judge(attempt, folder, code)
+                shutil.rmtree(folder, ignore_errors=True)
+                yield Outcome(attempt, verdict, said, used.ru_utime + used.ru_stime if ended else seconds)
+    finally:
+        for pid, (_, folder, _) in running.items():
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
+    """The verdict on an attempt that left with `code` (None: killed for its time), and what it said."""
+    errors = (folder / "stderr").read_text(errors="replace")
+    outside = (folder / "outside").read_text(errors="replace")
+    if outside:
+        return "outside", outside
+    if "Traceback (most recent call last)" in errors or code not in (0, 2, None):
+        return "traceback", f"exit code {code}\n{errors}"
+    left = _left(folder)
+    if code is None:
+        return "stopped", errors
+    if code == 2:
+        if not _SENTENCE.match(errors) or len(errors) > LONGEST:
+            return "talkative", errors
+        return ("partial", f"{' '.join(left)}\n{errors}") if left else ("refused", errors)
+    runs = list((folder / "work" / "results" / "runs").glob("*"))
+    if unfinished := [run.name for run in runs if not (run / "DONE").is_file()]:
+        return "partial", f"no DONE in {unfinished}\n{errors}"
+    if not attempt.trains:
+        return "accepted", errors
+    shows = any(part.startswith("-") or "explain" in part for part in attempt.arguments)
+    return ("ran" if runs or shows else "silent"), errors
+
+
+def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
+    """Start it; returns its process number, which is its group's too."""
+    work = folder / "work"
+    for name in ("work", "tmp"):
+        (folder / name).mkdir()
+    if attempt.prepare is not None:
+        attempt.prepare(work)
+    (folder / "before").write_text("\n".join(_files(work)))
+    (folder / "outside").touch()
+    sys.stdout.flush(), sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds := math.ceil(time.process_time() + patience), seconds + 5))
+        code = _live(attempt, folder)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+def _live(attempt: Attempt, folder: Path) -> int:
+    """The forked process: its own folder and streams; then a new Python, or limit, witness and `run.main`."""
+    os.setsid()
+    os.chdir(folder / "work")
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", errors="backslashreplace")
+    os.environ.update(attempt.environment)
+    if attempt.process:
+        os.environ.update(TMPDIR=str(folder / "tmp"), http_proxy=NOWHERE, https_proxy=NOWHERE)
+        os.environ.update(PYTHONPATH=str(ROOT / "src"))  # of this checkout, wherever an installed one lies
+        os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *attempt.arguments])
+    sys.argv = ["run.py", *attempt.arguments]
+    tempfile.tempdir = str(folder / "tmp")
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
+    if pages:
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    watch((folder, Path(os.environ["GROUPWISE_CACHE"])), folder / "outside")
+    program = load_program()
+    if attempt.trains:
+        return program.main()
+    from groupwise.cli.main import launch
+
+    return launch(program.CONF, lambda config: None)
+
+
+def live_in(folder: Path, arguments: Sequence[str], before: Callable[[], None] | None = None, code: int = 0) -> None:
+    """Carry a sound command line out in a process of its own, in a new folder, and wait for it.
+
+    Raises:
+        RuntimeError: it left with another exit code than `code`.
+    """
+    folder.mkdir()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.chdir(folder)
+            os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+            os.dup2(1, 2)
+            sys.argv = ["run.py", *arguments]
+            if before is not None:
+                before()
+            os._exit(load_program().main())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if ended != code:
+        raise RuntimeError(f"{' '.join(arguments)} ended with {ended}:\n{(folder / 'log').read_text()}")
+
+
+def load_program():  # type: ignore[no-untyped-def]
+    """run.py as a module."""
+    spec = importlib.util.spec_from_file_location("groupwise_run", ROOT / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _files(work: Path) -> list[str]:
+    """All that lies in a folder, a line each: its name and a fingerprint."""
+    found = []
+    for folder, folders, files in os.walk(work):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            found.append(f"{path.relative_to(work)} {_fingerprint(path)}")
+    return sorted(found)
+
+
+def _fingerprint(path: Path) -> str:
+    """Of a file's content, or of its size and time where that is long; else what it is."""
+    at = path.lstat()
+    if not stat.S_ISREG(at.st_mode):
+        return oct(stat.S_IFMT(at.st_mode))
+    if at.st_size > SHORT:
+        return f"{at.st_size} {at.st_mtime_ns}"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _left(folder: Path) -> list[str]:
+    """What a refused run made, changed or removed; a stopped run may say anew where it comes from."""
+    before = set((folder / "before").read_text().split("\n")) - {""}
+    changed = before ^ set(_files(folder / "work"))
+    if any("/config.yaml " in line for line in before):
+        return sorted(line for line in changed if not line.partition(" ")[0].endswith(PROVENANCE))
+    return sorted(changed)

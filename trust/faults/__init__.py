@@ -1,0 +1,1 @@
+"""Disturbs runs in every way that a cluster and a disk know."""

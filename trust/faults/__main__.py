@@ -1,0 +1,127 @@
+"""Disturb runs in every way that a cluster and a disk know:  python -m trust.faults  (or some: ... sigkill disk)
+
+Prints a table of fault, times tried, lost and what happens, and writes results/trust/faults.csv. A trial is lost when
+the run does not end with the same bits as an undisturbed one, or when something is told otherwise than in one sentence.
+Needs Linux; the faults that need root (a small file system) are tried another way without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trust.faults.process import Outcome
+
+Fault = Callable[[int, Path], list[Outcome]]
+"""(how many trials, an empty folder) -> rows."""
+
+
+def _sigkill(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.kill import stopped
+
+    return [stopped(signal.SIGKILL, trials, work)]
+
+
+def _sigterm(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.kill import stopped
+
+    return [stopped(signal.SIGTERM, trials, work, seed=1)]
+
+
+def _disk(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.disk import full, too_large, unwritable
+
+    return [full(trials, work / "full"), too_large(trials, work / "large"), unwritable(trials, work / "readonly")]
+
+
+def _files(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.folders import both_altered, checkpoint_altered, data_altered
+
+    return [
+        checkpoint_altered(trials, work / "one"),
+        both_altered(trials, work / "both"),
+        data_altered(trials, work / "data"),
+    ]
+
+
+def _examples(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.examples import not_finite
+
+    return [not_finite(trials)]
+
+
+def _memory(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.memory import halved, too_large_for_one
+
+    return [halved(trials, work / "halved"), too_large_for_one(trials, work / "one")]
+
+
+def _together(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.together import clock, two
+
+    return [two(trials, work / "two"), clock(trials, work / "clock")]
+
+
+def _folders(trials: int, work: Path) -> list[Outcome]:
+    from trust.faults.folders import many
+
+    return many(10_000, work)
+
+
+FAULTS: dict[str, tuple[Fault, int]] = {
+    "sigkill": (_sigkill, 60),
+    "sigterm": (_sigterm, 20),
+    "disk": (_disk, 10),
+    "files": (_files, 12),
+    "examples": (_examples, 180),
+    "memory": (_memory, 3),
+    "together": (_together, 6),
+    "folders": (_folders, 1),
+}
+"""Name -> how it is tried, and how often."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns 1 where anything was lost."""
+    parser = argparse.ArgumentParser(prog="python -m trust.faults", description=__doc__.split("\n")[0])
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"{', '.join(FAULTS)}; all if none is given")
+    parser.add_argument("--trials", type=int, help="of each fault, instead of its usual number")
+    parser.add_argument("--out", type=Path, default=Path("results/trust/faults.csv"), help="where the table goes")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.faults if name not in FAULTS]:
+        parser.error(f"{unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
+    rows: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        os.environ.setdefault("GROUPWISE_CACHE", str(Path(folder) / "cache"))
+        for name in given.faults or FAULTS:
+            began, (fault, usual) = time.monotonic(), FAULTS[name]
+            work = Path(folder) / name
+            work.mkdir()
+            rows += fault(given.trials or usual, work)
+            print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    print("| fault | tried | lost | what happens |\n|---|---|---|---|")
+    for row in rows:
+        print(f"| {row.fault} | {row.tried} | {row.lost} | {row.result} |")
+    if not given.faults:
+        write(given.out, rows)
+    return int(any(row.lost for row in rows))
+
+
+def write(path: Path, rows: list[Outcome]) -> None:
+    """The table as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("fault", "tried", "lost", "result"))
+        writer.writerows((row.fault, row.tried, row.lost, row.result) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Disks that are full, files that may not grow, folders that turn read-only: the run says so and goes on later."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trust.faults.process import SEEDED, STEPS, Outcome, complete, halting, left, run_folder, same, start, wait_for
+
+NEEDED = 1_300_000
+"""Bytes that a run takes at most: two checkpoints, one that is being written, and small files."""
+SMALLEST, LARGEST = 1500, 330_000
+"""Of its files; what it says on stdout is smaller."""
+
+
+def full(trials: int, work: Path, seed: int = 2) -> Outcome:
+    """A file system with room for a part of the run only; later there is room."""
+    expected, chance, tried, lost = _undisturbed(work), random.Random(seed), 0, 0
+    with _small_disk(work / "disk", 4_000_000) as disk:
+        if disk is None:
+            return Outcome("disk full", 0, 0, "not tried: it takes root to mount a small file system")
+        filler = disk / "filler"
+        while tried < trials:
+            results = disk / "results"
+            results.mkdir()
+            room = os.statvfs(disk)
+            filler.write_bytes(bytes(max(0, room.f_bavail * room.f_frsize - chance.randrange(NEEDED))))
+            process = start(results, *SEEDED, said=work / str(tried))
+            if process.wait() != 0:  # else there was room enough
+                filler.unlink()
+                tried += 1
+                lost += not (process.refused() and _goes_on(results, work, expected))
+            filler.unlink(missing_ok=True)
+            shutil.rmtree(results)
+    return Outcome(
+        "disk full (a small file system)", tried, lost, "one sentence, exit 2; with room it goes on to the same bits"
+    )
+
+
+def too_large(trials: int, work: Path, seed: int = 3) -> Outcome:
+    """Files that may not grow beyond a size; later they may."""
+    expected, chance, lost = _undisturbed(work), random.Random(seed), 0
+    for trial in range(trials):
+        results, size = work / str(trial), int(SMALLEST * (LARGEST / SMALLEST) ** chance.random())
+
+        def limit(size: int = size) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+        process = start(results, *SEEDED, before=limit)
+        process.wait()
+        lost += not (process.refused() and _goes_on(results, work, expected))
+    return Outcome(
+        "files may not grow (a limit)",
+        trials,
+        lost,
+        "one sentence, exit 2; without it the run goes on to the same bits",
+    )
+
+
+def unwritable(trials: int, work: Path, seed: int = 4) -> Outcome:
+    """A folder without permission to write, from the beginning or from a random step on; later it is given back."""
+    expected, chance, lost = _undisturbed(work), random.Random(seed), 0
+    for trial in range(trials):
+        step = 0 if trial % 3 == 0 else chance.randrange(1, STEPS - 4)
+        lost += not _without_permission(work / str(trial), step, expected)
+    return Outcome("read-only folder", trials, lost, "one sentence, exit 2; given back, it goes on to the same bits")
+
+
+def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> bool:
+    """Take the permission after `step` steps, 0 before the start; is all well in the end?"""
+    results.mkdir()
+    if step == 0:
+        results.chmod(0o555)
+
+    def before() -> None:
+        _obey()
+        halting(step)()
+
+    process = start(results, *SEEDED, before=before)
+    if wait_for(process, process.standing):
+        folder = run_folder(results)
+        assert folder is not None
+        folder.chmod(0o555)
+        process.send(signal.SIGCONT)
+    process.wait()
+    written = step == 0 and any(results.iterdir())
+    for path in (results, *results.rglob("*")):
+        if path.is_dir():
+            path.chmod(0o755)
+    told = process.refused()
+    again = complete(results, *SEEDED, before=_obey)
+    return told and not written and again.code == 0 and same(results, expected)
+
+
+def _undisturbed(work: Path) -> dict[str, Any]:
+    complete(work / "whole", *SEEDED)
+    return left(work / "whole")
+
+
+def _goes_on(results: Path, work: Path, expected: dict[str, Any]) -> bool:
+    return complete(results, *SEEDED, said=work / "again").code == 0 and same(results, expected)
+
+
+def _obey() -> None:
+    """Permissions bind root too, in this process: its capabilities to pass over them are dropped."""
+    if os.geteuid() == 0:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # capabilities(7): version 3, this process
+        sets = (ctypes.c_uint32 * 6)()
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.capget(header, sets)
+        sets[0] &= ~0b110  # effective: CAP_DAC_OVERRIDE is 1, CAP_DAC_READ_SEARCH is 2
+        sets[1] &= ~0b110  # permitted
+        if libc.capset(header, sets):
+            raise OSError(ctypes.get_errno(), "capset")
+
+
+@contextmanager
+def _small_disk(folder: Path, size: int) -> Iterator[Path | None]:
+    """A file system of `size` bytes in memory; None where this process may not mount one."""
+    folder.mkdir(parents=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -1,0 +1,97 @@
+"""Examples whose gradients are not finite: they add nothing, are counted, and the sum stays within its bound."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping import ClippingEngine
+from groupwise.config.schema import ClipConfig
+from groupwise.training.from_config import make_engine
+from trust.faults.process import Outcome
+
+MODES = (
+    ClipConfig("flat", grouping="flat", policy="fixed"),
+    ClipConfig("ghost", grouping="flat", norms="ghost", policy="fixed"),
+    ClipConfig("fixed_layer", policy="fixed"),
+    ClipConfig("adaptive_layer"),
+    ClipConfig("fixed_block", grouping="block", policy="fixed"),
+    ClipConfig("adaptive_block", grouping="block"),
+    ClipConfig("adaptive_flat", grouping="flat"),
+    ClipConfig("automatic", rule="automatic"),
+    ClipConfig("custom", grouping="custom", mapping={"0": "early", "*": "late"}),
+)
+BAD = (math.nan, math.inf, -math.inf, 1e30)
+"""1e30 has a finite loss; the square of its norm is infinite in the first layer."""
+EXAMPLES, WIDTH = 12, 6
+
+
+class Case:
+    """A small model with an engine, and examples of which some are bad."""
+
+    def __init__(self, mode: ClipConfig, chance: random.Random) -> None:
+        torch.manual_seed(chance.randrange(1 << 30))
+        self.model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+        self.engine: ClippingEngine = make_engine(self.model, mode)  # type: ignore[assignment]
+        self.thresholds = torch.tensor([chance.uniform(0.01, 2.0) for _ in self.engine.groups], dtype=torch.float64)
+        self.engine.set_thresholds(self.thresholds)
+        self.x, self.y = torch.randn(EXAMPLES, WIDTH), torch.randint(0, 3, (EXAMPLES,))
+        self.bad = sorted(chance.sample(range(EXAMPLES), chance.randint(1, EXAMPLES - 1)))
+        for i in self.bad:
+            self.x[i, chance.randrange(WIDTH)] = chance.choice(BAD)
+        self.microbatch = chance.choice((1, 5, EXAMPLES))
+
+    def sums(self, examples: list[int]) -> list[Tensor]:
+        """The groups' sums over these examples, K tensors (d_k,), in float64."""
+        self.model.zero_grad()
+        self.engine.reset()
+        for start in range(0, len(examples), self.microbatch):
+            rows = examples[start : start + self.microbatch]
+            self.engine.backward(F.cross_entropy(self.model(self.x[rows]), self.y[rows], reduction="none"))
+        return [
+            torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group.parameters]
+            ).double()
+            for group in self.engine.groups
+        ]
+
+    def left_out(self, example: int) -> Tensor:
+        """Which groups have no finite norm of it, (K,)."""
+        self.sums([example])
+        return ~self.engine.per_example_norms[:, 0].isfinite()
+
+
+def sound(case: Case) -> bool:
+    """Is the sum finite, does nobody move it beyond the thresholds, nor bad ones at all where their norm is not finite?
+
+    A NaN spreads to all groups; what is infinite need not, as tanh(inf) is 1.
+    """
+    everybody = list(range(EXAMPLES))
+    whole = case.sums(everybody)
+    counted = case.engine.nonfinite
+    good = all(bool(total.isfinite().all()) for total in whole)
+    out = torch.stack([case.left_out(i) for i in everybody])  # (n, K)
+    good &= counted == int(out.sum(0).max()) and counted > 0
+    good &= all(bool(out[i].all()) for i in case.bad if case.x[i].isnan().any())
+    for i in everybody:
+        without = case.sums([j for j in everybody if j != i])
+        moved = torch.stack([(a - b).norm() for a, b in zip(whole, without, strict=True)])
+        good &= bool((moved <= case.thresholds * (1 + 1e-5) + 1e-5).all())
+        good &= float(moved.norm()) <= float(case.thresholds.norm()) * (1 + 1e-5) + 1e-5
+        good &= bool((moved[out[i]] <= 1e-5).all())
+    return good
+
+
+def not_finite(trials: int, seed: int = 12) -> Outcome:
+    """NaN, infinite and overflowing examples among good ones, in every mode."""
+    chance, lost = random.Random(seed), 0
+    for trial in range(trials):
+        case = Case(MODES[trial % len(MODES)], chance)
+        lost += not sound(case)
+        case.engine.detach()
+    told = "nothing added to a group where the norm is not finite; counted; nobody moves group k by more than C_k"
+    return Outcome("NaN, inf and overflowing examples", trials, lost, told)

@@ -1,0 +1,177 @@
+"""Damages files and folders of a run, and looks whether it is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from groupwise.atomic import write_json
+from groupwise.config.compose import register
+from groupwise.config.identity import stable_config
+from groupwise.sweeps.cells import read_sweep
+from groupwise.sweeps.collect import CONF
+from groupwise.sweeps.prepare import table_cells
+from trust.faults.process import SEEDED, STEPS, Outcome, complete, halting, left, run_folder, same, start, wait_for
+
+HARM = ("cut", "flip", "zeros", "empty", "gone", "more")
+
+
+def harm(path: Path, how: str, chance: random.Random) -> None:
+    """Cut a file, flip one bit of it, zero a block, empty it, remove it, or add to it."""
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    if how == "gone":
+        path.unlink()
+        return
+    if how == "cut":
+        del content[place:]
+    elif how == "flip":
+        content[place] ^= 1 << chance.randrange(8)
+    elif how == "zeros":
+        content[place : place + 512] = bytes(b ^ 0xFF for b in content[place : place + 512])
+    elif how == "empty":
+        content.clear()
+    else:
+        content += b"\0"
+    path.write_bytes(content)
+
+
+def checkpoint_altered(trials: int, work: Path, seed: int = 5) -> Outcome:
+    """The last checkpoint is harmed while nobody is at the run; the one before it takes its place."""
+    chance, lost = random.Random(seed), 0
+    interrupted, expected = _interrupted(work, chance)
+    for trial in range(trials):
+        results = shutil.copytree(interrupted, work / str(trial))
+        folder = run_folder(results)
+        assert folder is not None
+        harm(folder / "checkpoint.pt", HARM[trial % len(HARM)], chance)
+        process = complete(results, *SEEDED)
+        told = process.errors.count("warning: ") == 1 and "going on from the one before it" in process.errors
+        lost += not (process.code == 0 and told and same(results, expected))
+    return Outcome(
+        "checkpoint truncated or altered", trials, lost, "one warning; goes on from the one before it to the same bits"
+    )
+
+
+def both_altered(trials: int, work: Path, seed: int = 6) -> Outcome:
+    """Both checkpoints are harmed: nothing to go on from, and nothing is written."""
+    chance, lost = random.Random(seed), 0
+    interrupted, _ = _interrupted(work, chance)
+    for trial in range(trials):
+        results = shutil.copytree(interrupted, work / str(trial))
+        folder = run_folder(results)
+        assert folder is not None
+        for name in ("checkpoint.pt", "checkpoint-previous.pt"):
+            harm(folder / name, chance.choice([how for how in HARM if how != "gone"]), chance)
+        before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+        process = complete(results, *SEEDED)
+        after = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+        lost += not (process.refused() and before == after)
+    return Outcome("both checkpoints altered", trials, lost, "refused in one sentence, exit 2, folder untouched")
+
+
+def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
+    """The data file is harmed between two parts of a run: it is refused, and goes on when the data are back."""
+    chance, lost, generator = random.Random(seed), 0, np.random.default_rng(seed)
+    work.mkdir(parents=True, exist_ok=True)
+    data = work / "data.npz"
+    arrays = {
+        f"{kind}_{part}": generator.integers(0, top, (count, *shape), dtype=np.uint8)
+        for part, count in (("train", 96), ("test", 40))
+        for kind, top, shape in (("x", 256, (8, 8, 3)), ("y", 10, ()))
+    }
+    np.savez(data, **arrays)  # type: ignore[arg-type]
+    settings = ("data.name=cifar10", f"paths.data={data}")
+    interrupted, expected = _interrupted(work, chance, *settings)
+    whole = data.read_bytes()
+    for trial in range(trials):
+        results = shutil.copytree(interrupted, work / str(trial))
+        harm(data, HARM[trial % len(HARM)], chance)
+        process = complete(results, *SEEDED, *settings)
+        good = process.refused()
+        data.write_bytes(whole)
+        lost += not (complete(results, *SEEDED, *settings).code == 0 and good and same(results, expected))
+    return Outcome(
+        "data file altered during a run",
+        trials,
+        lost,
+        "refused in one sentence, exit 2; with the data back, the same bits",
+    )
+
+
+def _interrupted(work: Path, chance: random.Random, *settings: str) -> tuple[Path, dict[str, object]]:
+    """A run that was killed on its way, and what it comes to."""
+    results, whole = work / "interrupted", work / "whole"
+    process = start(results, *SEEDED, *settings, before=halting(chance.randrange(3, STEPS - 4)))
+    assert wait_for(process, process.standing), process.errors
+    process.send(signal.SIGKILL)
+    process.wait()
+    complete(whole, *SEEDED, *settings)
+    return results, left(whole)
+
+
+MOST = 10.0
+"""Seconds of one core, so that what else runs on the machine does not count."""
+SWEEP = "cifar"
+
+
+def many(folders: int, work: Path, seed: int = 13) -> list[Outcome]:
+    """Make that many finished runs, one sweep of all of them, and time the commands that read them."""
+    runs, sweep, measured = work / "runs", work / "sweeps" / "all", work / "measured"
+    make(folders, runs, sweep, random.Random(seed))
+    rows = []
+    for name, command in {
+        "status": ("groupwise.sweeps.status", str(sweep)),
+        "collect": ("groupwise.sweeps.collect", SWEEP, "scale=mini", "--runs", str(runs), "--out", str(measured)),
+        "tables": ("groupwise.analysis.tables", "all", "--out", str(work / "tables")),
+    }.items():
+        began = _processor()
+        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+        seconds = _processor() - began
+        if done.returncode:
+            print(done.stderr, file=sys.stderr)
+        lost = done.returncode != 0 or seconds > MOST
+        rows.append(
+            Outcome(f"{folders} results folders: {name}", 1, int(lost), f"answers in under {MOST:.0f} s of one core")
+        )
+        print(f"{name}: {seconds:.1f} s", file=sys.stderr)
+    return rows
+
+
+def _processor() -> float:
+    """Seconds that finished children have computed for."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def make(folders: int, runs: Path, sweep: Path, chance: random.Random) -> None:
+    """The cells of `SWEEP` at scale=mini as finished runs, and others up to that many; a sweep that lists all."""
+    register()
+    planned = [cell for _, cell in table_cells(read_sweep(CONF / "sweep" / f"{SWEEP}.yaml"), "mini", CONF)]
+    known = {cell.hash: {"hash": cell.hash, **stable_config(cell.config)} for cell in planned}
+    row = next(iter(known.values()))
+    while len(known) < folders:
+        digest = f"{chance.getrandbits(256):064x}"
+        known[digest] = {**row, "hash": digest, "seed": len(known)}
+    cells = []
+    sweep.mkdir(parents=True)
+    for digest, content in known.items():
+        folder = runs / digest[:12]
+        folder.mkdir(parents=True)
+        result = {**content, "valid/accuracy": chance.uniform(10, 90), "system.wall_seconds": 30.0, "git.sha": "0" * 40}
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "config.hash").write_text(f"{digest}\n")
+        (folder / "DONE").write_text("2024-01-01T00:00:00+00:00\n")
+        os.utime(folder / "DONE", (2e9, 2e9))
+        cells.append(
+            {"name": digest[:12], "seed": 0, "overrides": [], "hash": digest, "run": str(folder), "done_before": True}
+        )
+    write_json(sweep / "cells.json", {"sweep": SWEEP, "scale": "mini", "cells": cells})

@@ -1,0 +1,257 @@
+"""A process of run.py that faults are tried on, and what a run has left at its end.
+
+Processes are forked from this one, in which torch is loaded already, and then execute run.py as the command line does;
+with `fresh` they start a Python of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+STEPS = 24
+SEEDED = ("clip=adaptive_layer", "debug.noise_seed=5")
+"""Noise that repeats, so that runs which are refused before their first step come to the same in the end too."""
+SMALL = (
+    "task=cifar",
+    "scale=smoke",
+    "data.train_limit=96",
+    "eval.train_limit=32",
+    "eval.batch_size=64",
+    "train.batch_size=16",
+    "train.microbatch=8",
+    f"train.steps={STEPS}",
+    "train.checkpoint_every=0",
+    "clip.formula=materialize",
+    "privacy.accountant=rdp",
+)
+"""A run of a second or two that writes a checkpoint after every step."""
+LONGEST = 600.0
+"""Seconds until a run counts as stuck."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table."""
+
+    fault: str
+    tried: int
+    lost: int
+    """Trials after which the run did not end as the undisturbed one, or in which something else went wrong."""
+    result: str
+
+
+@dataclass
+class Process:
+    """A process of run.py whose words go to files beside its results."""
+
+    pid: int
+    said: Path
+    code: int | None = None
+    """Exit code, or minus the signal that ended it."""
+    halted: bool = False
+
+    def running(self) -> bool:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            if pid and os.WIFSTOPPED(status):
+                self.halted = True
+            elif pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is None
+
+    def standing(self) -> bool:
+        """Has `halting` made it stand still?"""
+        return self.halted
+
+    def wait(self) -> int:
+        """The exit code."""
+        end = time.monotonic() + LONGEST
+        while self.running():
+            if time.monotonic() > end:
+                self.send(signal.SIGKILL)
+            time.sleep(0.002)
+        assert self.code is not None
+        return self.code
+
+    def send(self, number: int) -> bool:
+        """Send a signal; was it still running?"""
+        if not self.running():
+            return False
+        os.kill(self.pid, number)
+        return True
+
+    @property
+    def errors(self) -> str:
+        """What it said on stderr."""
+        return self.said.with_suffix(".err").read_text()
+
+    def refused(self) -> bool:
+        """Has it ended in one sentence and exit code 2?"""
+        told = [line for line in self.errors.splitlines() if line.startswith("error: ")]
+        return self.wait() == 2 and len(told) == 1 and "Traceback" not in self.errors
+
+
+def start(
+    results: Path,
+    *overrides: str,
+    before: Callable[[], Any] | None = None,
+    fresh: bool = False,
+    said: Path | None = None,
+) -> Process:
+    """Start `run.py` with `SMALL` and more settings.
+
+    Args:
+        results: its paths.results, made here.
+        before: called in the new process first; it has no effect on this one.
+        fresh: a new Python instead of a fork of this one.
+        said: its words go to <said>.out and .err; beside the results, if not given.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    warm()
+    said = (said or results).with_suffix(".out")
+    arguments = [str(RUN), *SMALL, f"paths.results={results}", *overrides]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(_child(said, arguments, before, fresh))
+    return Process(pid, said)
+
+
+def complete(results: Path, *overrides: str, **options: Any) -> Process:
+    """`start`, and wait for the end."""
+    process = start(results, *overrides, **options)
+    process.wait()
+    return process
+
+
+def _child(said: Path, arguments: list[str], before: Callable[[], Any] | None, fresh: bool) -> int:
+    try:
+        for number, name in ((1, said), (2, said.with_suffix(".err"))):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        if before is not None:
+            before()
+        if fresh:
+            os.execv(sys.executable, [sys.executable, *arguments])
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+@cache
+def warm() -> None:
+    """Load here what every forked run would load; on one thread, as a pool of threads does not survive a fork."""
+    import sklearn.datasets  # noqa: F401
+    import torch._dynamo
+
+    import groupwise.cli.main
+    import groupwise.processes.start
+    import groupwise.run
+    import groupwise.tasks  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def run_folder(results: Path) -> Path | None:
+    """The one run's folder, once it is there."""
+    return next((results / "runs").glob("*"), None)
+
+
+def logged(results: Path) -> int:
+    """How many lines metrics.jsonl has: the steps that are done, and one more for the last evaluation."""
+    folder = run_folder(results)
+    try:
+        return 0 if folder is None else (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def halting(last: int) -> Callable[[], None]:
+    """To be called in a new process: the run stands still when it has logged the step `last`, until SIGCONT or SIGKILL.
+
+    A watcher from outside may look too late on a busy machine, and find the run done.
+    """
+
+    def halt() -> None:
+        from groupwise.training.record import RunRecord
+
+        log = RunRecord.log
+
+        def log_and_halt(self: RunRecord, step: int, metrics: Mapping[str, Any]) -> None:
+            log(self, step, metrics)
+            if step == last:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        RunRecord.log = log_and_halt  # type: ignore
+
+    return halt
+
+
+def wait_for(process: Process, happened: Callable[[], bool]) -> bool:
+    """Wait for something that a run does; false when it ended before."""
+    while process.running():
+        if happened():
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def left(results: Path) -> dict[str, Any]:
+    """What a finished run has left and must not depend on faults: weights, thresholds, plan, ε and metrics.
+
+    Raises:
+        FileNotFoundError: it is not done; ValueError: files are not as their SHA-256, or a checkpoint is there still.
+    """
+    folder = run_folder(results)
+    if folder is None or not (folder / "DONE").is_file():
+        raise FileNotFoundError(f"no finished run in {results}")
+    for line in (folder / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ", 1)
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{name} is not what it was")
+    if keys := [*folder.glob("checkpoint*"), *folder.glob(".*.partial")]:
+        raise ValueError(f"{keys[0].name} may hold the key of the noise")
+    model = torch.load(folder / "model.pt", weights_only=True)
+    weights = hashlib.sha256(b"".join(model[name].numpy().tobytes() for name in sorted(model))).hexdigest()
+    privacy = json.loads((folder / "privacy.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    kept = {key: privacy[key] for key in ("plan", "thresholds", "spent", "executed_steps")}
+    return {"weights": weights, "metrics": metrics, **kept}
+
+
+def same(results: Path, expected: dict[str, Any]) -> bool:
+    """Has the run in `results` ended, and as expected? What is wrong goes to stderr."""
+    try:
+        found = left(results)
+    except (OSError, ValueError) as error:
+        print(f"lost: {results}: {error}", file=sys.stderr)
+        return False
+    wrong = [name for name in expected if found[name] != expected[name]]
+    if wrong:
+        print(f"lost: {results}: other {', '.join(wrong)} than undisturbed", file=sys.stderr)
+    return not wrong
