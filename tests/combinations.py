@@ -1,4 +1,4 @@
-"""Lists the choices of `conf/` that go together: cells of task, clipping mode and scale, and few that hold every pair."""
+"""Lists choices of `conf/` that go together: cells of task, clipping mode and scale, and few that hold all pairs."""
 
 from __future__ import annotations
 
