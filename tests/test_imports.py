@@ -3,49 +3,29 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "groupwise"
-MAY_IMPORT = {
-    "clipping": {"clipping", "cache", "errors"},
-    "privacy": {"privacy", "cache", "errors"},
-    "models": {"models", "clipping", "config", "data", "errors", "suggestions"},
-    "data": {"data", "errors"},
-    "training": {"training", "clipping", "privacy", "config", "atomic", "errors"},
-    "metrics": {"metrics", "errors"},
-    "tasks": {"tasks", "training", "models", "data", "metrics", "config", "atomic", "errors"},
-    "pipeline": {
-        "pipeline",
-        "clipping",
-        "privacy",
-        "training",
-        "tasks",
-        "models",
-        "data",
-        "config",
-        "atomic",
-        "errors",
-        "suggestions",
-    },
-    "analysis": {"analysis", "cells", "training", "atomic", "errors"},
-    "audit": {
-        "audit",
-        "launch",
-        "pipeline",
-        "tasks",
-        "training",
-        "privacy",
-        "clipping",
-        "data",
-        "config",
-        "atomic",
-        "errors",
-    },
-}
-COMMANDS = {SOURCE / "privacy" / "audit" / "__main__.py": {"audit"}}
-"""Files that only call another room."""
+ORDER = (
+    {"errors", "atomic"},
+    {"cache", "metrics"},
+    {"config", "clipping", "privacy", "data"},
+    {"models", "training"},
+    {"tasks"},
+    {"pipeline"},
+    {"build", "planner"},
+    {"run"},
+    {"processes"},
+    {"sweeps"},
+    {"audit", "analysis", "cli"},
+)
+"""Each may import what stands above it, and itself."""
+ALONE = {"clipping": {"cache", "errors"}, "privacy": {"cache", "errors"}, "data": {"errors"}, "metrics": {"errors"}}
+"""What these may import besides themselves."""
+BESIDE = {"config": {"atomic", "errors"}, "analysis": {"sweeps", "training", "config", "atomic", "errors"}}
 
 
 def imported(file: Path) -> set[str]:
@@ -58,11 +38,45 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_imports_point_one_way(room):
-    for file in (SOURCE / room).rglob("*.py"):
-        rooms = {name.split(".")[1] for name in imported(file) if name.startswith("groupwise.")}
-        assert rooms <= COMMANDS.get(file, MAY_IMPORT[room]), file
+def package_of(file: Path) -> str:
+    return file.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def may_import(package: str) -> set[str]:
+    if package in ALONE or package in BESIDE:
+        return {package, *(ALONE | BESIDE)[package]}
+    level = next(number for number, packages in enumerate(ORDER) if package in packages)
+    return {package}.union(*ORDER[:level])
+
+
+@pytest.mark.parametrize("package", sorted(set().union(*ORDER)))
+def test_imports_point_one_way(package):
+    for file in SOURCE.rglob("*.py"):
+        if file != SOURCE / "__init__.py" and package_of(file) == package:
+            found = {name.split(".")[1] for name in imported(file) if name.startswith("groupwise.")}
+            assert found <= may_import(package), file
+
+
+def test_no_circle_of_imports_not_even_a_lazy_or_type_only_one():
+    files = {module_of(file): file for file in SOURCE.rglob("*.py")}
+    TopologicalSorter({module: needs(module, files) for module in files}).prepare()  # raises CycleError
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def needs(module: str, files: dict[str, Path]) -> set[str]:
+    """The files that an import anywhere in it names; a package's own `__init__` is no import of its files."""
+    found = set()
+    for node in ast.walk(ast.parse(files[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in files else node.module for name in inner}
+    return (found & set(files)) - {module}
 
 
 @pytest.mark.parametrize(

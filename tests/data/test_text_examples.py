@@ -1,10 +1,21 @@
 """Targets are gathered by source, and examples have a fingerprint of their own."""
 
 import hashlib
+import os
 
 import pytest
 
-from groupwise.data.text_examples import Labelled, Request, by_source, sha256_of_examples
+from groupwise.data.text_examples import (
+    Labelled,
+    Request,
+    by_source,
+    read_json_list,
+    read_text,
+    sha256_of_bytes,
+    sha256_of_examples,
+    sha256_of_files,
+)
+from groupwise.errors import UserError
 
 
 def test_the_targets_of_a_source_come_together_in_order():
@@ -23,3 +34,82 @@ def test_the_fingerprint_is_of_the_json():
 @pytest.mark.parametrize("other", [[["a", 0]], [["a", "1"]], [["a"], 1], [["b", 1]]])
 def test_other_examples_have_another_fingerprint(other):
     assert sha256_of_examples([["a", 1]]) != sha256_of_examples(other)
+
+
+def test_a_byte_order_mark_is_left_out(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
+    assert read_text(tmp_path / "a.txt", "put it there") == "café\r\n"
+
+
+def test_a_missing_file_comes_with_advice(tmp_path):
+    with pytest.raises(UserError, match=r"gone.txt is missing; put it there\.$"):
+        read_text(tmp_path / "gone.txt", "put it there")
+    with pytest.raises(UserError, match="is missing"):
+        read_text(tmp_path, "put it there")
+
+
+def test_what_is_not_utf8_is_told(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"a.txt is not UTF-8 \(byte 3\)"):
+        read_text(tmp_path / "a.txt", "put it there")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_told(tmp_path):
+    (tmp_path / "a.txt").touch(mode=0)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_text(tmp_path / "a.txt", "put it there")
+
+
+def test_a_list_of_objects_is_read(tmp_path):
+    (tmp_path / "a.json").write_text('[{"a": 1}, {"b": "c"}]')
+    assert read_json_list(tmp_path / "a.json", "put it there") == [{"a": 1}, {"b": "c"}]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '["a"]', "3"])
+def test_json_of_another_form_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=r"a.json holds no list of objects"):
+        read_json_list(tmp_path / "a.json", "put it there")
+
+
+def test_truncated_json_is_refused_with_the_line(tmp_path):
+    (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": ')
+    with pytest.raises(UserError, match=r"a.json is not JSON \(line 2: .*truncated"):
+        read_json_list(tmp_path / "a.json", "put it there")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "device"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
+    path = tmp_path / "a.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path if kind == "loop" else "/dev/zero")
+    with pytest.raises(UserError, match="is missing; put it there"):
+        read_text(path, "put it there")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[" * 100_000, r"no JSON that can be read \(it is nested too deeply\)"),
+        ("[1" + "0" * 5000 + "]", "no JSON that can be read .*digits"),
+        ('[{"a": "\\ud800"}]', "half of a character"),
+    ],
+)
+def test_json_that_python_chokes_on(tmp_path, content, words):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_json_list(tmp_path / "a.json", "put it there")
+
+
+def test_files_are_named_by_their_path_under_the_root(tmp_path):
+    path = tmp_path / "folder" / "data.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"0123456789" * 100_000)
+    assert sha256_of_files([path], tmp_path) == {"folder/data.bin": hashlib.sha256(b"0123456789" * 100_000).hexdigest()}
+
+
+def test_bytes_are_hashed_as_one_stream():
+    assert sha256_of_bytes(b"ab", b"c") == hashlib.sha256(b"abc").hexdigest()

@@ -6,7 +6,7 @@ import pytest
 
 from groupwise.clipping.rules import base
 from trust.norms.__main__ import ALLOWED, LAWS, RESULT, Row, main, measure
-from trust.norms.__main__ import __main__ as norms
+from trust.norms import __main__ as norms
 from trust.norms.cases import CASES, LARGEST, Case
 
 BY_NAME = {case.name: case for case in CASES}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.clipping import gate, verify
-from tests.training.test_loop import (
+from tests.training.test_step import (
     ADAPTIVE_BLOCK,
     ADAPTIVE_FLAT,
     ADAPTIVE_LAYER,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from groupwise.training.record import write_sums
-from trust.faults.__main__ import __main__ as faults
+from trust.faults import __main__ as faults
 from trust.faults.disk import full, too_large, unwritable
 from trust.faults.folders import both_altered, checkpoint_altered, data_altered, make, many
 from trust.faults.kill import stopped

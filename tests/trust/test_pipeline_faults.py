@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from tests.launch.test_pipeline_runs import LONG, folder_of, start, wait_for_steps, weights
+from tests.runs.test_pipeline_runs import LONG, folder_of, start, wait_for_steps, weights
 from tests.waiting import PATIENCE
 
 
