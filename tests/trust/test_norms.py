@@ -5,8 +5,8 @@ import csv
 import pytest
 
 from groupwise.clipping.rules import base
-from trust.norms.__main__ import ALLOWED, LAWS, RESULT, Row, main, measure
 from trust.norms import __main__ as norms
+from trust.norms.__main__ import ALLOWED, LAWS, RESULT, Row, main, measure
 from trust.norms.cases import CASES, LARGEST, Case
 
 BY_NAME = {case.name: case for case in CASES}

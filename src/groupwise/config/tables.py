@@ -19,7 +19,7 @@ part                                    is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,10 @@ class Tables:
         file = self._file(folder, family)
         if not file.is_file():
             return {}
-        modes = frozenset(option.stem for option in (self._conf / "clip").glob("*.yaml"))
-        return _read(file, _changed(file), folder == "scales", modes)
+        return _read(file, _changed(file), folder == "scales", self._options("clip"), self._options("model"))
+
+    def _options(self, group: str) -> frozenset[str]:
+        return frozenset(file.stem for file in (self._conf / group).glob("*.yaml"))
 
 
 def file_part(conf: Path, path: str) -> Part:
@@ -163,10 +165,10 @@ def _lines(file: Path, _state: int) -> dict[tuple[str, ...], int]:
 
 
 @lru_cache(maxsize=64)
-def _read(file: Path, _state: int, by_scale: bool, modes: frozenset[str]) -> dict[str, Any]:
+def _read(file: Path, _state: int, by_scale: bool, modes: frozenset[str], models: frozenset[str]) -> dict[str, Any]:
     """A table, checked; once for each state of its file."""
     table = _load(file)
-    for complaint, keys in _complaints(table, by_scale, modes):
+    for complaint, keys in _complaints(table, by_scale, modes, models):
         raise UserError(f"{_shown(file)}:{_lines(file, _state).get(keys, 1)}: {complaint}.")
     return table
 
@@ -187,7 +189,9 @@ def _names(row: str) -> list[str]:
     return [name.strip() for name in str(row).split(",")]
 
 
-def _complaints(table: Any, by_scale: bool, modes: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _complaints(
+    table: Any, by_scale: bool, modes: frozenset[str], models: frozenset[str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What is wrong, and the keys that lead to it."""
     if not by_scale:
         yield from _values(table, (), modes, also=(MODES,))
@@ -196,6 +200,10 @@ def _complaints(table: Any, by_scale: bool, modes: frozenset[str]) -> Iterator[t
         if scale not in SCALES:
             yield f"{scale} is no scale, one of {', '.join(SCALES)} was expected{did_you_mean(scale, SCALES)}", (scale,)
         yield from _values(entry, (scale,), modes, also=(MODES, DEFAULT_MODEL))
+        model = entry.get(DEFAULT_MODEL)
+        if model is not None and model not in models:
+            hint = did_you_mean(str(model), models)
+            yield f"{model} is no model, a file of conf/model/ was expected{hint}", (scale, DEFAULT_MODEL)
 
 
 def _values(
@@ -229,5 +237,7 @@ def _unknown_keys(
         key = f"{prefix}{name}"
         if key not in known and not key.startswith(FREE_KEYS):
             yield f"there is no key {key}{did_you_mean(key, known)}", (*trail, name)
+        elif is_dataclass(known.get(key)) and not isinstance(value, Mapping):
+            yield f"the section {key} holds {value}, where its keys were expected", (*trail, name)
         elif isinstance(value, Mapping):
             yield from _unknown_keys(value, (*trail, name), f"{key}.")
