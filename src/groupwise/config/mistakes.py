@@ -91,6 +91,9 @@ def _missing_config(error: MissingConfigException) -> str:
     folder, _, family = group.partition("/")
     if folder in DERIVED and family:
         return f"{DERIVED[folder]}={option} does not go with this task: conf/{group}.yaml holds what does."
+    if group.startswith("model/default/"):
+        table = f"conf/scales/{family.removeprefix('default/')}.yaml"
+        return f"scale={option} does not go with this task: {table} holds what does, each with its default_model."
     if not error.options:
         return f"conf/{error.missing_cfg_file}.yaml does not exist: a file of that name is needed."
     return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."
