@@ -1,4 +1,4 @@
-"""Where a step's time goes, by operation:  python -m benchmarks.breakdown workload=roberta_base method=adaptive_layer
+"""Measures where time goes:  python -m benchmarks.breakdown workload=roberta_base method=adaptive_layer
 
 One process, plain training first and then each method; self time of every operation, in milliseconds a step. Profiling
 costs time of its own, most where operations are small: this says what is slow, `benchmarks.throughput` how slow.

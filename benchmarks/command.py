@@ -1,4 +1,4 @@
-"""What the commands of this folder share: help, mistakes in one sentence, interruption, exit codes."""
+"""Gives the commands of this folder help, mistakes in one sentence, interruption and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arithmetic alone would allow: counted operations of plain training over those of a method."""
+"""Counts what the arithmetic alone would allow: operations of plain training over those of a method."""
 
 from __future__ import annotations
 

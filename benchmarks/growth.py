@@ -1,4 +1,4 @@
-"""What doubling a size costs:  python -m benchmarks.growth network=transformer axis=length
+"""Measures what doubling a size costs:  python -m benchmarks.growth network=transformer axis=length
 
 Step time and peak memory as batch, sequence length, width and number of layers double, beside non-private training.
 `--help` lists the options.

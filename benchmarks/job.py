@@ -1,4 +1,4 @@
-"""What a process of the benchmark is asked to run; needs no torch."""
+"""Says what a process of the benchmark is asked to run; needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop of run.py costs around the bare step:  python -m benchmarks.loop scale=mini train.batch_size=256
+"""Measures the cost of the loop around the bare step:  python -m benchmarks.loop scale=mini train.batch_size=256
 
 A run is composed, checked and trained exactly as by `run.py`. Between rounds of its steps its clock stops, and the same
 model takes as many bare steps on the same examples. `--help` lists the options.

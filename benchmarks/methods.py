@@ -1,4 +1,4 @@
-"""What is measured: one step of each way to train, ours here and Opacus's in `peers`.
+"""Takes one step of each way to train, ours here and Opacus's in `peers`.
 
 A step clears the gradients, runs forward and backward and leaves the clipped sums (plain sums for `none`) in `.grad`.
 Noise is apart, as it comes once per logical batch; there is no update of the parameters.

@@ -1,4 +1,4 @@
-"""What the command prints: one line a method, medians over rounds with their range."""
+"""Prints one line a method, medians over rounds with their range."""
 
 from __future__ import annotations
 

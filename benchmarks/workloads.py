@@ -1,4 +1,4 @@
-"""What is trained: networks of the paper's kind, with fresh weights and random data."""
+"""Makes the networks that are trained: of the paper's kind, with fresh weights and random data."""
 
 from __future__ import annotations
 

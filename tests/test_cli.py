@@ -56,6 +56,8 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         ("clip=flat,ghost", "add -m"),
         ("task=pretrain_masked clip=flat scale=mini", "clip=flat does not go with this task"),
         ("task=pretrain_masked clip=none", "scale=paper does not go with this task"),
+        ("task=sst2 scale=midi", "scale=midi does not go with this task"),
+        ("task=sst2 scale=midi model=roberta_tiny", "scale=midi does not go with this task"),
         ("paths.data=${oc.env:NOT_SET_ANYWHERE}", "paths.data cannot be worked out"),
         ("privacy.epsilon=0", "greater than zero"),
         ("scale=[null]", "argument of type 'NoneType' is not iterable"),

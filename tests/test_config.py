@@ -226,6 +226,17 @@ def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsi
     assert at_epsilon({8: "b", 3: "a"}, epsilon) == entry
 
 
+def test_the_tuned_value_without_noise_is_its_own_where_there_is_one() -> None:
+    table = {3: "a", 8: "b", math.inf: "c"}
+    assert [at_epsilon(table, epsilon) for epsilon in (100, 1e300, math.inf, None)] == ["b", "b", "c", "b"]
+
+
+def test_midi_is_the_papers_network_a_quarter_as_wide() -> None:
+    midi, paper = run("scale=midi"), run()
+    assert replace(midi.model, width=paper.model.width) == paper.model and midi.model.width == 1
+    assert (midi.data.name, midi.data.image_size, midi.clip) == ("cifar10", 16, paper.clip)
+
+
 def test_every_family_has_all_modes_and_the_scales_that_all_have() -> None:
     # Composition refuses what a choice reaches and does not find; here, what no choice would reach.
     assert set(FAMILIES.values()) == set(Tables(CONF).parts("family"))
@@ -233,6 +244,7 @@ def test_every_family_has_all_modes_and_the_scales_that_all_have() -> None:
         assert MODES[task] == (["none"] if family == "pretrain" else OPTIONS["clip"])
         least = {"mini", "smoke"} if family == "pretrain" else {"paper", "mini", "demo", "smoke"}
         assert least <= {*SCALES[task]} <= {*OPTIONS["scale"]}
+        assert Tables(CONF).parts(f"model/default/{family}") == ([] if family == "pretrain" else SCALES[task])
 
 
 # --- refusals ---

@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all."""
+"""Writes files that are there whole, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small on-disk cache of numbers that take seconds to find: calibrated noise, what a machine's arithmetic costs."""
+"""Keeps numbers that take seconds to find on disk: calibrated noise, what a machine's arithmetic costs."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""One run, from a configuration to its row: everything is checked and made here before anything is written."""
+"""Runs one configuration to its row: everything is checked and made before anything is written."""
 
 import time
 from glob import escape
@@ -17,8 +17,8 @@ from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan, make_plan
 from groupwise.tasks import make_task
 from groupwise.training.checkpoint import load_newest
+from groupwise.training.disclosure import neighbours_of
 from groupwise.training.from_config import make_engine
-from groupwise.training.leaving import neighbours_of
 from groupwise.training.memory import memory_told
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks

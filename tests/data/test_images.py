@@ -1,5 +1,6 @@
 """What a file may hold."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from groupwise.data import channel_statistics, load_images, normalize
-from groupwise.data.images import average_pool, checked_images, checked_labels
+from groupwise.data.images import average_pool, checked_images, checked_labels, hold_out
 from groupwise.errors import UserError
 
 PATH = Path("folder/file.npz")
@@ -133,3 +134,42 @@ def test_mistakes_are_named():
         normalize(images, (0.5,), (0.5,))
     with pytest.raises(UserError, match=r"mnist.*cifar10"):
         channel_statistics("mnist")
+
+
+def test_a_share_is_held_out_and_takes_the_place_of_the_test_set(tmp_path):
+    data = load_images("digits", tmp_path)
+    held = hold_out(data, 0.2)
+    train, valid = {i.tobytes() for i in held.x_train.numpy()}, {i.tobytes() for i in held.x_test.numpy()}
+    assert not train & valid and train | valid == {image.tobytes() for image in data.x_train.numpy()}
+    assert len(held.x_train) + len(held.x_test) == len(data.x_train) == 1433
+    assert abs(len(held.x_test) / 1433 - 0.2) < 0.04
+    assert len(held.y_train) == len(held.x_train) and len(held.y_test) == len(held.x_test)
+    assert f"{len(held.x_test)} of 1,433 training images held out" in held.source
+
+
+def test_labels_stay_with_their_held_out_images_and_the_order_is_kept(tmp_path):
+    data = replace(load_images("digits", tmp_path), y_train=torch.arange(1433))  # each image knows its number
+    held = hold_out(data, 0.3)
+    for images, numbers in ((held.x_train, held.y_train), (held.x_test, held.y_test)):
+        assert torch.equal(data.x_train[numbers], images) and (numbers.diff() > 0).all()
+
+
+def test_no_image_decides_on_which_side_another_is(tmp_path):
+    data = load_images("digits", tmp_path)
+    fewer = hold_out(replace(data, x_train=data.x_train[1:], y_train=data.y_train[1:]), 0.3)
+    whole = hold_out(data, 0.3)
+    assert len(whole.x_train) + len(whole.x_test) == len(fewer.x_train) + len(fewer.x_test) + 1
+    assert torch.equal(fewer.x_train, whole.x_train[-len(fewer.x_train) :])
+    assert torch.equal(fewer.x_test, whole.x_test[-len(fewer.x_test) :])
+
+
+def test_the_held_out_images_depend_on_the_key_alone(tmp_path):
+    data = load_images("digits", tmp_path)
+    assert torch.equal(hold_out(data, 0.2).x_test, hold_out(data, 0.2).x_test)
+    assert not torch.equal(hold_out(data, 0.2).x_test[:9], hold_out(data, 0.2, key=1).x_test[:9])
+
+
+@pytest.mark.parametrize("share", [1e-6, 1.0])
+def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, share):
+    with pytest.raises(UserError, match=f"data.holdout={share} of 1433 .*one side empty"):
+        hold_out(load_images("digits", tmp_path), share)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.data import text
+from groupwise.data.place import place_of
 from groupwise.data.text import (
     Labelled,
     LabelledText,
@@ -15,7 +16,6 @@ from groupwise.data.text import (
     keep,
     load_labelled,
     load_paired,
-    place_of,
     synthetic_labelled,
     synthetic_paired,
 )

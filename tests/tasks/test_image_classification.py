@@ -47,6 +47,18 @@ def test_a_limit_keeps_classes_even_and_the_order_of_the_data():
         make_task(config(data=DataConfig("digits", train_limit=0)), CPU)
 
 
+def test_a_held_out_share_of_the_training_images_is_what_is_validated_on():
+    whole = make_task(config(), CPU)
+    task = make_task(config(data=DataConfig("digits", holdout=0.2, train_limit=100)), CPU)
+    described = task.describe_data()
+    train = {image.numpy().tobytes() for image in whole._splits["train"][0]}
+    assert {image.numpy().tobytes() for image in task._splits["valid"][0]} < train
+    assert described["train_examples"] == task.train_size == 100  # the limit comes after
+    assert described["valid_examples"] == len(task._splits["valid"][0]) < 400
+    assert "valid, a share of 0.2 of the training set" in described["selected_on"]
+    assert "test set" in whole.describe_data()["selected_on"]
+
+
 def test_initial_weights_depend_on_the_seed_alone():
     first, same, other = (make_task(config(seed=seed), CPU).model.state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], same[name]) for name in first)

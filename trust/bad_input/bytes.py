@@ -1,4 +1,4 @@
-"""What happens to files on their way: cut, flipped bits, holes, something else under the name."""
+"""Damages files on their way: cut, flipped bits, holes, something else under the name."""
 
 from __future__ import annotations
 

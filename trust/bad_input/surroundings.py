@@ -1,4 +1,4 @@
-"""What is around a command line: the environment's variables, folders in the way, results that are no results."""
+"""Disturbs what is around a command line: environment variables, folders in the way, results that are no results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the tests notice mistakes?  python -m trust.mutation privacy   (or clipping)
+"""Tries whether the tests notice mistakes:  python -m trust.mutation privacy   (or clipping)
 
 Makes every small mistake of `trust/mutation/operators.py`, one at a time, in each file of the package, and runs the
 tests of the package that reach the changed line until one fails. A mistake that none notices has survived. Those that

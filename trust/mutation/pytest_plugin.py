@@ -1,4 +1,4 @@
-"""What a run of pytest does for the mutation score: note who covers which line, or run chosen tests, best first."""
+"""Makes pytest note who covers which line, or run chosen tests, best first, for the mutation score."""
 
 import json
 import time

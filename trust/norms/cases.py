@@ -1,4 +1,4 @@
-"""One model for each way that a layer's norm is computed, of about as many parameters as are asked for."""
+"""Makes one model for each way that a layer's norm is computed, of about as many parameters as are asked for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""From result rows to tables: reads `results/` only, never trains."""
+"""Goes from result rows to tables and figures: reads `results/` only, never trains."""

@@ -1,4 +1,4 @@
-"""Rows of the benchmarks, and what several rounds of one measurement come to."""
+"""Reads the rows of the benchmarks, and brings several rounds of one measurement to one figure."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, written between its markers:  python -m groupwise.analysis.benchmark_tables"""
+"""Writes the tables of docs/benchmarks.md:  python -m groupwise.analysis.benchmark_tables"""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The paper's claims as differences that can be tested, and what the measured rows say about each.
+"""Tests the paper's claims as differences, and says what the measured rows say about each.
 
 A claim is judged by the mean of paired differences over budgets (and epochs, tasks) and seeds, with its 95 %
 t-interval; p is of the paired t-test that the mean is zero, not adjusted for the number of claims. "Alike" and "no
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from groupwise.analysis.measured import SCALES, file_of, read_measured
+from groupwise.analysis.measured import SHOWN, file_of, read_measured
 from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper
 from groupwise.analysis.statistics import Contrast, Summary, differences, p_of_no_difference, summarise
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
@@ -168,7 +168,7 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     sweep = read_sweep(folders.sweeps / f"{claim.contrast.sweep}.yaml")
     paper = _paper(claim.contrast, sweep, folders)
     found = []
-    for scale in SCALES:
+    for scale in SHOWN:
         if file_of(sweep, scale, folders.measured).is_file():
             verdict = _verdict(claim, sweep, scale, paper, folders)
             found += [verdict] if verdict.measured.n else []

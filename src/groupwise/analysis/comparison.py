@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.analysis.measured import SHOWN
 from groupwise.analysis.paper import settings_of
 from groupwise.analysis.statistics import Summary
 from groupwise.errors import UserError
@@ -36,7 +37,7 @@ def needs(cells: Sequence[str]) -> str:
 
 def why_not_run(sweep: Sweep, cells: Sequence[str]) -> str:
     """The same of cells without a row, and what became of them at smaller scales."""
-    smaller = [at for at in ("mini", "demo") if at in sweep.scales]
+    smaller = [at for at in SHOWN[1:] if at in sweep.scales]
     left_out = [at for at in smaller if not _has(sweep, at, cells)]
     if len(left_out) < len(smaller):
         waiting = next(at for at in smaller if at not in left_out)

@@ -1,4 +1,4 @@
-"""All cells of all tables and figures: reproduced, reduced only, or not run and why.
+"""Lists all cells of all tables and figures: reproduced, reduced only, or not run and why.
 
     python -m groupwise.analysis.coverage
 
@@ -26,7 +26,7 @@ from groupwise.analysis.comparison import (
     needs,
     why_not_run,
 )
-from groupwise.analysis.measured import SCALES
+from groupwise.analysis.measured import SHOWN
 from groupwise.analysis.paper import MINUS, TABLES, Folders
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
@@ -46,7 +46,7 @@ FIGURES = {
 BENCHMARKS = {"throughput": "one A6000", "runtime_breakdown": "one Titan RTX"}
 """The figures that are made of the benchmark's rows, and the paper's hardware."""
 RUN = "run in full"
-COLUMNS = ("sweep", "cell", *SCALES, "status", "why")
+COLUMNS = ("sweep", "cell", *SHOWN, "status", "why")
 WORDS = STATUSES | {
     RUN: "a figure's cell at scale=paper with all its seeds: the paper prints no number to compare it with"
 }
@@ -65,7 +65,7 @@ def coverage(folders: Folders | None = None) -> pd.DataFrame:
     for name in (*TABLES, *FIGURES):
         sweep = read_sweep(folders.sweeps / f"{name}.yaml")
         compared = _compared(name, folders) if name in TABLES else {}
-        seeds = {scale: _seeds(sweep, scale, folders, FIGURES.get(name, "")) for scale in SCALES}
+        seeds = {scale: _seeds(sweep, scale, folders, FIGURES.get(name, "")) for scale in SHOWN}
         for cell in dict.fromkeys(cell.name for cell in sweep.cells(PAPER)):
             counts = {scale: found.get(cell) for scale, found in seeds.items()}
             status, why = compared.get(cell) or _uncompared(counts, sweep, cell)
@@ -146,10 +146,10 @@ def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
     ]
     for name, group in lines.groupby("sweep", sort=False):
         rows = [
-            [f"`{line['cell']}`", *(line[scale] or "–" for scale in SCALES), line["status"], line["why"] or "–"]
+            [f"`{line['cell']}`", *(line[scale] or "–" for scale in SHOWN), line["status"], line["why"] or "–"]
             for line in group.to_dict("records")
         ]
-        parts += [f"## {name}", markdown(["cell", *SCALES, "status", "why"], rows)]
+        parts += [f"## {name}", markdown(["cell", *SHOWN, "status", "why"], rows)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Rows of the figures' sweeps, at the largest scale there is: checked, with their settings, and brought to means."""
+"""Reads the rows of the figures' sweeps at the largest scale there is, and brings them to means."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def read_companion(
     path = folder / f"{name}_{measured.scale}{suffix}.csv"
     if not path.is_file():
         maker = f"{MAKERS[suffix]} {name} scale={measured.scale}"
-        raise UserError(f"There are no rows in {path}: make them with python -m groupwise.launch.{maker}.")
+        raise UserError(f"There are no rows in {path}: make them with python -m groupwise.sweeps.{maker}.")
     frame = pd.read_csv(path, dtype={"cell": str, "hash": str})
     columns = dict.fromkeys((*IDENTITY, *place, *numbers))
     if missing := [column for column in columns if column not in frame]:

@@ -11,6 +11,7 @@ from groupwise.atomic import write_atomically
 
 PAPER = "paper"
 WORDS = {
+    "midi": ": scale=midi (real data, a narrow network)",
     "mini": ": scale=mini (real data, small models)",
     "demo": ": scale=demo (embedded data, small models)",
     "smoke": ": scale=smoke (a few steps)",

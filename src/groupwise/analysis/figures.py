@@ -1,4 +1,4 @@
-"""The paper's figures from measured rows:  python -m groupwise.analysis.figures NAME...|all [--out results/figures]"""
+"""Draws the paper's figures from measured rows:  python -m groupwise.analysis.figures NAME...|all [--out F]"""
 
 import argparse
 import sys

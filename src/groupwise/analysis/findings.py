@@ -1,4 +1,4 @@
-"""What the rows say about the paper's claims, written into docs/findings.md:  python -m groupwise.analysis.findings"""
+"""Writes docs/findings.md, what the rows say about the paper's claims:  python -m groupwise.analysis.findings"""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Measured rows of a sweep, `results/measured/<sweep>_<scale>.csv`: sound, or one sentence on the first fault."""
+"""Reads the measured rows of a sweep, `results/measured/<sweep>_<scale>.csv`: sound, or refused in one sentence."""
 
 import csv
 import re
@@ -11,12 +11,11 @@ import pandas as pd
 
 from groupwise.analysis.paper import settings_of
 from groupwise.errors import UserError
+from groupwise.rows import KEYS, ORIGIN, SCALES, table_path
 from groupwise.sweeps.cells import Sweep
 
-SCALES = ("paper", "mini", "demo")
+SHOWN = tuple(scale for scale in SCALES if scale != "smoke")
 """The scales whose rows are shown, the first that has any first; smoke is for tests."""
-COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "git.sha", "git.dirty")
-"""What every row has, beside the metrics."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Measured:
     Attributes:
         rows: one a run: the columns of the file, sorted by cell and seed.
         expected: cell -> the seeds that the sweep has for it at this scale.
-        scale: paper, mini or demo.
+        scale: paper, midi, mini or demo.
     """
 
     rows: pd.DataFrame
@@ -58,13 +57,13 @@ class Measured:
 
 
 def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None) -> list[Measured]:
-    """The rows of every scale that has a file, in the order of `SCALES`; faults as `read_measured` has them."""
-    return [read_measured(sweep, scale, folder, wanted) for scale in SCALES if file_of(sweep, scale, folder).is_file()]
+    """The rows of every scale that has a file, in the order of `SHOWN`; faults as `read_measured` has them."""
+    return [read_measured(sweep, scale, folder, wanted) for scale in SHOWN if file_of(sweep, scale, folder).is_file()]
 
 
 def file_of(sweep: Sweep, scale: str, folder: Path) -> Path:
     """Where the rows of a sweep at a scale lie, once they are collected."""
-    return folder / f"{sweep.name}_{scale}.csv"
+    return table_path(folder, sweep.name, scale)
 
 
 def read_measured(
@@ -126,7 +125,7 @@ def _read(path: Path, command: str) -> pd.DataFrame:
     if any(len(row) != len(head) for row in rows):
         raise UserError(f"{path} does not parse (a line has more or fewer values than columns): {again}.")
     frame = pd.DataFrame(rows, columns=head, dtype=str)
-    if missing := [column for column in COLUMNS if column not in frame]:
+    if missing := [column for column in (*KEYS, *ORIGIN) if column not in frame]:
         raise UserError(f"{path} has no column {missing[0]!r}: {again}.")
     if frame.empty:
         raise UserError(f"{path} has no rows: {again}.")

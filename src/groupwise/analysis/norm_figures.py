@@ -1,4 +1,4 @@
-"""How per-example gradient norms of layers move during training: the figures gradnorm_cifar and gradnorm_sst2."""
+"""Draws how per-example gradient norms of layers move during training: gradnorm_cifar and gradnorm_sst2."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The paper's numbers, as `results/paper/` has them: a line for each number of each table.
+"""Reads the paper's numbers from `results/paper/`: a line for each number of each table.
 
 Columns of `results/paper/<table>.csv`:
 

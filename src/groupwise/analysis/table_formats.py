@@ -1,4 +1,4 @@
-"""Lines of a table as Markdown and as LaTeX (booktabs)."""
+"""Writes the lines of a table as Markdown and as LaTeX (booktabs)."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What stands under a table: privacy, what was reduced, where we part from the paper, and where the rows come from."""
+"""Writes the notes under a table: privacy, what was reduced, where we part from the paper, where the rows come from."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +10,7 @@ from groupwise.sweeps.cells import PAPER, Sweep, read_sweep, text
 
 SCALES = {
     "paper": "the paper's cell",
+    "midi": "real data at half the pixels, the paper's depth at a quarter of its width, ten epochs",
     "mini": "real data, smaller and on a small network, a short training",
     "demo": "embedded or generated data and a small network",
 }

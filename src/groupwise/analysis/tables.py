@@ -1,4 +1,4 @@
-"""The paper's tables beside what was measured:  python -m groupwise.analysis.tables cifar   (or all)
+"""Writes the paper's tables beside what was measured:  python -m groupwise.analysis.tables cifar   (or all)
 
 Writes `<table>.md`, `.csv` and `.tex` (booktabs) into results/tables. The same rows give the same bytes.
 """

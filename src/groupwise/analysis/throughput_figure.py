@@ -1,4 +1,4 @@
-"""The paper's figures of speed and memory:  python -m groupwise.analysis.throughput_figure throughput
+"""Draws the paper's figures of speed and memory:  python -m groupwise.analysis.throughput_figure throughput
 
 `throughput` is the paper's Figure 1, `runtime_breakdown` the same on another machine configuration (its appendix):
 (a) memory against batch size, (b) throughput at the largest batch that fits a memory budget.

@@ -1,4 +1,4 @@
-"""Lower bounds on ε, with confidence, from guesses about the data; numpy and scipy only.
+"""Bounds ε from below, with confidence, from guesses about the data; numpy and scipy only.
 
 Two games. **One run**: each of m canaries is in the data with probability ½, independently; the auditor sees the output
 of one run and makes exactly r guesses "in" or "out" about canaries of its choice. **Two worlds**: many runs on each of

@@ -1,4 +1,4 @@
-"""Canaries: models whose examples have gradients that do not meet, as a task for the real trainer."""
+"""Makes canaries: models whose examples have gradients that do not meet, as a task for the real trainer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

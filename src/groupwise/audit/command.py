@@ -1,4 +1,4 @@
-"""The audit's command line; `groupwise.audit` is where it is called from."""
+"""Reads the audit's command line, and audits one mode or all modes, budgets and designs as a table."""
 
 import argparse
 import csv

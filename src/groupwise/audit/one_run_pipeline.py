@@ -1,4 +1,4 @@
-"""The same game on a pipeline of real processes: every stage is a group of its own (per-device clipping)."""
+"""Plays the one-run game on a pipeline of real processes, each stage a group of its own (per-device clipping)."""
 
 import copy
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""From the command line to what is audited: the user's overrides, and the batch, steps and optimiser of a design."""
+"""Settles what is audited: the user's overrides, and the batch, steps and optimiser of a design."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

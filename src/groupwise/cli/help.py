@@ -1,4 +1,4 @@
-"""What `python run.py --help` prints, read off `conf/` without composing anything."""
+"""Writes what `python run.py --help` prints, read off `conf/` without composing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the command line to runs: compose, check, run, and tell mistakes from bugs."""
+"""Goes from the command line to runs: composes, checks, runs, and tells mistakes from bugs."""
 
 from __future__ import annotations
 

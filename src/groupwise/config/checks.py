@@ -1,4 +1,4 @@
-"""What a run may not ask for: one sentence each, before anything is loaded or written."""
+"""Refuses what a run may not ask for, in one sentence each, before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from groupwise.atomic import why_unwritable
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
+from groupwise.rows import SCALES
 
 CHOICES = {
-    "scale": ("paper", "mini", "demo", "smoke"),
+    "scale": SCALES,
     "model.block_order": ("classic", "deepmind", "order3"),
     "model.norm": ("group", "batch"),
     "model.pool": ("first", "mean"),

@@ -1,4 +1,4 @@
-"""Hydra's side of a run: the schema it composes against, and the typed result."""
+"""Composes a run's configuration by Hydra against the schema, and types the result."""
 
 from __future__ import annotations
 
@@ -120,12 +120,14 @@ class Composer:
 def at_epsilon(table: Mapping[float, Any], epsilon: float | None) -> Any:
     """The entry of ``table`` at ``epsilon``, else at the epsilon nearest in ratio, ties to the smaller.
 
-    Without a finite epsilon (None: the noise multiplier is given instead; inf: no noise) it is the entry of
-    the largest one. Raises `UserError` for an epsilon that is not positive.
+    Without noise (inf) it is the entry of the largest one, which may be inf itself; where the noise multiplier is given
+    instead (None), that of the largest finite one. Raises `UserError` for an epsilon that is not positive.
     """
     known = sorted(table)
-    if epsilon is None or epsilon == math.inf:
+    if epsilon == math.inf:
         return table[known[-1]]
+    if epsilon is None:
+        return table[max((entry for entry in known if entry < math.inf), default=math.inf)]
     if not epsilon > 0:
         raise UserError(f"privacy.epsilon={epsilon:g} must be greater than zero.")
     return table[min(known, key=lambda entry: abs(math.log(entry / epsilon)))]

@@ -1,4 +1,4 @@
-"""When two configurations are the same experiment: the hash that names a run's folder."""
+"""Tells when two configurations are the same experiment: the hash that names a run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of the command line and its type, read off the schema."""
+"""Lists every key of the command line and its type, read off the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The typed schema of a run: what `conf/` may say, and what every function past `run.py` receives.
+"""Types a run: what `conf/` may say, and what every function past `run.py` receives.
 
 Plain dataclasses: importing this module costs nothing, and a run can be described in Python without Hydra.
 Every field is a key of the command line (``clip.target_quantile=0.7``).
@@ -85,7 +85,7 @@ class DataConfig:
     hub: str = "nyu-mll/glue"
     """GLUE: the data set on the hub (or a local copy of its folder) that is read when there are no tsv files."""
     holdout: float | None = None
-    """Text: set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
+    """Set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
     max_length: int = 256
     """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
 
@@ -298,7 +298,7 @@ class RunConfig:
 
     task: str = "cifar"
     scale: str = "paper"
-    """paper | mini | demo | smoke: written into every result row."""
+    """paper | midi | mini | demo | smoke: written into every result row."""
     seed: int = 0
     """Initial weights; never the noise nor, where there is noise, the batches: those come from a secret key."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,6 +1,6 @@
-"""Data sets as tensors in memory: CIFAR-10 and scikit-learn's digits."""
+"""Loads data sets as tensors in memory."""
 
 from groupwise.data.image_sets import DATASETS, load_images
-from groupwise.data.images import ImageData, channel_statistics, normalize
+from groupwise.data.images import ImageData, channel_statistics, hold_out, normalize
 
-__all__ = ["DATASETS", "ImageData", "channel_statistics", "load_images", "normalize"]
+__all__ = ["DATASETS", "ImageData", "channel_statistics", "hold_out", "load_images", "normalize"]

@@ -1,4 +1,4 @@
-"""Public text for pretraining: text files, split into documents at blank lines."""
+"""Reads public text for pretraining: text files, split into documents at blank lines."""
 
 import gzip
 import lzma

@@ -1,4 +1,4 @@
-"""Four tasks of GLUE, from the benchmark's own tsv files, or from the hub where there are none (appendix A.2)."""
+"""Reads four tasks of GLUE, from the benchmark's own tsv files, or from the hub where there are none (appendix A.2)."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Labelled images in memory: checked as they come from a file, and normalised by public constants."""
+"""Holds labelled images in memory: checked as they come from a file, and normalised by public constants."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.data.place import place_of
 from groupwise.errors import UserError
 
 
@@ -42,6 +43,30 @@ class ImageData:
     def channels(self) -> int:
         """Channels of an image."""
         return self.x_train.shape[1]
+
+
+def hold_out(data: ImageData, share: float, key: int = 0) -> ImageData:
+    """Set about a `share` of the training images aside, and validate on them in the place of the test set; for tuning.
+
+    Each goes by a hash of its own pixels and the public `key`: no image decides on which side another one is, equal
+    images are on one side, and what remains keeps its order.
+
+    Raises:
+        UserError: a share that leaves one of the two sides empty.
+    """
+    count = len(data.x_train)
+    places = torch.tensor([place_of(image.tobytes(), key) for image in data.x_train.numpy()], dtype=torch.float64)
+    held = places < share
+    if not 0 < (wanted := int(held.sum())) < count:
+        raise UserError(f"data.holdout={share} of {count} training images leaves one side empty; give 0.2, say.")
+    return replace(
+        data,
+        x_train=data.x_train[~held],
+        y_train=data.y_train[~held],
+        x_test=data.x_train[held],
+        y_test=data.y_train[held],
+        source=f"{data.source}; {wanted:,} of {count:,} training images held out to validate on (key {key})",
+    )
 
 
 def average_pool(images: Tensor, image_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""SAMSum: dialogues and their summaries, in the paper's instruction format (appendix C)."""
+"""Reads SAMSum: dialogues and their summaries, in the paper's instruction format (appendix C)."""
 
 from pathlib import Path
 

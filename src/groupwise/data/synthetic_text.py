@@ -1,42 +1,18 @@
-"""Small data sets that the project makes up from templates and a seed: no file, no network, no licence.
+"""Makes up small data sets from templates and a seed: no file, no network, no licence.
 
 They stand in for the real ones in demonstrations and tests. Single words are hints to a label, and not more.
 """
 
 import random
-from collections.abc import Callable
 
 from groupwise.data.glue import GLUE
-from groupwise.data.synthetic_dialogues import make_dialogue
-from groupwise.data.synthetic_facts import make_question_and_sentence, make_triples_and_texts
-from groupwise.data.synthetic_questions import make_question_pair
-from groupwise.data.synthetic_restaurants import make_restaurant
-from groupwise.data.synthetic_reviews import make_review
-from groupwise.data.synthetic_scenes import make_news_pair, make_scene_pair
+from groupwise.data.synthetic_examples import LABELLED, PAIRED, LabelledMaker, PairedMaker
 from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, Texts, sha256_of_examples
 from groupwise.errors import UserError
 
-TRAIN = 2000
-"""Training examples of each task."""
-VALID = 200
-"""Examples of a validation set with labels."""
-REQUESTS = 100
-"""Requests of a validation or test set of pairs."""
-
-LabelledMaker = Callable[[random.Random, int], Texts]
-PairedMaker = Callable[[random.Random], Request]
-
-_LABELLED: dict[str, dict[str, LabelledMaker]] = {
-    "sst2": {"": make_review},
-    "qnli": {"": make_question_and_sentence},
-    "qqp": {"": make_question_pair},
-    "mnli": {"": make_scene_pair, "mismatched": make_news_pair},
-}
-_PAIRED: dict[str, PairedMaker] = {
-    "e2e": make_restaurant,
-    "dart": make_triples_and_texts,
-    "samsum": make_dialogue,
-}
+TRAIN, VALID, REQUESTS = 2000, 200, 100
+"""Training examples of each task, those of a validation set with labels, requests of a validation or test set."""
+SOURCE = "made up by groupwise from templates (seed {})"
 
 
 def synthetic_labelled(task: str, seed: int = 0) -> LabelledText:
@@ -47,14 +23,14 @@ def synthetic_labelled(task: str, seed: int = 0) -> LabelledText:
     Raises:
         UserError: an unknown task.
     """
-    if task not in _LABELLED:
-        raise UserError(f"task={task} has no made-up labelled texts; choose one of {', '.join(_LABELLED)}.")
-    makers = _LABELLED[task]
+    if task not in LABELLED:
+        raise UserError(f"task={task} has no made-up labelled texts; choose one of {', '.join(LABELLED)}.")
+    makers = LABELLED[task]
     rng, seen, classes = random.Random(f"{task} {seed}"), set[Texts](), GLUE[task].classes
     train = _labelled(TRAIN, makers[""], len(classes), rng, seen)
     valid = {name: _labelled(VALID, make, len(classes), rng, seen) for name, make in makers.items()}
     content = [[part.texts, part.labels] for part in (train, *valid.values())]
-    return LabelledText(train, valid, classes, _source(seed), {f"synthetic/{task}": sha256_of_examples(content)})
+    return LabelledText(train, valid, classes, SOURCE.format(seed), {f"synthetic/{task}": sha256_of_examples(content)})
 
 
 def synthetic_paired(task: str, seed: int = 0) -> PairedText:
@@ -66,9 +42,9 @@ def synthetic_paired(task: str, seed: int = 0) -> PairedText:
     Raises:
         UserError: an unknown task.
     """
-    if task not in _PAIRED:
-        raise UserError(f"task={task} has no made-up pairs of texts; choose one of {', '.join(_PAIRED)}.")
-    make, rng, seen = _PAIRED[task], random.Random(f"{task} {seed}"), set[str]()
+    if task not in PAIRED:
+        raise UserError(f"task={task} has no made-up pairs of texts; choose one of {', '.join(PAIRED)}.")
+    make, rng, seen = PAIRED[task], random.Random(f"{task} {seed}"), set[str]()
     train: list[tuple[str, str]] = []
     while len(train) < TRAIN:
         request = _new_request(make, rng, seen)
@@ -77,7 +53,7 @@ def synthetic_paired(task: str, seed: int = 0) -> PairedText:
     valid = [_new_request(make, rng, seen) for _ in range(REQUESTS)]
     test = [_new_request(make, rng, seen) for _ in range(REQUESTS)]
     content = [train, *([[r.source, r.references] for r in part] for part in (valid, test))]
-    return PairedText(train, valid, test, _source(seed), {f"synthetic/{task}": sha256_of_examples(content)})
+    return PairedText(train, valid, test, SOURCE.format(seed), {f"synthetic/{task}": sha256_of_examples(content)})
 
 
 def _labelled(count: int, make: LabelledMaker, classes: int, rng: random.Random, seen: set[Texts]) -> Labelled:
@@ -99,7 +75,3 @@ def _new_request(make: PairedMaker, rng: random.Random, seen: set[str]) -> Reque
         if request.source not in seen:
             seen.add(request.source)
             return request
-
-
-def _source(seed: int) -> str:
-    return f"made up by groupwise from templates (seed {seed})"

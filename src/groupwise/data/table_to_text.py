@@ -1,4 +1,4 @@
-"""Tables to text: E2E's meaning representations and DART's triples, linearised as in Li & Liang (2021)."""
+"""Reads tables and texts: E2E's meaning representations and DART's triples, linearised as in Li & Liang (2021)."""
 
 import csv
 import io

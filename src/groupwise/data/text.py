@@ -1,12 +1,12 @@
-"""Texts of the language tasks by the task's name, and the choices among them: a held-out share, a smaller set."""
+"""Loads the texts of a language task by the task's name, and chooses among them: a held-out share, a smaller set."""
 
-import hashlib
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from groupwise.data.glue import GLUE, load_glue
+from groupwise.data.place import place_of
 from groupwise.data.samsum import load_samsum
 from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
 from groupwise.data.table_to_text import load_dart, load_e2e
@@ -107,11 +107,6 @@ def keep(data: Data, limit: int, seed: int = 0) -> Data:
     if isinstance(data, LabelledText):
         return replace(data, train=_rows(data.train, chosen), source=source)
     return replace(data, train=[data.train[i] for i in chosen], source=source)
-
-
-def place_of(text: str, key: int) -> float:
-    """Where in [0, 1) a text falls: like a uniform draw, but by that text and the public key alone."""
-    return int.from_bytes(hashlib.sha256(f"{key}\n{text}".encode()).digest()[:8]) / 2**64
 
 
 def _order(count: int, seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a language task trains and is judged on, the files that it is read from, and their fingerprints."""
+"""Holds what a language task trains and is judged on, and reads the files that it lies in, with their fingerprints."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Import torchvision beside any torch, also where its compiled operators cannot be loaded."""
+"""Imports torchvision beside any torch, also where its compiled operators cannot be loaded."""
 
 import importlib
 import sys

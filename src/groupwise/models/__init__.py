@@ -1,4 +1,4 @@
-"""Networks to train: the wide residual network of the CIFAR-10 experiments (paper, section 4.1)."""
+"""Makes the networks to train, with names and weights as their libraries have them."""
 
 from groupwise.models.wide_resnet import BLOCK_ORDERS, WideResNet, wide_resnet
 

@@ -1,4 +1,4 @@
-"""Where `from_pretrained` finds a name: a folder, the hub, or the hub's cache; refused in seconds where nowhere."""
+"""Finds where `from_pretrained` takes a name from: a folder, the hub, or its cache; refuses in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models of the transformers library, with weights from a folder or the hub, or fresh ones."""
+"""Makes language models of the transformers library, with weights from a folder or the hub, or fresh ones."""
 
 from __future__ import annotations
 

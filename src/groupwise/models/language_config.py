@@ -1,4 +1,4 @@
-"""The transformers configuration of a language model: of a folder or the hub, or described by its architecture."""
+"""Makes the transformers configuration of a language model: of a folder or the hub, or from its architecture."""
 
 from __future__ import annotations
 

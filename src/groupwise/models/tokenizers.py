@@ -1,4 +1,4 @@
-"""Tokenisers: from a folder, from GPT-2's original two files, or from the hub; and the mini models' own."""
+"""Loads tokenisers: from a folder, from GPT-2's original two files, or from the hub; and makes the mini models' own."""
 
 from __future__ import annotations
 

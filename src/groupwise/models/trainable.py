@@ -1,4 +1,4 @@
-"""Which parameters of a language model train (all, some kind of them, or adapters), and in which precision."""
+"""Chooses which parameters of a language model train (all, some kind, or adapters), and in which precision."""
 
 from __future__ import annotations
 

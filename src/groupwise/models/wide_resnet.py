@@ -1,4 +1,4 @@
-"""Wide residual networks (Zagoruyko & Komodakis 2016) for private training: WRN16-4 of paper section 4.1."""
+"""Makes wide residual networks (Zagoruyko & Komodakis 2016) for private training: WRN16-4 of paper section 4.1."""
 
 import math
 from typing import Any

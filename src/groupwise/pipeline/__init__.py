@@ -1,1 +1,1 @@
-"""A model in stages, one process and one device each, that clip what they host (per-device clipping, Algorithm 2)."""
+"""Trains a model in stages, one process and one device each, that clip what they host (per-device, Algorithm 2)."""

@@ -1,4 +1,4 @@
-"""How many blocks each stage gets, so that the heaviest stage is as light as it can be."""
+"""Chooses how many blocks each stage gets, so that the heaviest stage is as light as it can be."""
 
 from __future__ import annotations
 

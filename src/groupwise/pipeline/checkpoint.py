@@ -1,4 +1,4 @@
-"""Checkpoints and weights of a pipeline, a file for each stage; all processes see one file system.
+"""Saves checkpoints and weights of a pipeline, a file for each stage; all processes see one file system.
 
 `checkpoint.pt` names a folder with every stage's file and is written last: killed at any moment, a run finds the last
 complete checkpoint, and the one before it. Weights are kept under the whole model's names, so any number of stages can

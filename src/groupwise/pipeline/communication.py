@@ -1,4 +1,4 @@
-"""What goes between the stages outside a training step: activations to the next one, and the last one's word to all."""
+"""Sends what goes between stages outside a training step: activations to the next, the last one's word to all."""
 
 from __future__ import annotations
 

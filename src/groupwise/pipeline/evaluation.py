@@ -1,4 +1,4 @@
-"""A task's own metrics of a model that is in stages: forward passes one after the other, without gradients."""
+"""Evaluates a task's own metrics of a model in stages: forward passes one after the other, without gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search on a pipeline: transformers' own search runs on the last stage, and the others compute what it asks for.
+"""Generates on a pipeline: transformers' beam search runs on the last stage, the others compute what it asks for.
 
 For each forward pass that the search makes, the last stage tells all stages the new tokens and how the rows were
 reordered; then the stages run one after the other, each with its own blocks' keys and values.

@@ -1,4 +1,4 @@
-"""A stage of a wide residual network, for tests of pipelines and small images."""
+"""Cuts a wide residual network, for tests of pipelines and small images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage with weights, where no process ever holds the whole model: built empty, cut, then filled from the files."""
+"""Loads a stage's weights where no process ever holds the whole model: built empty, cut, then filled from the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the parts of a model are: what comes before its blocks, the blocks, and what comes after them."""
+"""Finds the parts of a model: what comes before its blocks, the blocks, and what comes after them."""
 
 from __future__ import annotations
 

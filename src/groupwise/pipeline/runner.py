@@ -1,4 +1,4 @@
-"""One process's work in a pipeline: its stage's part of a logical batch, clipped as it goes (Algorithm 2)."""
+"""Runs one process's stage on its part of a logical batch, clipped as it goes (Algorithm 2)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""A model cut into stages of consecutive blocks; each stage keeps the model's own forward pass."""
+"""Cuts a model into stages of consecutive blocks; each stage keeps the model's own forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every stage of a cut model is, whatever the model."""
+"""Defines a stage of a cut model, whatever the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage of a causal language model: the transformers model itself with some of its blocks and neutral ends."""
+"""Cuts a causal language model: a stage is the transformers model itself with some of its blocks and neutral ends."""
 
 from __future__ import annotations
 

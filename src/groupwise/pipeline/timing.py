@@ -1,4 +1,4 @@
-"""How long each part of a model takes on this machine, for stages of even time."""
+"""Times each part of a model on this machine, for stages of even time."""
 
 from __future__ import annotations
 

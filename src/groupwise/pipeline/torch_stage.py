@@ -1,4 +1,4 @@
-"""One process's part of a pipeline: torch's stage, whose passes run inside the engine microbatch by microbatch.
+"""Runs torch's own pipeline stage and schedule, whose passes go through the engine microbatch by microbatch.
 
 A step's microbatches have one shape, so torch is told every shape beforehand, and no pass runs that is not part of the
 step. The stage is made anew for each step, because a Poisson sample decides on shapes and number of microbatches; its

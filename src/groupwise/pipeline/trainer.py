@@ -1,4 +1,4 @@
-"""The loop body on one stage of a pipeline (Algorithm 2): everything but the schedule is as in `training.loop`.
+"""Takes a training step on one stage of a pipeline (Algorithm 2): all but the schedule is as in `training.step`.
 
 All stages draw the same sample from the run's key. Each clips what it hosts, noises it at std_k = σ_new·√K·C_k from a
 stream of its own, and moves its own thresholds by its own noisy counts: nothing about an example is exchanged. With

@@ -1,4 +1,4 @@
-"""The planner's command line:  python -m groupwise.planner model=gpt3_175b devices=16 memory=32GB
+"""Plans a pipeline from the command line:  python -m groupwise.planner model=gpt3_175b devices=16 memory=32GB
 
 `--help` lists the options. Exit codes: 0, 2 for a mistake or a model that does not fit.
 """

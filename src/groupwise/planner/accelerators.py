@@ -1,4 +1,4 @@
-"""Devices by name: what they compute, hold and move in a second, each figure with where it was published."""
+"""Lists devices by name: what they compute, hold and move in a second, each figure with where it was published."""
 
 from __future__ import annotations
 

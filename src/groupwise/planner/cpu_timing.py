@@ -1,4 +1,4 @@
-"""Seconds of one microbatch at one stage of this machine's CPU, from single blocks that are timed here."""
+"""Times one microbatch at one stage on this machine's CPU, from single blocks."""
 
 from __future__ import annotations
 

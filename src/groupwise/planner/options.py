@@ -1,4 +1,4 @@
-"""The planner's options: `key=value`, read and checked."""
+"""Reads and checks the planner's options, `key=value`."""
 
 from __future__ import annotations
 

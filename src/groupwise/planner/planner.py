@@ -1,4 +1,4 @@
-"""From options to a plan: which microbatch fits and is fastest, what each device holds, how long a step takes."""
+"""Goes from options to a plan: which microbatch fits and is fastest, what each device holds, how long a step takes."""
 
 from __future__ import annotations
 

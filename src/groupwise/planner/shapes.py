@@ -1,4 +1,4 @@
-"""The model that is planned for: its shape by name or from a folder, its adapters, all on the meta device."""
+"""Makes the model that is planned for: its shape by name or from a folder, its adapters, all on the meta device."""
 
 from __future__ import annotations
 

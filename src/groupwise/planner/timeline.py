@@ -1,4 +1,4 @@
-"""When each stage does what: tasks in the order of a schedule, each after those that it waits for."""
+"""Simulates when each stage does what: tasks in the order of a schedule, each after those that it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Per-device clipping, and the paper's ways to clip flat in a pipeline (section 4): a step's time, memory, traffic."""
+"""Compares per-device clipping with the ways to clip flat in a pipeline (section 4): a step's time, memory, traffic."""
 
 from __future__ import annotations
 

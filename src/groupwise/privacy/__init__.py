@@ -1,4 +1,4 @@
-"""Plans, accounting, sampling, noise and private quantiles for group-wise clipping; needs no configuration library."""
+"""Plans, accounts, samples, adds noise and adapts thresholds for group-wise clipping; needs no Hydra."""
 
 from groupwise.privacy.mechanism import noise_stds, noise_weights, release_gradients, sensitivity
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource

@@ -1,4 +1,4 @@
-"""ε of T Poisson-subsampled Gaussian releases: what every accountant is asked, and what it answers."""
+"""Bounds ε of T Poisson-subsampled Gaussian releases, by the accountant that is asked for."""
 
 import math
 

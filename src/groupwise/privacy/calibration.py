@@ -1,4 +1,4 @@
-"""The smallest noise multiplier σ whose proven ε does not pass the target (line 2 of Algorithm 1)."""
+"""Finds the smallest noise multiplier σ whose proven ε does not pass the target (line 2 of Algorithm 1)."""
 
 import importlib.metadata
 import math

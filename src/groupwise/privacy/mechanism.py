@@ -1,4 +1,4 @@
-"""The release of one logical batch's gradients: noise, once, then division by the configured B (lines 13-14)."""
+"""Releases one logical batch's gradients: noise, once, then division by the configured B (lines 13-14)."""
 
 import math
 from collections.abc import Sequence

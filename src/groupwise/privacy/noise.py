@@ -1,4 +1,4 @@
-"""Gaussian noise that is drawn once and can be replayed: a pure function of (key, step, stream).
+"""Draws Gaussian noise once, so that it can be replayed: a pure function of (key, step, stream).
 
 Threat model. The noise hides an example from whoever sees the released parameters and thresholds, as long as the key
 stays secret: whoever holds the key can subtract the noise. Checkpoints hold the key, so publish exported weights, not

@@ -1,4 +1,4 @@
-"""ε by numerical composition of privacy random variables (Gopi, Lee & Wutschitz 2021): tight, and a bracket."""
+"""Computes ε by numerical composition of privacy random variables (Gopi, Lee & Wutschitz 2021), with a bracket."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The run's secret key deals all randomness of a private step: dropout, stochastic depth, augmentation.
+"""Draws all randomness of a private step from the run's secret key: dropout, stochastic depth, augmentation.
 
 Sensitivity compares two runs in which the examples that both have see the same masks. Masks from a public seed are
 dealt in the order of the batch, so one more example moves everybody else's, and the sums differ by far more than one

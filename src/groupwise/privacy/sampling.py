@@ -1,4 +1,4 @@
-"""Which examples make the batch of a step: Poisson sampling (accounted as such) and shuffling (not a guarantee)."""
+"""Samples the batch of a step: Poisson (accounted as such), or shuffled (no guarantee)."""
 
 import hashlib
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Clipping thresholds C_k: fixed, or following a quantile of the norms privately (Algorithm 1, lines 10 and 15-18)."""
+"""Sets clipping thresholds C_k: fixed, or following a quantile of the norms privately (Algorithm 1, 10 and 15-18)."""
 
 import math
 from collections.abc import Sequence

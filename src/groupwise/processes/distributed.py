@@ -1,4 +1,4 @@
-"""What each process of a run of several does: meet the others, then go through the run in lock-step with them."""
+"""Brings the processes of a run together, and goes through the run in lock-step with them."""
 
 from __future__ import annotations
 

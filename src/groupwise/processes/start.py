@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: start them, pass signals on, and end all of them when one has failed.
+"""Starts the processes of a run on this machine, passes signals on, and ends all of them when one has failed.
 
 A process says how it ended through a pipe of its own before it leaves, and the others notice only when it has left, so
 the first report is the cause and later ones are its consequences. A process that was killed says nothing.

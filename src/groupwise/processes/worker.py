@@ -1,4 +1,4 @@
-"""The life of a process that another one started and watches over; torch comes only with its work."""
+"""Lives the life of a process that another one started and watches over; torch comes only with its work."""
 
 from __future__ import annotations
 

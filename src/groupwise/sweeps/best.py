@@ -12,8 +12,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from groupwise.errors import UserError
+from groupwise.rows import Row, read_table
 from groupwise.sweeps.cells import PAPER
-from groupwise.sweeps.rows import Row, read_table
 
 HEADLINES = ("valid/accuracy", "valid/perplexity")
 """A task has one of them; with `data.holdout` the split is a part of the training set, without it the paper's own."""

@@ -1,4 +1,4 @@
-"""One cell of a sweep, in the process that the launcher gave it."""
+"""Runs one cell of a sweep, in the process that the launcher gave it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cells of a sweep: which runs a table or figure of the paper is made of, and what they are at a smaller scale.
+"""Lists the cells of a sweep: the runs that a table or figure is made of, and what they are at a smaller scale.
 
 `sweeps/<name>.yaml` says it once, for the launcher and for the tables:
 

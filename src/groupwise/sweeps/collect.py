@@ -1,4 +1,4 @@
-"""Gather the rows of finished runs into the committed tables:  python -m groupwise.sweeps.collect cifar scale=mini
+"""Gathers the rows of finished runs into the committed tables:  python -m groupwise.sweeps.collect cifar scale=mini
 
 For each sweep, `results/measured/<sweep>_<scale>.csv`: one row for each cell and seed whose run has `DONE`, with the
 whole configuration and where it came from. Rows of cells that are not on this machine stay as they are.
@@ -7,15 +7,19 @@ whole configuration and where it came from. Rows of cells that are not on this m
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import groupwise
 from groupwise.config.compose import register
+from groupwise.config.identity import stable_config
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
+from groupwise.rows import METRICS, NOT_IN_TABLES, Table, read_table, table_path, write_table
 from groupwise.sweeps.cells import PAPER, Cell, read_sweep
 from groupwise.sweeps.prepare import PlannedCell, table_cells
-from groupwise.sweeps.rows import Table, curve_rows, read_table, result_row, write_table
 
 CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 
@@ -31,7 +35,7 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     """
     register()
     cells = _by_cell(table_cells(read_sweep(conf / "sweep" / f"{name}.yaml"), scale, conf))
-    path, curves_path = out / f"{name}_{scale}.csv", out / f"{name}_{scale}_curves.csv"
+    path, curves_path = table_path(out, name, scale), table_path(out, name, scale, curves=True)
     before, curves_before = read_table(path), read_table(curves_path)
     said, table, curves = [], Table(), Table()
     missing = []
@@ -57,6 +61,55 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     said += [f"  missing: {cell}" for cell in missing]
     said += [f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in before.lost(table)]
     return said
+
+
+def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
+    """The row in `result.json`, without the machine's paths; None where the run is not done.
+
+    Args:
+        expected: the hash of `config`, which the folder is named by.
+
+    Raises:
+        UserError: the file cannot be read, lacks a key of the configuration, or holds another configuration's result.
+    """
+    if not (folder / "DONE").is_file():
+        return None
+    path = folder / "result.json"
+    again = "run that cell again with overwrite=true"
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}): {again}.") from error
+    settings = stable_config(config)
+    if absent := [key for key in ("hash", *settings) if not isinstance(row, dict) or key not in row]:
+        raise UserError(f"{path} has no {absent[0]}: {again}.")
+    if row["hash"] != expected:
+        raise UserError(
+            f"{path} has the hash {str(row['hash'])[:12]} and lies in the folder of {expected[:12]}: {again}."
+        )
+    for key, value in settings.items():
+        if row[key] != value:
+            raise UserError(f"{path} says {key}={row[key]}, and the configuration of its hash has {value}: {again}.")
+    return {key: value for key, value in row.items() if not key.startswith(NOT_IN_TABLES)}
+
+
+def curve_rows(folder: Path) -> list[dict[str, Any]]:
+    """Step, seconds and metrics of each evaluation of a run, from `metrics.jsonl`.
+
+    Raises:
+        UserError: a line of it cannot be read.
+    """
+    path = folder / "metrics.jsonl"
+    rows = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            logged = json.loads(line)
+            found = {key: value for key, value in logged.items() if key.startswith(METRICS)}
+            if found:
+                rows.append({"step": logged["step"], "seconds": logged.get("seconds"), **found})
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} cannot be read ({error}): run that cell again with overwrite=true.") from error
+    return rows
 
 
 def _by_cell(cells: list[tuple[Cell, PlannedCell]]) -> list[tuple[Cell, PlannedCell]]:

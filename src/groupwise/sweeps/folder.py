@@ -1,4 +1,4 @@
-"""A sweep's folder, `results/sweeps/<time>-<name>`: holds what was asked for, the code that runs, and what failed."""
+"""Keeps a sweep's folder, `results/sweeps/<time>-<name>`: what was asked for, the code that runs, and what failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep will run: every cell is composed and checked before the first one starts."""
+"""Prepares a sweep: every cell is composed and checked before the first one starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each cell of a sweep is at: read from its run's folder, the sweep's folder and SLURM's queue."""
+"""Reads the state of each cell of a sweep from its run's folder, the sweep's folder and SLURM's queue."""
 
 from __future__ import annotations
 

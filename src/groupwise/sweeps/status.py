@@ -1,4 +1,4 @@
-"""How far sweeps are:  python -m groupwise.sweeps.status  (all in results/sweeps), or  ... status FOLDER --cells"""
+"""Shows how far sweeps are:  python -m groupwise.sweeps.status  (all), or  ... status FOLDER --cells"""
 
 from __future__ import annotations
 

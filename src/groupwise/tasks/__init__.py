@@ -1,4 +1,4 @@
-"""Tasks: data, model, loss and metrics under one name."""
+"""Makes tasks by name: data, model, loss and metrics."""
 
 from groupwise.tasks.registry import TASKS, make_task
 

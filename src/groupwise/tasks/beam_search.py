@@ -1,4 +1,4 @@
-"""Beam search over many prompts, by transformers' `generate`."""
+"""Searches by beam over many prompts, by transformers' `generate`."""
 
 import sys
 from collections.abc import Iterator, Sequence

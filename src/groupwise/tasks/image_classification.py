@@ -1,4 +1,4 @@
-"""Image classification from scratch: CIFAR-10 and a wide residual network (section 4.1, appendix A.1)."""
+"""Classifies images from scratch: CIFAR-10 and a wide residual network (section 4.1, appendix A.1)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import RunConfig
-from groupwise.data import ImageData, channel_statistics, load_images, normalize
+from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
 from groupwise.errors import UserError
 from groupwise.models import wide_resnet
 from groupwise.tasks.pipelined import ImageFeed
@@ -94,6 +94,8 @@ def image_outcomes(logits: Tensor, labels: Tensor) -> Tensor:
 def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:
     """The CIFAR-10 task, or the same network on scikit-learn's digits (`data.name=digits`)."""
     data = load_images(config.data.name, Path(config.paths.data).expanduser(), image_size=config.data.image_size)
+    if config.data.holdout:
+        data = hold_out(data, config.data.holdout)
     chosen = _first_of_each_class(data.y_train, config.data.train_limit)
     settings = config.model
     if settings.name != "wide_resnet":
@@ -120,20 +122,26 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
         (data.x_train[chosen].to(device), data.y_train[chosen].to(device)),
         (data.x_test.to(device), data.y_test.to(device)),
         prepare,
-        _describe(data, len(chosen)),
+        _describe(config, data, len(chosen)),
         autocast(config.train.precision, device),
         compiled=config.train.compile,
     )
 
 
-def _describe(data: ImageData, train_size: int) -> dict[str, Any]:
+def _describe(config: RunConfig, data: ImageData, train_size: int) -> dict[str, Any]:
+    if config.data.holdout:
+        settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
+    elif config.scale == "midi":
+        settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
+    else:
+        settings = "the test set, as in the paper (appendix A.1)"
     return {
         "source": data.source,
         "sha256": data.sha256,
         "train_examples": train_size,
         "valid_examples": len(data.x_test),
         "image_size": data.image_size,
-        "selected_on": "settings: the test set, as in the paper (appendix A.1); weights: nothing, the last step's",
+        "selected_on": f"settings: {settings}; weights: nothing, the last step's",
     }
 
 

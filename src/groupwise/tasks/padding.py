@@ -1,4 +1,4 @@
-"""Rows of unequal length, and the right-padded tensors that a transformers model reads."""
+"""Pads rows of unequal length to the right-padded tensors that a transformers model reads."""
 
 from __future__ import annotations
 

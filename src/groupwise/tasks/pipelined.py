@@ -1,4 +1,4 @@
-"""Microbatches of one shape for a pipeline: texts padded to the longest of the logical batch, and images."""
+"""Makes microbatches of one shape for a pipeline: texts padded to the longest of the logical batch, and images."""
 
 from __future__ import annotations
 

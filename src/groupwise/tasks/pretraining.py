@@ -1,4 +1,4 @@
-"""Public pretraining: masked or causal language modelling on text files, through the very same loop, without privacy.
+"""Pretrains on public text, masked or causal, through the very same loop, without privacy.
 
 What it makes is where the private fine-tuning of `scale=mini` starts from; the text must be public.
 """

@@ -1,4 +1,4 @@
-"""Task names and how each is made from a configuration."""
+"""Lists task names and makes each from a configuration."""
 
 from collections.abc import Callable
 

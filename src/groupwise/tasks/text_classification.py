@@ -1,4 +1,4 @@
-"""Text classification: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
+"""Classifies text: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from a source by a causal model: E2E and DART (tables to text), SAMSum (dialogues to summaries); section 5.3.
+"""Generates text from a source by a causal model: E2E and DART (tables to text), SAMSum (summaries); section 5.3.
 
 The loss is on the target's tokens and the end of text alone, as in Li & Liang (2021) and Li et al. (2022): a source is
 read, never predicted. `samples.py` says how the two stand in one sequence.

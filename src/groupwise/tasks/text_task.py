@@ -1,4 +1,4 @@
-"""What tasks on text share: their network in eval and training mode, order by length, token losses, and export."""
+"""Defines what tasks on text share: eval and training mode, order by length, token losses, and export."""
 
 from __future__ import annotations
 

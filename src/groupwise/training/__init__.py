@@ -1,1 +1,1 @@
-"""The loop, and what a run leaves behind."""
+"""Trains: the step, the loop around it, and what a run leaves behind."""

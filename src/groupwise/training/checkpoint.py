@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, and read back only when they are sound.
+"""Writes checkpoints whole or not at all, and reads them back only when they are sound.
 
 Behind torch's own content a file ends with the SHA-256 of it, so one flipped bit is noticed; torch reads it as it is.
 """

@@ -1,4 +1,4 @@
-"""How far a run is: steps, epsilon so far, throughput and the time that is left."""
+"""Shows how far a run is: steps, epsilon so far, throughput and the time that is left."""
 
 from __future__ import annotations
 

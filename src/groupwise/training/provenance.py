@@ -1,4 +1,4 @@
-"""Where a result came from: code, packages, machine."""
+"""Records where a result came from: code, packages, machine."""
 
 from __future__ import annotations
 

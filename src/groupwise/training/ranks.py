@@ -1,4 +1,4 @@
-"""The processes of one run: which of them writes, what they agree on, and sums over replicas.
+"""Joins the processes of one run: which of them writes, what they agree on, and sums over replicas.
 
 A run has S stages of a pipeline and D replicas of it, S·D processes; process r = d·S + s is stage s of replica d. One
 process alone is S = D = 1, and then nothing here costs anything.

@@ -1,4 +1,4 @@
-"""A run's folder, `results/runs/<hash>`: what lies in it, and when it counts as finished.
+"""Keeps a run's folder, `results/runs/<hash>`: what lies in it, and when it counts as finished.
 
 config.yaml   the resolved configuration      data.json     sha256 and counts of the data
 config.hash   its hash, in full               seeds.json    every seed, and whether the noise had one
@@ -35,8 +35,8 @@ from groupwise.config.identity import (
 )
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
+from groupwise.rows import row_of_data
 from groupwise.training.checkpoint import forget_checkpoints, previous
-from groupwise.training.leaving import row_of_data
 from groupwise.training.provenance import environment, git_state
 
 

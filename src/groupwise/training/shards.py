@@ -1,4 +1,4 @@
-"""Replicas that share one copy of the parameters between them, in shards (FSDP2), instead of a whole copy each.
+"""Trains replicas that share one copy of the parameters between them, in shards (FSDP2).
 
 Every block is gathered for as long as it works, clips on each replica the gradients of its own examples, and goes back
 into shards; the clipped sums are added up over the replicas on their way there. A replica adds noise to its own shards

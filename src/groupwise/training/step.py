@@ -1,4 +1,4 @@
-"""The loop body: one logical batch, one private release, one update (Algorithm 1).
+"""Takes one step: one logical batch, one private release, one update (Algorithm 1).
 
 With several replicas (`ranks`) each takes its share of the batch, and gradients and counts are summed over them once a
 logical batch, before the noise; all hold the run's key and so add the very same noise, and stay equal bit for bit. That

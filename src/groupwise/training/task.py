@@ -1,4 +1,4 @@
-"""What the training loop must know of a task, and nothing more."""
+"""Defines what the training loop must know of a task, and nothing more."""
 
 from __future__ import annotations
 

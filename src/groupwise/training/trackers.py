@@ -1,4 +1,4 @@
-"""Where metrics go while a run goes on: always its own files, and one tracker beside them if asked."""
+"""Sends metrics to a run's own files, always, and to one tracker beside them if asked."""
 
 from __future__ import annotations
 

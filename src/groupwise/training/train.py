@@ -1,4 +1,4 @@
-"""A training session: steps, checkpoints, metrics and evaluations, then the accounts and the result row.
+"""Trains to the end: steps, checkpoints, metrics and evaluations, then the accounts and the result row.
 
 Every process of a run goes through it in lock-step. What depends on a clock or a signal (a checkpoint now? stop?) is
 agreed on once a step, together with the sums that the step reports; the main process alone writes the record.
@@ -17,7 +17,7 @@ import torch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.training.leaving import neighbours_of, provenance_of
+from groupwise.training.disclosure import neighbours_of, provenance_of
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.ranks import Alone, Ranks

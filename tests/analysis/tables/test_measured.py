@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 
 from groupwise.analysis.measured import matching, read_measured
-from groupwise.analysis.table_lines import main, table_lines
+from groupwise.analysis.table_lines import table_lines
+from groupwise.analysis.tables import main
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
 

@@ -5,13 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from groupwise.analysis.comparison import STATUSES
 from groupwise.analysis.paper import TABLES, Folders
 from groupwise.analysis.statistics import p_of_no_difference, summarise
 from groupwise.analysis.table_formats import anchor, tex
-from groupwise.analysis.table_lines import LINE, main, table_lines
+from groupwise.analysis.table_lines import LINE, table_lines
 from groupwise.analysis.table_notes import ERRATA, errata_of, notes
+from groupwise.analysis.tables import main
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -166,3 +168,20 @@ def test_a_summary_of_few_numbers():
 def test_no_such_table(capsys):
     assert main(["tabel"]) == 2
     assert "choose one of" in capsys.readouterr().err
+
+
+def test_of_two_reduced_scales_the_larger_is_shown_where_it_has_all_of_a_numbers_cells(world):
+    path = world.folders.sweeps / "adaptivity.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["hydra"]["sweeper"]["scales"]["midi"] = {"clip": {"fixed_layer": None}}
+    path.write_text("# The title of adaptivity.\n" + yaml.safe_dump(content))
+    world.write(world.rows("adaptivity"), "adaptivity")
+    rows = world.rows("adaptivity", "midi")
+    world.write(rows[~rows["cell"].str.contains("fixed_layer")], "adaptivity", "midi")
+    lines = table_lines("adaptivity", world.folders)
+    measured = lines[lines["scale"] != ""]
+    without = ~measured["cell"].str.contains("fixed_layer")
+    assert set(measured[without]["scale"]) == {"midi"} and set(measured[~without]["scale"]) == {"mini"}
+    assert set(measured["status"]) == {"reduced only"}
+    first = notes("adaptivity", world.folders, lines)[0]
+    assert "scale=midi: real data" in first and "scale=mini: " in first

@@ -1,1 +1,1 @@
-"""One page with all results: tables, figures, findings, privacy and errata, in a file that needs nothing else."""
+"""Makes one page with all results: tables, figures, findings, privacy and errata, in a file that needs nothing else."""

@@ -1,4 +1,4 @@
-"""Write the report:  python -m groupwise.analysis.report [--out results/report.html]"""
+"""Writes the report:  python -m groupwise.analysis.report [--out results/report.html]"""
 
 import argparse
 import sys

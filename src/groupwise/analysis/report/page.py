@@ -1,4 +1,4 @@
-"""Everything the report shows, gathered and put into its template."""
+"""Gathers everything the report shows and puts it into its template."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

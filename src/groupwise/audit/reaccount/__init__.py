@@ -1,1 +1,1 @@
-"""A finished run's record, checked again from its own files: `python -m groupwise.audit.reaccount RUN`."""
+"""Accounts for a finished run anew, from its own files: `python -m groupwise.audit.reaccount RUN`."""

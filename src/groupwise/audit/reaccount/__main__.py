@@ -1,4 +1,4 @@
-"""Check a finished run from its own record:  python -m groupwise.audit.reaccount results/runs/HASH
+"""Checks a finished run from its own record:  python -m groupwise.audit.reaccount results/runs/HASH
 
 Recomputes epsilon by accountants that the run did not use, checks that plan, noise, steps and flags follow from the
 configuration, and compares hashes. It reads, and trusts no figure that can be worked out; it cannot know what somebody

@@ -1,4 +1,4 @@
-"""ε from the record's numbers alone, by accountants that the run did not use."""
+"""Computes ε from the record's numbers alone, by accountants that the run did not use."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.config.identity import LATER, VOLATILE, flatten
 from groupwise.errors import UserError
-from groupwise.training.leaving import row_of_data
+from groupwise.rows import row_of_data
 from groupwise.training.record import SUMS, sha256_of, summed_files
 
 

@@ -8,8 +8,8 @@ import torch
 
 from groupwise.config.compose import compose_run
 from groupwise.config.identity import stable_config
+from groupwise.rows import row_of_data
 from groupwise.run import run
-from groupwise.training.leaving import row_of_data
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = {

@@ -1,75 +1,54 @@
-"""Reads what finished runs say and writes `results/measured/`, where a row that stays keeps its bytes."""
+"""Says what a result row holds, and reads and writes the tables of rows, `results/measured/<sweep>_<scale>.csv`.
+
+A run's row is `result.json`, flat: its hash, every setting of the configuration under its own key, then `git.`,
+`plan.`, `system.`, `seeds.`, `data.` and the final metrics. What came from the training examples without noise is
+called `nonprivate/...`. A table puts `sweep`, `cell`, `seed` and `scale` first, and leaves out the machine's paths.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import write_text
-from groupwise.config.identity import stable_config
-from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 
-
-def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
-    """The row in `result.json`, without the machine's paths; None where the run is not done.
-
-    Args:
-        expected: the hash of `config`, which the folder is named by.
-
-    Raises:
-        UserError: the file cannot be read, lacks a key of the configuration, or holds another configuration's result.
-    """
-    if not (folder / "DONE").is_file():
-        return None
-    path = folder / "result.json"
-    again = "run that cell again with overwrite=true"
-    try:
-        row = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}): {again}.") from error
-    settings = stable_config(config)
-    if absent := [key for key in ("hash", *settings) if not isinstance(row, dict) or key not in row]:
-        raise UserError(f"{path} has no {absent[0]}: {again}.")
-    if row["hash"] != expected:
-        raise UserError(
-            f"{path} has the hash {str(row['hash'])[:12]} and lies in the folder of {expected[:12]}: {again}."
-        )
-    for key, value in settings.items():
-        if row[key] != value:
-            raise UserError(f"{path} says {key}={row[key]}, and the configuration of its hash has {value}: {again}.")
-    return {key: value for key, value in row.items() if not key.startswith("paths.")}
-
-
-def curve_rows(folder: Path) -> list[dict[str, Any]]:
-    """Step, seconds and metrics of each evaluation of a run, from `metrics.jsonl`.
-
-    Raises:
-        UserError: a line of it cannot be read.
-    """
-    path = folder / "metrics.jsonl"
-    rows = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            logged = json.loads(line)
-            found = {key: value for key, value in logged.items() if key.startswith(METRICS)}
-            if found:
-                rows.append({"step": logged["step"], "seconds": logged.get("seconds"), **found})
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read ({error}): run that cell again with overwrite=true.") from error
-    return rows
-
-
 Row = dict[str, str]
+
+SCALES = ("paper", "midi", "mini", "demo", "smoke")
+"""From the paper's own size down."""
 KEYS = ("sweep", "cell", "seed", "scale")
+"""What names a row of a table."""
+ORIGIN = ("hash", "git.sha", "git.dirty")
+"""Where a row comes from; every one has these."""
 FIRST = ("task", "model.name", "model.fresh", "clip.name", "privacy.epsilon", "optim.learning_rate")
-METRICS = ("valid/", "test/", "nonprivate/train_")
+"""The settings that a table shows before the others."""
+NONPRIVATE = "nonprivate/"
+"""How what was computed from the training examples without noise begins."""
+HELD_OUT = ("valid/", "test/")
+"""How the metrics on held-out examples begin."""
+METRICS = (*HELD_OUT, f"{NONPRIVATE}train_")
 """How the names of what an evaluation finds begin."""
+PUBLIC_DATA = (
+    "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",
+)  # fmt: skip
+"""What a task says of its data that is a setting, N, or of the held-out sets. `source` is not among them: it counts the
+rows of the files, before any choice among them."""
+NOT_IN_TABLES = "paths."
+
+
+def row_of_data(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's description of its data as keys of a row: ``data.<key>``, or ``nonprivate/data.<key>``."""
+    return {f"{'' if key in PUBLIC_DATA else NONPRIVATE}data.{key}": value for key, value in description.items()}
+
+
+def table_path(folder: Path, sweep: str, scale: str, curves: bool = False) -> Path:
+    """Where the rows of a sweep at a scale lie, or its evaluations over time."""
+    return folder / f"{sweep}_{scale}{'_curves' if curves else ''}.csv"
 
 
 @dataclass

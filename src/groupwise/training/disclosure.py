@@ -1,4 +1,4 @@
-"""What a run says of itself, told apart: what may go out with a model, and what came from the data without noise.
+"""Chooses what of a run may go out with its model, and says between which data sets ε is promised.
 
 Public, by the convention of docs/privacy.md: N, and every setting. A private release: what follows from the noisy sums
 and counts alone. Held-out metrics are computed from such releases and from other people's examples. All else that is
@@ -13,13 +13,7 @@ from typing import Any
 from groupwise.config.identity import config_hash, stable_config
 from groupwise.config.schema import RunConfig
 from groupwise.privacy import PrivacyPlan
-
-PUBLIC_DATA = (
-    "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",
-)  # fmt: skip
-"""What a task says of its data that is a setting, N, or of the held-out sets. `source` is not among them: it counts the
-rows of the files, before any choice among them."""
-HELD_OUT = ("valid/", "test/")
+from groupwise.rows import HELD_OUT
 
 
 def neighbours_of(config: RunConfig) -> str:
@@ -28,11 +22,6 @@ def neighbours_of(config: RunConfig) -> str:
     return (
         "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
     )
-
-
-def row_of_data(description: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's description of its data as keys of a row: ``data.<key>``, or ``nonprivate/data.<key>``."""
-    return {f"{'' if key in PUBLIC_DATA else 'nonprivate/'}data.{key}": value for key, value in description.items()}
 
 
 def provenance_of(
