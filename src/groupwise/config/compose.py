@@ -12,6 +12,7 @@ from typing import Any
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -105,7 +106,7 @@ class Composer:
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The configuration of `overrides`; raises what Hydra raises."""
         given = self._parser.parse_overrides(list(overrides))
-        options = [item for item in given if item.package or self._is_group(item.key_or_group)]
+        options = [item for item in given if self._chooses(item)]
         key = tuple(str(item.input_line) for item in options)
         if key not in self._chosen:
             self._chosen[key] = compose("config", list(key))
@@ -113,8 +114,10 @@ class Composer:
         ConfigLoaderImpl._apply_overrides_to_config([item for item in given if item not in options], composed)
         return composed
 
-    def _is_group(self, key: str) -> bool:
-        return (self._conf / key).is_dir() or bool(self._tables.parts(key))
+    def _chooses(self, item: Override) -> bool:
+        group = item.key_or_group
+        chosen = (self._conf / group).is_dir() or bool(self._tables.parts(group))
+        return chosen or item.package is not None or item.is_hydra_override()
 
 
 def at_epsilon(table: Mapping[float, Any], epsilon: float | None) -> Any:
