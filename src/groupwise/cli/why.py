@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from groupwise.config import schema
+from groupwise.config.compose import register
 from groupwise.config.keys import FREE_KEYS, groups, key_types
 from groupwise.config.mistakes import in_one_sentence, unknown_key
 from groupwise.config.tables import Tables, file_part, leaves
@@ -56,6 +57,7 @@ def why(arguments: Sequence[str], conf: Path) -> str:
     for key in asked:
         if key not in key_types() and not key.startswith(FREE_KEYS):
             raise UserError(unknown_key(key, tuple(groups(conf))))
+    register()
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         found: dict[str, list[Statement]] = {}
         for statement in statements(settings, conf):
