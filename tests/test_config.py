@@ -6,45 +6,25 @@ import itertools
 import math
 import re
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from groupwise.cli.help import EVERYDAY
 from groupwise.config.checks import validate
 from groupwise.config.compose import at_epsilon, compose_run
 from groupwise.config.identity import config_hash
-from groupwise.config.keys import groups, key_types
+from groupwise.config.keys import key_types
 from groupwise.config.schema import RunConfig
+from groupwise.config.tables import Tables
 from groupwise.errors import UserError
+from tests.combinations import CELLS, CONF, FAMILIES, MODES, OPTIONS, SCALES, pairs_fast, run
 
-CONF = Path(__file__).parents[1] / "conf"
-OPTIONS = groups(CONF)
-PRETRAINING = ("pretrain_masked", "pretrain_causal")
 PRESETS = {"samsum_pipeline": "samsum"}
 """Options of `task` that set up another task."""
-TASKS = [task for task in OPTIONS["task"] if task not in PRETRAINING]
-ONE_OF_EACH_FAMILY = ("cifar", "sst2", "e2e", "samsum")
-ON_A_PIPELINE = [clip for clip in OPTIONS["clip"] if clip != "ghost"]
-SCALES = [scale for scale in OPTIONS["scale"] if scale != "midi"]
-"""Of every task but pretraining; images have midi besides."""
-CELLS = [
-    *itertools.product(ONE_OF_EACH_FAMILY, OPTIONS["clip"], SCALES),
-    *itertools.product(["cifar"], OPTIONS["clip"], ["midi"]),
-    *itertools.product(["samsum_pipeline"], ON_A_PIPELINE, SCALES),
-    *itertools.product(sorted({*TASKS} - {*ONE_OF_EACH_FAMILY, *PRESETS}), ["adaptive_layer"], SCALES),
-    *itertools.product(PRETRAINING, ["none"], ["mini", "smoke"]),
-]
 
 
-@cache  # composing costs a tenth of a second, and no test changes what it gets
-def run(*overrides: str) -> RunConfig:
-    return compose_run(list(overrides), CONF)
-
-
-@pytest.mark.parametrize(("task", "clip", "scale"), CELLS)
+@pytest.mark.parametrize(("task", "clip", "scale"), pairs_fast(CELLS))
 def test_every_cell_composes_into_the_schema_and_says_what_it_is(task: str, clip: str, scale: str) -> None:
     config = run(f"task={task}", f"clip={clip}", f"scale={scale}")
     assert isinstance(config, RunConfig)
@@ -53,7 +33,7 @@ def test_every_cell_composes_into_the_schema_and_says_what_it_is(task: str, clip
 
 def test_each_choice_makes_another_experiment() -> None:
     choices = [f"{group}={option}" for group in ("task", "noise", "scale") for option in OPTIONS[group]]
-    choices = [choice for choice in choices if choice.removeprefix("task=") not in PRETRAINING]
+    choices = [choice for choice in choices if not choice.startswith("task=pretrain")]
     hashes = [config_hash(run(choice)) for choice in choices]
     assert len({*hashes}) == len(hashes) - 2  # noise=global and scale=paper are the default, as task=cifar is
 
@@ -120,9 +100,14 @@ def test_adaptive_per_layer_clipping_is_the_papers() -> None:
 GLUE = {"sst2": 67349, "qnli": 104743, "qqp": 363846, "mnli": 392702}
 
 
-@pytest.mark.parametrize("task", GLUE)
-@pytest.mark.parametrize("model", ["roberta_base", "roberta_large"])
-@pytest.mark.parametrize("clip", ["adaptive_layer", "fixed_layer", "flat", "adaptive_flat"])
+@pytest.mark.parametrize(
+    ("task", "model", "clip"),
+    pairs_fast(
+        itertools.product(
+            GLUE, ["roberta_base", "roberta_large"], ["adaptive_layer", "fixed_layer", "flat", "adaptive_flat"]
+        )
+    ),
+)
 def test_what_all_modes_share_on_glue_is_the_papers(task: str, model: str, clip: str) -> None:
     config = run(f"task={task}", f"model={model}", f"clip={clip}")
     optim = config.optim
@@ -252,20 +237,14 @@ def test_midi_is_the_papers_network_a_quarter_as_wide() -> None:
     assert (midi.data.name, midi.data.image_size, midi.clip) == ("cifar10", 16, paper.clip)
 
 
-def test_the_keys_of_all_files_are_keys_of_the_schema() -> None:
-    # Composition checks this for chosen files; here, a file that no choice reaches is a file too many.
-    families = [file.stem for file in (CONF / "family").glob("*.yaml")]
-    for family in families:
-        pretrains = family == "pretrain"
-        recipes, sizes = (sorted(f.stem for f in (CONF / part / family).glob("*.yaml")) for part in ("recipe", "size"))
-        assert recipes == (["none"] if pretrains else OPTIONS["clip"])
-        scales = {"pretrain": ["mini", "smoke"], "cifar": OPTIONS["scale"]}.get(family, SCALES)
-        assert sizes == scales
-        models = sorted(f.stem for f in (CONF / "model" / "default" / family).glob("*.yaml"))
-        assert models == ([] if pretrains else scales)
-    tuned = {tuple(f.relative_to(CONF / "tuned").with_suffix("").parts) for f in (CONF / "tuned").rglob("*.yaml")}
-    assert tuned <= set(itertools.product(families, OPTIONS["scale"], OPTIONS["clip"]))
-    assert yaml.safe_load((CONF / "config.yaml").read_text())["seed"] == 0
+def test_every_family_has_all_modes_and_the_scales_that_all_have() -> None:
+    # Composition refuses what a choice reaches and does not find; here, what no choice would reach.
+    assert set(FAMILIES.values()) == set(Tables(CONF).parts("family"))
+    for task, family in FAMILIES.items():
+        assert MODES[task] == (["none"] if family == "pretrain" else OPTIONS["clip"])
+        least = {"mini", "smoke"} if family == "pretrain" else {"paper", "mini", "demo", "smoke"}
+        assert least <= {*SCALES[task]} <= {*OPTIONS["scale"]}
+        assert Tables(CONF).parts(f"model/default/{family}") == ([] if family == "pretrain" else SCALES[task])
 
 
 # --- refusals ---

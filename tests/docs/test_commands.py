@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.cli.why import why
 from groupwise.config.compose import compose_run, register
 from groupwise.config.keys import key_types
 from groupwise.sweeps.prepare import check_sweep
@@ -30,6 +31,9 @@ def words(command: str) -> list[str]:
 def test_runs_compose(command: str) -> None:
     arguments = words(command)[2:]
     if "--help" in arguments:
+        return
+    if "--why" in arguments:
+        assert "<- wins" in why(arguments, CONF)
         return
     if "--cfg" in arguments:
         place = arguments.index("--cfg")

@@ -45,6 +45,7 @@ def help_text(conf: Path) -> str:
         "More:",
         "  python run.py -m clip=flat,adaptive_layer seed=0,1,2   every combination, one after the other",
         "  python run.py clip=flat --cfg job                      show the configuration and leave",
+        "  python run.py --why clip.threshold task=sst2           which lines gave a key its value, the winner last",
         "  python run.py --hydra-help                             Hydra's own flags",
         "",
         "A run is recorded in results/runs/<hash>; the same command resumes it, or shows it when it is done.",

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import hydra
 from omegaconf import DictConfig
 
+from groupwise.cli.why import why
 from groupwise.config.compose import register, to_run_config
 from groupwise.config.keys import groups
 from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence, too_long
@@ -48,6 +49,9 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     tell_warnings()
     try:
         register()
+        if "--why" in sys.argv[1:]:
+            print(why(sys.argv[1:], conf))
+            return 0
         arguments = _parse(sys.argv[1:])
         if _is_sweep(arguments):
             folder = _prepare(arguments.overrides, conf)

@@ -12,16 +12,16 @@ from typing import Any
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from groupwise.config.checks import validate, value_at
-from groupwise.config.keys import expected, fits, key_types
+from groupwise.config.keys import FREE_KEYS, expected, fits, key_types
 from groupwise.config.mistakes import in_one_sentence, unknown_key
 from groupwise.config.schema import RunConfig
+from groupwise.config.tables import Tables
 from groupwise.errors import UserError
-
-FREE_KEYS = ("clip.mapping.", "model.shape.")
 
 
 def register() -> None:
@@ -99,19 +99,25 @@ class Composer:
 
     def __init__(self, conf: Path) -> None:
         self._conf = conf
+        self._tables = Tables(conf)
         self._parser = OverridesParser.create()
         self._chosen: dict[tuple[str, ...], DictConfig] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The configuration of `overrides`; raises what Hydra raises."""
         given = self._parser.parse_overrides(list(overrides))
-        options = [item for item in given if item.package or (self._conf / item.key_or_group).is_dir()]
+        options = [item for item in given if self._chooses(item)]
         key = tuple(str(item.input_line) for item in options)
         if key not in self._chosen:
             self._chosen[key] = compose("config", list(key))
         composed = copy.deepcopy(self._chosen[key])
         ConfigLoaderImpl._apply_overrides_to_config([item for item in given if item not in options], composed)
         return composed
+
+    def _chooses(self, item: Override) -> bool:
+        group = item.key_or_group
+        chosen = (self._conf / group).is_dir() or bool(self._tables.parts(group))
+        return chosen or item.package is not None or item.is_hydra_override()
 
 
 def at_epsilon(table: Mapping[float, Any], epsilon: float | None) -> Any:

@@ -8,9 +8,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from groupwise.config.checks import CHOICES
 from groupwise.config.schema import RunConfig
 
 IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+FREE_KEYS = ("clip.mapping.", "model.shape.")
+"""Beginnings of keys that the schema leaves to the user."""
 
 
 @cache
@@ -48,9 +51,10 @@ def fits(value: Any, kind: Any) -> bool:
 
 def groups(conf: Path) -> dict[str, list[str]]:
     """The groups of `conf/` that a person chooses from, with their options."""
-    inner = ("family", "recipe", "size", "tuned", "hydra")  # the last is Hydra's own
-    return {
+    tables = ("recipe", "scales", "hydra")  # of the families; the last is Hydra's own
+    files = {
         folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in sorted(conf.iterdir())
-        if folder.is_dir() and folder.name not in inner
+        for folder in conf.iterdir()
+        if folder.is_dir() and folder.name not in tables
     }
+    return dict(sorted({**files, "scale": sorted(CHOICES["scale"])}.items()))

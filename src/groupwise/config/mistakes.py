@@ -17,8 +17,8 @@ from omegaconf.errors import (
 from groupwise.config.keys import expected, key_types
 from groupwise.errors import UserError, did_you_mean, told
 
-DERIVED = {"recipe": "clip", "size": "scale", "model/default": "scale"}
-"""Folders of conf/ that hold one folder a family of tasks, and the choice that their files follow from."""
+DERIVED = {"recipe": "clip", "scales": "scale", "model/default": "scale"}
+"""Parts of a family's tables (`groupwise.config.tables`), and the choice that they follow from."""
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
 """What composing raises for a mistake; the last for values in a circle."""
@@ -88,9 +88,13 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
 
 def _missing_config(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    folder = group.rpartition("/")[0]
+    folder, _, family = group.rpartition("/")
     if folder in DERIVED:
-        return f"{DERIVED[folder]}={option} does not go with this task: conf/{group}/ holds what does."
+        table = "recipe" if folder == "recipe" else "scales"
+        named = ", each with its default_model" if folder == "model/default" else ""
+        return (
+            f"{DERIVED[folder]}={option} does not go with this task: conf/{table}/{family}.yaml holds what does{named}."
+        )
     if not error.options:
         return f"conf/{error.missing_cfg_file}.yaml does not exist: a file of that name is needed."
     return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."

@@ -1,0 +1,67 @@
+"""Lists choices of `conf/` that go together: cells of task, clipping mode and scale, and few that hold all pairs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+
+from groupwise.config.compose import Composer, register, to_run_config
+from groupwise.config.keys import groups
+from groupwise.config.schema import RunConfig
+from groupwise.config.tables import Tables
+
+Cell = tuple[str, ...]
+CONF = Path(__file__).parents[1] / "conf"
+OPTIONS = groups(CONF)
+FAMILIES = {
+    task: next(iter(re.findall(r"override /family: (\w+)", (CONF / "task" / f"{task}.yaml").read_text())), "cifar")
+    for task in OPTIONS["task"]
+}
+MODES = {task: Tables(CONF).parts(f"recipe/{family}") for task, family in FAMILIES.items()}
+SCALES = {task: Tables(CONF).parts(f"scales/{family}") for task, family in FAMILIES.items()}
+REPRESENTED = {"dart": "e2e", "mnli": "sst2", "qnli": "sst2", "qqp": "sst2", "pretrain_causal": "pretrain_masked"}
+"""Tasks that differ from another of their family in a value or two: one mode of them will do."""
+NO_PIPELINE = [("samsum_pipeline", "ghost")]
+CELLS = [
+    cell
+    for task in FAMILIES
+    for cell in product([task], MODES[task][-1 if task in REPRESENTED else 0 :], SCALES[task])
+    if cell[:2] not in NO_PIPELINE
+]
+"""Task, mode and scale that are valid together."""
+
+_composer = Composer(CONF)
+
+
+@cache  # composing costs a tenth of a second, and no test changes what it gets
+def run(*overrides: str) -> RunConfig:
+    """The configuration of `overrides`, as the command line has it; equal choices of options are composed once."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return to_run_config(_composer.compose(overrides))
+
+
+def pairwise(cells: Iterable[Cell]) -> list[Cell]:
+    """Some of `cells` that hold every pair of values that any of them holds: those with the most new pairs first."""
+    left, taken, held = list(cells), list[Cell](), set[frozenset[tuple[int, str]]]()
+    for least in (3, 2, 1):
+        for cell in list(left):
+            pairs = {frozenset(pair) for pair in combinations(enumerate(cell), 2)}
+            if len(pairs - held) >= least:
+                held |= pairs
+                taken.append(cell)
+                left.remove(cell)
+    return taken
+
+
+def pairs_fast(cells: Iterable[Cell]) -> list[object]:
+    """All of `cells` as parameters of a test, of which those beyond `pairwise` are slow."""
+    every = list(cells)
+    fast = set(pairwise(every))
+    return [pytest.param(*cell, marks=[] if cell in fast else [pytest.mark.slow]) for cell in every]
