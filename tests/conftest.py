@@ -1,6 +1,19 @@
 """Shared by all tests."""
 
+import os
+
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_cache(tmp_path_factory):
+    """Numbers that take seconds to find are found once, by whichever worker comes first, and by no earlier session."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # every worker has its own below it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUPWISE_CACHE", str(folder / "cache"))
+        yield
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
+
+import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,14 +78,31 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),
     ],
 )
-def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(tmp_path: Path, arguments: str, words: str) -> None:
-    done = command(tmp_path, *arguments.split())
-    assert done.returncode == 2
-    assert done.stdout == ""
-    [line] = done.stderr.splitlines()
+def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
+    tmp_path: Path, arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *arguments.split()])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back what the command sets
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    code = run.main()
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "")
+    _is_one_sentence(err, words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_the_end_of_the_process(tmp_path: Path) -> None:
+    done = command(tmp_path, "clip=adaptve_layer")
+    assert (done.returncode, done.stdout) == (2, "")
+    _is_one_sentence(done.stderr, "did you mean adaptive_layer?")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _is_one_sentence(told: str, words: str) -> None:
+    [line] = told.splitlines()
     assert line.startswith("error: ")
     assert words in line
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

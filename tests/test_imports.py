@@ -96,3 +96,9 @@ def test_a_library_taken_alone_brings_nothing_else(library, never):
     code = f"import torch, sys; before = set(sys.modules); import {library}; print(*(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not never & set(loaded)
+
+
+def test_a_run_on_images_pays_for_no_language_model_and_no_pipeline():
+    code = "import sys, groupwise.run, groupwise.tasks.image_classification; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"transformers", "peft", "datasets", "torch.distributed.pipelining"} & set(loaded)

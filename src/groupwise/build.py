@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.models.hub import find_source
 from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
-from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut
 from groupwise.pipeline.timing import measure_costs
-from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.privacy import NoiseSource, PoissonSampler, PrivacyPlan, ShuffleSampler
 from groupwise.privacy.secure import SecurePoissonSampler
 from groupwise.tasks import make_task
@@ -31,6 +29,9 @@ from groupwise.training.memory import choose_microbatch
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Microbatch, Task
+
+if TYPE_CHECKING:
+    from groupwise.pipeline.trainer import PipelineTrainer
 
 CHECKED = 5
 """Examples that the engine is compared with a slow loop on, before training."""
@@ -214,6 +215,10 @@ def build_pipeline_trainer(
     Raises:
         UserError: the checkpoint belongs to another plan; the stage cannot be clipped.
     """
+    # Only here: they bring transformers and torch's pipelining, seconds that a run in one process does not pay.
+    from groupwise.pipeline.runner import StageRunner
+    from groupwise.pipeline.trainer import PipelineTrainer
+
     check_plan(plan, state)
     stage: Any = task.model
     assert isinstance(stage, Stage) and isinstance(ranks, Ranks)

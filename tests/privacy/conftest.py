@@ -7,6 +7,8 @@ import pytest
 from hypothesis import settings
 from scipy import stats
 
+from groupwise.privacy import accounting
+
 # On a busy machine a first example may take long; that is no failure.
 settings.register_profile("groupwise", deadline=None)
 settings.load_profile("groupwise")
@@ -14,7 +16,8 @@ settings.load_profile("groupwise")
 
 @pytest.fixture(autouse=True)
 def _cold(own_cache):
-    """Every test starts with an empty cache."""
+    """Every test starts with an empty cache, and with nothing remembered."""
+    accounting._composed.cache_clear()
 
 
 @pytest.fixture

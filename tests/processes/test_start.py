@@ -144,7 +144,7 @@ def test_who_is_asked_to_stop_asks_all(tmp_path, number, monkeypatch):
 def test_processes_do_not_outlive_the_one_that_watches(tmp_path):
     code = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
-        "import test_processes as t\n"
+        "import test_start as t\n"
         "if __name__ == '__main__':\n"
         f"    t.spawn(t.config_of(2, folder={str(tmp_path / 'out')!r}), t.waits)\n"
     )

@@ -13,6 +13,14 @@ from groupwise.run import run
 ROOT = Path(__file__).resolve().parents[2]
 CLASSIFICATION, GENERATION = ("sst2", "qnli", "qqp", "mnli"), ("e2e", "dart", "samsum")
 MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer")
+QUICK = {("sst2", "flat"), ("qnli", "ghost"), ("qqp", "fixed_layer"), ("mnli", "adaptive_layer"), ("mnli", "none")} | {
+    ("samsum", "flat"),
+    ("dart", "ghost"),
+    ("dart", "fixed_layer"),
+    ("e2e", "adaptive_layer"),
+    ("samsum", "none"),
+}
+"""Every task, and every mode on each kind of task; the others are slow."""
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n\n" * 400
 
 
@@ -25,8 +33,14 @@ def folder_of(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("task", [*CLASSIFICATION, *GENERATION])
+@pytest.mark.parametrize(
+    ("task", "mode"),
+    [
+        pytest.param(task, mode, marks=[] if (task, mode) in QUICK else pytest.mark.slow)
+        for task in (*CLASSIFICATION, *GENERATION)
+        for mode in MODES
+    ],
+)
 def test_every_task_trains_in_every_mode(tmp_path, task, mode, capsys):
     row = run(smoke(tmp_path, task, f"clip={mode}"))
     folder = folder_of(tmp_path)
@@ -52,6 +66,8 @@ def test_flat_and_ghost_and_any_microbatch_are_the_same_run(tmp_path, task):
         "debug.noise_seed=3",
         "clip.formula=materialize",
         "privacy.epsilon=50",
+        "train.steps=1",
+        "eval.generate.limit=0",
     ]
     losses = [
         run(smoke(tmp_path, task, *same, mode, f"train.microbatch={size}"))["valid/loss"]
@@ -79,14 +95,13 @@ def test_a_pretrained_model_is_exported_and_fine_tuned(tmp_path, capsys):
     corpus.write_text(TEXT)
     for task, then in (("pretrain_masked", "sst2"), ("pretrain_causal", "samsum")):
         made = tmp_path / task
-        row = run(smoke(tmp_path, task, "clip=none", f"data.corpus={corpus}", f"export={made}"))
+        row = run(smoke(tmp_path, task, "clip=none", f"data.corpus={corpus}", f"export={made}", "train.steps=1"))
         assert row["valid/perplexity"] > 1
         told = json.loads((made / "provenance.json").read_text())
         assert told["hash"] == row["hash"] and told["data"]["sha256"] and told["sha256"]["model.safetensors"]
         assert told["config"]["seed"] == 0
-        done = run(
-            smoke(tmp_path, then, f"model={told['config']['model.name']}", f"model.source={made}", "train.steps=1")
-        )
+        small = ("train.steps=1", "eval.generate.limit=0")
+        done = run(smoke(tmp_path, then, f"model={told['config']['model.name']}", f"model.source={made}", *small))
         assert done["model.fresh"] is False
     assert "Exported" in capsys.readouterr().out
 
@@ -106,11 +121,8 @@ def test_in_context_trains_nothing_and_says_that_it_is_not_private(tmp_path, cap
 
 
 def test_lora_in_bfloat16_over_frozen_halves(tmp_path):
-    row = run(
-        smoke(
-            tmp_path, "samsum", "clip=flat", "train.precision=bfloat16", "model.frozen_dtype=bfloat16", "train.steps=2"
-        )
-    )
+    halves = ("train.precision=bfloat16", "model.frozen_dtype=bfloat16")
+    row = run(smoke(tmp_path, "samsum", "clip=flat", *halves, "train.steps=2", "eval.generate.limit=1"))
     weights = torch.load(folder_of(tmp_path) / "model.pt", weights_only=True)
     kinds = {("lora" in name, value.dtype) for name, value in weights.items()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)} and row["test/rouge1"] >= 0

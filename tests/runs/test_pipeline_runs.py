@@ -24,14 +24,17 @@ from groupwise.run import run
 from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = ("model.dropout=0", "model.attention_dropout=0", "optim.name=sgd", "eval.generate.limit=0", "train.steps=3")
+SAME = ("debug.noise_seed=1", "privacy.accountant=rdp")
+"""Batches that can be repeated, and the quick accountant: every process would find the same epsilon anew."""
+SILENT = "eval.generate.limit=0"
+PLAIN = ("model.dropout=0", "model.attention_dropout=0", "optim.name=sgd", SILENT, "train.steps=3")
 CELLS: dict[str, tuple[str, ...]] = {
     "per_device": ("clip=per_device",),
-    "adaptive_device": ("clip=adaptive_device", "pipeline.schedule=gpipe", "pipeline.rematerialize=true"),
-    "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null"),
+    "adaptive_device": ("clip=adaptive_device", "pipeline.schedule=gpipe", "pipeline.rematerialize=true", SILENT),
+    "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null", SILENT),
     "flat": ("clip=flat", "privacy.epsilon=inf", "optim.learning_rate=1", *PLAIN),
     "none": ("clip=none", "pipeline.balance=time", "optim.learning_rate=0.01", *PLAIN),
-    "from a folder": ("clip=per_device", "model=gpt2_mini", "eval.generate.limit=0", "train.steps=1"),
+    "from a folder": ("clip=per_device", "model=gpt2_mini", SILENT, "train.steps=1"),
 }
 AS_ONE_PROCESS = ("flat", "none")
 MISTAKES = {
@@ -43,7 +46,7 @@ MISTAKES = {
 
 def smoke(folder: Path | str, *overrides: str) -> RunConfig:
     """A run of two stages, whose batches can be repeated."""
-    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", "debug.noise_seed=1", *overrides]
+    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", *SAME, *overrides]
     return compose_run(given, ROOT / "conf")
 
 
@@ -135,7 +138,7 @@ def environment() -> dict[str, str]:
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """`run.py task=samsum_pipeline` at scale=smoke, in `folder`."""
-    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", "debug.noise_seed=1", *overrides]
+    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", *SAME, *overrides]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "run.py"), *given],
         cwd=ROOT,
@@ -165,7 +168,7 @@ LONG = (
     "clip=adaptive_device",
     "train.steps=40",
     "train.checkpoint_every=0",
-    "eval.generate.limit=0",
+    SILENT,
     "eval.train_limit=4",
 )
 
@@ -173,7 +176,7 @@ LONG = (
 def stages_of(running: subprocess.Popen[str]) -> list[int]:
     """The processes of the stages, in their order."""
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    return [int(child) for child in children if "launch.worker" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [int(child) for child in children if "processes.worker" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def wait_for_steps(results: Path, steps: int) -> None:
@@ -227,7 +230,7 @@ def test_after_a_kill_and_after_a_stop_a_run_goes_on_to_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run_and_its_output_is_one_process_alone(tmp_path, cells):
-    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={tmp_path}", "debug.noise_seed=1"]
+    given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={tmp_path}", *SAME]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, str(ROOT / "run.py"), *given, *CELLS["per_device"]],

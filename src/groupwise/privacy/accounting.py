@@ -1,5 +1,6 @@
 """Bounds ε of T Poisson-subsampled Gaussian releases, by the accountant that is asked for."""
 
+import functools
 import math
 
 from groupwise.errors import UserError
@@ -53,6 +54,7 @@ def _composed_or_closed(
     return bounds if bounds.upper <= max(CLOSED_ABOVE, closed.upper) else closed
 
 
+@functools.lru_cache(maxsize=128)  # the last ε of a calibration is that of the plan, and of the run that keeps to it
 def _composed(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str) -> EpsilonBounds:
     reason = ""
     if accountant != "rdp" and delta < SMALLEST_DELTA:

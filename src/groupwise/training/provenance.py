@@ -10,11 +10,12 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import groupwise
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["device_name", "environment", "git_state", "peak_memory_bytes", "resources", "usable_cores"]
 
@@ -54,12 +55,16 @@ def usable_cores() -> int:
 
 def device_name(device: torch.device) -> str:
     """The device in words: a GPU's model, or the processor's architecture."""
+    import torch  # not above: a sweep is checked, and a mistake told, without it
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most that was held at once: by torch on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
