@@ -13,7 +13,7 @@ from groupwise.errors import UserError
 from groupwise.training import train as session
 from groupwise.training.trackers import FilesTracker
 
-SMOKE = ["scale=smoke", "train.steps=40", "train.batch_size=8"]
+SMOKE = ["scale=smoke", "train.steps=40", "train.batch_size=8", "privacy.accountant=rdp"]
 
 
 def test_rounds_become_rows_and_nothing_of_the_run_stays(tmp_path, monkeypatch, capsys):
@@ -117,7 +117,7 @@ def test_an_empty_batch_is_a_bare_step_too(monkeypatch):
         (["resume=here"], "leave it out"),
         (["tracker=wandb"], "leave it out"),
         (["train.compile=true", *SMOKE], "compile"),
-        (["scale=smoke", "rounds=50"], "train.steps="),
+        (["scale=smoke", "rounds=50", "privacy.accountant=rdp"], "train.steps="),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, tmp_path, capsys):

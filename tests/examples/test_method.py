@@ -114,8 +114,7 @@ def test_several_steps_of_training_are_those_of_the_library(method, monkeypatch)
         )
         engine.backward(losses)
         release_gradients(
-            [group.parameters for group in engine.groups],
-            adaptive.clip_thresholds,
+            engine.sensitivity("add_remove"),
             allocation="global",
             noise_multiplier=0.0,
             expected_batch_size=B,

@@ -1,6 +1,6 @@
 """Several gloo processes on this machine, for tests that need more than one.
 
-The processes stay for the next call, because importing torch takes seconds; each call has a process group of its own.
+The processes stay for the next call, because what they import takes seconds; each call has a process group of its own.
 """
 
 import multiprocessing
@@ -20,12 +20,18 @@ import torch.distributed as dist
 
 from tests.waiting import PATIENCE
 
+LIBRARIES = ("torch.distributed.pipelining", "transformers")
+"""What a server imports once; the processes are forks of it."""
+
 
 class _Worker:
     """A process that waits for work, and ends with this one."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would share torch's threads and a test's state
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # a plain fork would share torch's threads and a test's state
+        context.set_forkserver_preload(list(LIBRARIES))
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=_live, args=(there,), daemon=True)
         self.process.start()

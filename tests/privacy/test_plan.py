@@ -216,6 +216,15 @@ def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
         make(delta=0.9 / 5000)
 
 
+def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(monkeypatch):
+    plan = make_plan(**SETTING, noise_multiplier=1.0)
+    composed = []
+    compose = prv._compose
+    monkeypatch.setattr(prv, "_compose", lambda *mechanism: composed.append(mechanism[2]) or compose(*mechanism))
+    assert plan.spent(200).epsilon == plan.epsilon and not composed
+    assert plan.spent(100).epsilon < plan.epsilon and set(composed) == {100}
+
+
 def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(monkeypatch):
     def fail(*_):
         raise RuntimeError("Discrete mean differs from continuous mean significantly.")

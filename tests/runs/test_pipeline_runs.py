@@ -155,6 +155,7 @@ def test_a_mistake_that_the_processes_find_is_told_by_all(cells, name):
     assert not (cells[0] / name).exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path):
     running = start(tmp_path / "out", "train.batch_size=65")
     _, told = running.communicate(timeout=PATIENCE)

@@ -22,6 +22,7 @@ def planned(tmp_path_factory):
     register()
     results = tmp_path_factory.mktemp("results")
     overrides = ("scale=smoke", "clip=adaptive_layer", "train.keep=[0,0.25,9]", "eval.curve=true", "eval.every=0.25")
+    overrides += ("privacy.accountant=rdp",)
     config = compose_run([*overrides, f"paths.results={results}"], CONF)
     run(config)
     return PlannedCell("cell", 0, overrides, config, config_hash(config))

@@ -179,9 +179,10 @@ class PrivacyPlan:
         return self.epsilon * share
 
     def spent(self, executed_steps: int) -> EpsilonReport:
-        """Account anew, without the cache, for the steps that were executed, replays with fresh noise included.
+        """Account anew, without the cache on disk, for the steps that were executed, replays with fresh noise included.
 
-        Takes a few seconds. Raises :class:`UserError` for a negative number of steps.
+        Takes a few seconds, unless this process has composed as many steps before. Raises :class:`UserError` for a
+        negative number of steps.
         """
         if not is_whole(executed_steps) or executed_steps < 0:
             raise UserError(f"executed_steps is {executed_steps}; give how many steps were released, 0 or more.")
