@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "groupwise"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "groupwise"
 ORDER = (
     {"errors", "atomic"},
     {"cache", "metrics", "rows"},
@@ -60,13 +61,14 @@ def test_imports_point_one_way(package):
             assert found <= may_import(package), file
 
 
-def test_no_circle_of_imports_not_even_a_lazy_or_type_only_one():
-    files = {module_of(file): file for file in SOURCE.rglob("*.py")}
+@pytest.mark.parametrize("package", [SOURCE, ROOT / "trust", ROOT / "benchmarks"], ids=lambda package: package.name)
+def test_no_circle_of_imports_not_even_a_lazy_or_type_only_one(package):
+    files = {module_of(file, package): file for file in package.rglob("*.py")}
     TopologicalSorter({module: needs(module, files) for module in files}).prepare()  # raises CycleError
 
 
-def module_of(file: Path) -> str:
-    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+def module_of(file: Path, package: Path) -> str:
+    parts = file.relative_to(package.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trust.bad_input.surroundings import watch
+from trust.bad_input.watch import watch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 4 << 30
 """Bytes that an attempt may take beyond what the warm process has; a mistake must not need more to be refused."""
 WAIT = 5

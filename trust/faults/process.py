@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-RUN = Path(__file__).resolve().parents[1] / "run.py"
+RUN = Path(__file__).resolve().parents[2] / "run.py"
 STEPS = 24
 SEEDED = ("clip=adaptive_layer", "debug.noise_seed=5")
 """Noise that repeats, so that runs which are refused before their first step come to the same in the end too."""

@@ -2,7 +2,7 @@
 
 Makes every small mistake of `trust/mutation/operators.py`, one at a time, in each file of the package, and runs the
 tests of the package that reach the changed line until one fails. A mistake that none notices has survived. Those that
-change nothing anyone could see are listed, with the reason, in `trust/equivalent_mutants.txt`, and counted openly.
+change nothing anyone could see are listed, with the reason, in `trust/mutation/equivalent_mutants.txt`, and counted openly.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 from trust.mutation.operators import Mutant, mutants
 from trust.mutation.table import Equivalent, records, table, write
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results" / "trust"
 NOT_HERE: dict[str, tuple[str, ...]] = {"privacy": ("privacy/audit/",), "clipping": ()}
 PATIENCE = 10.0

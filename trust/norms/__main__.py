@@ -23,7 +23,7 @@ from groupwise.atomic import write_text
 from groupwise.clipping import attach, flat, per_layer
 from trust.norms.cases import CASES, Case
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "trust" / "norms.csv"
+RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "norms.csv"
 ALLOWED = 1e-6
 SHARE = 0.37
 """The threshold, as a share of the true norm."""

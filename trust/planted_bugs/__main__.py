@@ -22,7 +22,7 @@ from trust.planted_bugs.table import Row, as_csv, as_markdown
 from trust.planted_bugs.worst import WorstCounts
 
 EPSILON, DELTA = 1.0, 1e-5
-RESULT = Path(__file__).resolve().parents[1] / "results" / "trust" / "planted.csv"
+RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "planted.csv"
 
 
 def measure(case: Case, plays: int | None = None, seed: int = 0) -> Row:
