@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -13,11 +13,9 @@ import torch
 from benchmarks.growing import NETWORKS, Sizes, build
 from benchmarks.memory import peak_bytes
 from benchmarks.methods import Method, make
+from benchmarks.options import GrowthOptions
 from benchmarks.stopwatch import Seconds, Stopwatch
 from groupwise.analysis.benchmark_rows import METHODS, growth_factors, in_order
-
-if TYPE_CHECKING:
-    from benchmarks.growth import GrowthOptions
 
 
 def measure(network: str, axis: str, options: GrowthOptions) -> list[dict[str, Any]]:

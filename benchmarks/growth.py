@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.command import command
-from benchmarks.options import check_above_zero, check_device, read, split
+from benchmarks.options import GrowthOptions, check_above_zero, check_device, read, split
 from groupwise.errors import UserError, did_you_mean
 
 FILE = "growth.csv"
@@ -36,40 +35,6 @@ HELP = """python -m benchmarks.growth [key=value ...]
   dtype=float32    or bfloat16 (autocast)
   limit=20         seconds: an axis ends before a step would take longer
   out=results/measured/benchmarks   the folder of growth.csv"""
-
-
-@dataclass
-class GrowthOptions:
-    """What the command line may say; see `HELP`."""
-
-    network: str = "all"
-    axis: str = "all"
-    method: str = "none,adaptive_layer,flat,ghost"
-    doublings: int = 4
-    rounds: int = 5
-    steps: int = 2
-    threads: int = 1
-    device: str = "cpu"
-    dtype: str = "float32"
-    limit: float = 20.0
-    out: str = "results/measured/benchmarks"
-
-    @property
-    def methods(self) -> list[str]:
-        """The names asked for, `none` first: factors are shown beside its own."""
-        return list(dict.fromkeys(["none", *split(self.method)]))
-
-    @property
-    def cases(self) -> list[tuple[str, str]]:
-        """Networks and axes."""
-        from benchmarks.growing import NETWORKS
-
-        networks = list(NETWORKS) if self.network == "all" else split(self.network)
-        return [
-            (network, axis)
-            for network in networks
-            for axis in (NETWORKS[network].axes if self.axis == "all" else split(self.axis))
-        ]
 
 
 def parse(arguments: Sequence[str]) -> GrowthOptions:

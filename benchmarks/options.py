@@ -173,3 +173,37 @@ def check_device(device: str) -> None:
 def split(names: str) -> list[str]:
     """Names given by commas."""
     return [part.strip() for part in str(names).split(",") if part.strip()]
+
+
+@dataclass
+class GrowthOptions:
+    """What the command line may say; see `benchmarks.growth.HELP`."""
+
+    network: str = "all"
+    axis: str = "all"
+    method: str = "none,adaptive_layer,flat,ghost"
+    doublings: int = 4
+    rounds: int = 5
+    steps: int = 2
+    threads: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    limit: float = 20.0
+    out: str = "results/measured/benchmarks"
+
+    @property
+    def methods(self) -> list[str]:
+        """The names asked for, `none` first: factors are shown beside its own."""
+        return list(dict.fromkeys(["none", *split(self.method)]))
+
+    @property
+    def cases(self) -> list[tuple[str, str]]:
+        """Networks and axes."""
+        from benchmarks.growing import NETWORKS
+
+        networks = list(NETWORKS) if self.network == "all" else split(self.network)
+        return [
+            (network, axis)
+            for network in networks
+            for axis in (NETWORKS[network].axes if self.axis == "all" else split(self.axis))
+        ]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.memory import Step, peak_bytes
-from benchmarks.pipeline import Shape
+from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.data.torchvision_compat import import_torchvision
 from groupwise.pipeline.runner import StageRunner

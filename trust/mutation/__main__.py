@@ -2,7 +2,7 @@
 
 Makes every small mistake of `trust/mutation/operators.py`, one at a time, in each file of the package, and runs the
 tests of the package that reach the changed line until one fails. A mistake that none notices has survived. Those that
-change nothing anyone could see are listed, with the reason, in `trust/mutation/equivalent_mutants.txt`, and counted openly.
+change nothing anyone could see are listed with the reason in `trust/mutation/equivalent_mutants.txt`, and counted.
 """
 
 import argparse
