@@ -41,6 +41,15 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     assert command(tmp_path, "privacy.epsilon=-1", script=script).stdout.split() == ["2", "False"]
 
 
+@pytest.fixture
+def absl_keeps_the_capture_open() -> None:
+    """Hydra closes all handlers of logging, and absl's, which came with an accountant in an earlier test, would close
+    what pytest captures with: all streams but the process's own."""
+    if absl := sys.modules.get("absl.logging"):
+        absl.get_absl_handler().python_handler.stream = sys.__stderr__
+
+
+@pytest.mark.usefixtures("absl_keeps_the_capture_open")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
