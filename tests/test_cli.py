@@ -28,6 +28,7 @@ def test_help_shows_groups_and_everyday_keys(tmp_path: Path) -> None:
     assert done.returncode == 0
     for word in ("clip ", "adaptive_layer", "equal_budget", "privacy.epsilon", "paths.data"):
         assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert list(tmp_path.iterdir()) == []
 
 

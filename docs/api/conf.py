@@ -28,8 +28,8 @@ default_role = "code"  # `name` is code, as in Markdown
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!groupwise\.)[\s\S]*"),
-    ("py:class", r"groupwise\..*\.(Batch|Data)"),
-]  # and TypeVars
+    ("py:class", r"groupwise\..*\.(Batch|Data|_\w+)"),
+]  # and TypeVars, and classes that are not shown
 suppress_warnings = ["ref.python"]  # a name that is re-exported has two homes: either will do
 
 
@@ -42,12 +42,12 @@ def as_markup(app: Sphinx, what: str, name: str, found: object, options: object,
 
 
 def _paragraph(text: str) -> str:
-    if re.search(r"\S {3,}\S", text):
+    if re.search(r"\S {3,}\S", text) or text.startswith("|"):  # in columns, or a table of Markdown
         return "::\n\n" + re.sub("^", "   ", text, flags=re.M)
     parts = re.split(r"(`+[^`]+`+)", text)
     for place, part in enumerate(parts):
         if not part.startswith("`"):
-            parts[place] = re.sub(r"(?<!^)(?<!\n)([*|])(?! \w+:)", r"\\\1", part)
+            parts[place] = re.sub(r"(?<!^)(?<!\n)([*|]|(?<=\w)_(?!\w))(?! \w+:)", r"\\\1", part)
         elif place + 1 < len(parts) and re.match(r"[^\s.,;:!?)\]’/-]", parts[place + 1]):
             parts[place] += "\\ "
     return "".join(parts)

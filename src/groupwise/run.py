@@ -1,5 +1,6 @@
 """Runs one configuration to its row: everything is checked and made before anything is written."""
 
+import textwrap
 import time
 from glob import escape
 from pathlib import Path
@@ -15,6 +16,7 @@ from groupwise.errors import UserError
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan, make_plan
+from groupwise.privacy.plan import WIDTH
 from groupwise.tasks import make_task
 from groupwise.training.checkpoint import load_newest
 from groupwise.training.disclosure import neighbours_of
@@ -23,6 +25,7 @@ from groupwise.training.memory import memory_told
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
+from groupwise.training.result_lines import result_lines
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 from groupwise.training.train import train
@@ -46,8 +49,11 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     if finished and not config.explain:
         if ranks.main:
             record.seal()
-        print(f"Done already: {record.folder} (overwrite=true runs it again)")
-        return record.result()
+        row = record.result()
+        print(f"Done already: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
+        return row
+    if not resumable:
+        require_gpu_for_the_paper(config)
     device = choose_device(config.train.device)
     pipelined = ranks.stages > 1
     if config.train.threads is not None:
@@ -62,7 +68,8 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         start_from(task.model, config.model.weights)
     described = task.describe_data()
     if "generated" in described:
-        print(f"Data: {described['source']}; {described['generated']}.")
+        told = f"Data: {described['source']}; {described['generated']}."
+        print(textwrap.fill(told, WIDTH, subsequent_indent="  "))
     if config.export is not None and not task.exports:
         raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
     if config.eval.shots is not None:
@@ -71,9 +78,10 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
     if plan.noise_multiplier > 0 and (config.data.train_limit or config.data.holdout):
-        print(f"  Neighbouring data sets differ by {neighbours_of(config)}.")
+        told = f"  Neighbouring data sets differ by {neighbours_of(config)}."
+        print(textwrap.fill(told, WIDTH, subsequent_indent="  "))
     if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
-        print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
+        print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is\n  for tests only.")
     taken_up, state = _take_up(record, device, ranks) if resumable else (None, None)
     make = build_pipeline_trainer if pipelined else build_trainer
     trainer = make(config, task, engine, plan, device, ranks, state)
@@ -82,6 +90,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     start = 0 if state is None else int(state["step"])
     if state is not None and taken_up is not None:
         trainer.load(taken_up, state, start)
+        print(f"Going on after step {start} of {plan.steps}, from {taken_up.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:
         record.begin(taken_up)
@@ -116,6 +125,22 @@ def _explain(trainer: Trainer) -> dict[str, Any]:
     print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.engine)}")
     trainer.engine.detach()
     return {}
+
+
+def require_gpu_for_the_paper(config: RunConfig) -> None:
+    """A new run at the paper's scale is for a GPU: where torch sees none, the CPU must have been asked for by name.
+
+    Raises:
+        UserError: it was not, and nothing says that the run is a short one.
+    """
+    small = config.scale != "paper" or config.train.steps is not None or config.eval.shots is not None or config.explain
+    if small or config.train.device != "auto" or torch.cuda.is_available():
+        return
+    raise UserError(
+        f"scale=paper is the paper's own cell, {config.train.epochs:g} epochs of {config.model.name} on task="
+        f"{config.task}, days of work for a CPU, and torch sees no GPU: give scale=mini or scale=demo for minutes, or "
+        "train.device=cpu to run it here all the same."
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -229,4 +254,4 @@ def start_from(model: nn.Module, given: str) -> None:
         if not tensor.isfinite().all():
             raise UserError(f"model.weights={given} has a {name} that is not finite: give other weights.")
     model.load_state_dict(weights)
-    print(f"Weights: {path}; what they cost in privacy comes on top of what follows.")
+    print(f"Weights: {path};\n  what they cost in privacy comes on top of what follows.")

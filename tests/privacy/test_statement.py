@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -61,12 +62,12 @@ def test_figures_and_limits_are_in_the_text():
         "noise key",
         "floating-point",
     ):
-        assert part in text
+        assert part in " ".join(text.split())
     assert "not a guarantee" not in text
 
 
 def test_fixed_thresholds_have_no_share_for_counts():
-    text = make_plan(**SETTING, noise_multiplier=5.0).statement()
+    text = " ".join(make_plan(**SETTING, noise_multiplier=5.0).statement().split())
     assert "1 clipping group." in text
     assert "sigma = 5.0000, all of it on gradients" in text
     assert "sigma_b" not in text
@@ -74,8 +75,8 @@ def test_fixed_thresholds_have_no_share_for_counts():
 
 def test_shuffled_batches_are_as_published_and_no_guarantee():
     text = make_plan(**SETTING, epsilon=3.0, sampling="shuffle").statement()
-    assert "as published, not a guarantee" in text.splitlines()[0]
-    assert "for adding or removing" not in text
+    assert "as published, not a guarantee" in " ".join(text.split())
+    assert "for adding or removing" not in " ".join(text.split())
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
@@ -86,14 +87,30 @@ def test_without_noise_nothing_is_promised(sampling):
     assert "Gaussian" not in text
 
 
+def unfolded(plan):
+    """The statement's sentences, which begin with a capital or a figure, one a line."""
+    return re.sub(r"\n  (?![A-Z]|\d+ steps)", " ", plan.statement()).splitlines()
+
+
 def test_it_is_a_headline_and_three_more_lines_and_another_for_a_note():
     plan = make_plan(**SETTING, epsilon=3.0)
-    lines = plan.statement().splitlines()
-    assert len(lines) == 5 and lines[0].startswith("Privacy: ") and all(line.startswith("  ") for line in lines[1:])
-    noted = dataclasses.replace(plan, note="by the PLD accountant, since").statement().splitlines()
+    lines = unfolded(plan)
+    assert [line.split()[0] for line in lines] == ["Privacy:", "300", "Gaussian", "Public:"]
+    noted = unfolded(dataclasses.replace(plan, note="by the PLD accountant, since"))
     assert noted[:3] == [lines[0].replace("RDP", "PLD"), *lines[1:3]]
     assert noted[3:] == ["  Note: epsilon was found by the PLD accountant, since.", *lines[3:]]
-    assert len(make_plan(**SETTING, epsilon=math.inf).statement().splitlines()) == 2
+    assert len(unfolded(make_plan(**SETTING, epsilon=math.inf))) == 2
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+@pytest.mark.parametrize("epsilon", [3.0, math.inf])
+def test_it_fits_a_terminal_and_a_figure_stays_with_its_name(sampling, epsilon):
+    plan = make_plan(**SETTING, epsilon=epsilon, sampling=sampling, num_groups=29, quantile_budget=0.01)
+    lines = plan.statement().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert not [line for line in lines if line.endswith("=") or line.lstrip().startswith("=")]
+    assert "\xa0" not in plan.statement()
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])

@@ -15,7 +15,8 @@ import torch
 
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
-from groupwise.run import run
+from groupwise.run import require_gpu_for_the_paper, run
+from groupwise.training.step import Trainer
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +58,12 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
         assert privacy["spent"]["epsilon"] <= 8.0 and privacy["spent"]["rdp"] > privacy["spent"]["epsilon"]
     printed = capsys.readouterr().out
     assert "Privacy:" in printed and "Spent:" in printed and "accuracy" in printed
+    told = [line for line in printed.splitlines() if not line.startswith("Record: ")]
+    assert max(map(len, told)) <= 80
     run(smoke(tmp_path, f"clip={mode}", "train.steps=2"))
-    assert "Done already" in capsys.readouterr().out
+    again = capsys.readouterr().out.splitlines()
+    assert again[0].startswith("Done already: ")
+    assert again[1:] == told[-2:]  # what it spent, and what it reached
 
 
 def test_flat_equals_ghost_through_the_whole_program(tmp_path):
@@ -153,6 +158,47 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(tmp_path, mistake,
         run(smoke(tmp_path / "results", *(override.replace("{tmp}", str(tmp_path)) for override in overrides)))
     assert "\n" not in str(error.value)
     assert sorted(path for path in tmp_path.rglob("*") if "nowhere" not in str(path)) == before
+
+
+def paper(tmp_path: Path, *overrides: str):
+    """The paper's scale on a few small images and a small network."""
+    small = ["data.name=digits", "data.train_limit=64", "model.depth=10", "model.width=1", "model.norm_groups=8"]
+    small += ["data.image_size=null", "train.batch_size=32", "train.epochs=2", "train.threads=1"]
+    return compose_run(["task=cifar", f"paths.results={tmp_path}", *small, RDP, *overrides], ROOT / "conf")
+
+
+def test_the_papers_cell_without_a_gpu_asks_for_a_scale_or_the_cpu_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="2 epochs of wide_resnet") as error:
+        run(paper(tmp_path))
+    told = str(error.value)
+    assert "no GPU" in told and "scale=" in told and "train.device=cpu" in told and "\n" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("override", ["train.device=cpu", "train.steps=1", "scale=mini", "explain=true"])
+def test_who_says_what_is_meant_is_not_asked(tmp_path, monkeypatch, override):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_gpu_for_the_paper(paper(tmp_path, override))
+
+
+def test_a_gpu_is_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_gpu_for_the_paper(paper(tmp_path))
+
+
+def test_a_run_that_was_interrupted_says_after_which_step_it_goes_on_and_needs_no_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = paper(tmp_path, "train.checkpoint_every=0")
+    step = Trainer.step
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.run.require_gpu_for_the_paper", lambda config: None)  # it began where there was one
+        patch.setattr(Trainer, "step", lambda self, t: os.kill(os.getpid(), signal.SIGTERM) or step(self, t))
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    assert "Going on" not in capsys.readouterr().out
+    assert run(config)["plan.steps"] == 4
+    assert "Going on after step 1 of 4, from checkpoint.pt.\n" in capsys.readouterr().out
 
 
 def test_delta_above_one_over_n_warns(tmp_path):

@@ -30,8 +30,13 @@ def test_every_cell_of_a_table_runs_once_at_its_scale_and_never_again(checkout):
         for epsilon in (4.0, 8.0)
     ]
     assert (first.returncode, rows(first.stdout)) == (0, ran)
+    shared, head, *cells = first.stdout.splitlines()[-10:]
+    assert (shared, head.split()) == ("Cells of task=cifar", ["state", "valid/accuracy", "epsilon", "cell"])
+    assert cells[0].split() == ["done", "50.00", "clip=flat", "privacy.epsilon=3", "seed=0"]
+    assert [cell.split()[1] for cell in cells] == ["50.00"] * 4 + ["51.00"] * 4
     again = checkout.sweep()
     assert (again.returncode, rows(again.stdout)) == (0, [])
+    assert again.stdout.splitlines() == first.stdout.splitlines()[-10:]
     assert "8 of 8 cells are done already" in again.stderr
     assert len(list((checkout.root / "results" / "sweeps").iterdir())) == 1
 
@@ -50,6 +55,7 @@ def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout
     assert failing.returncode == 1
     assert len(rows(failing.stdout)) == 6
     assert "2 of 8 cells failed:" in failing.stderr
+    assert sorted(line.split()[0] for line in failing.stdout.splitlines()[-8:]) == ["done"] * 6 + ["failed"] * 2
     bug, mistake = [line for line in failing.stderr.splitlines() if line.startswith("  clip=flat")]
     assert bug.startswith("  clip=flat privacy.epsilon=3 task=cifar seed=1: RuntimeError (results/sweeps/")
     assert "UserError" in mistake
@@ -187,7 +193,7 @@ def test_without_grids_the_command_line_is_the_sweep(checkout):
 
 def test_there_is_nothing_to_tell_of_no_sweep(checkout):
     done = checkout.command("-m", "groupwise.sweeps.status")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert checkout.command("-m", "groupwise.sweeps.status", "conf").stderr.startswith(
         "error: conf is no sweep's folder"
     )

@@ -52,9 +52,11 @@ def test_every_state_is_told_apart(folder, monkeypatch, system_tells):
 
 def test_lines(folder, capsys):
     assert main(["--cells"]) == 0
-    first, second, *cells = capsys.readouterr().out.splitlines()
-    assert "mini  5 cells: 1 done, 1 running, 1 failed, 1 interrupted, 1 waiting" in first
-    assert "interrupted" in second
+    where, first, left, second, *cells = capsys.readouterr().out.splitlines()
+    assert where == "results/sweeps/2026-01-01_00-00-00-table"
+    assert first == "  mini  5 cells: 1 done, 1 running, 1 failed, 1 interrupted, 1 waiting"
+    assert left.startswith("  about ") and left.endswith(" left")
+    assert "interrupted" in second and max(map(len, [first, second, *cells])) <= 80
     assert [line.split()[1] for line in cells] == [
         "clip=done",
         "clip=running",
@@ -63,7 +65,7 @@ def test_lines(folder, capsys):
         "clip=waiting",
     ]
     assert cells[0].endswith("(100 s)") and cells[2].endswith("RuntimeError: a bug")
-    assert len(status(folder)) == 3  # the failed one alone
+    assert len(status(folder)) == 5  # the failed one alone
 
 
 def test_slurm_knows_of_jobs_on_other_machines(folder, tmp_path, monkeypatch):

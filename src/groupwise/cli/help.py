@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from groupwise.config.keys import groups
 
+WIDTH = 80
+"""Columns of a terminal."""
 EVERYDAY = {
     "privacy.epsilon=3": "the budget; inf trains without noise",
     "privacy.delta=1e-5": "below one over the number of examples",
     "privacy.noise_multiplier=2.5": "give the noise instead of epsilon",
-    "seed=1": "initial weights; noise and batches come from a secret key",
+    "seed=1": "initial weights; noise comes from a secret key",
     "clip.threshold=0.5": "C, the norm of the whole clipped gradient",
     "clip.target_quantile=0.7": "adaptive: the share left unclipped",
     "optim.learning_rate=2": "",
@@ -24,7 +27,7 @@ EVERYDAY = {
     "paths.data=~/data": "default $GROUPWISE_DATA, else data",
     "paths.results=out": "default results",
     "overwrite=true": "run again what is already done",
-    "explain=true": "print how each layer's norms are computed, and why; no training",
+    "explain=true": "how norms are computed, and why; no training",
 }
 
 
@@ -37,17 +40,19 @@ def help_text(conf: Path) -> str:
         "",
         "Groups (choose with group=option):",
     ]
-    lines += [f"  {name:9} {', '.join(options)}" for name, options in groups(conf).items()]
+    for name, options in groups(conf).items():
+        lines += textwrap.wrap(f"  {name:9} {', '.join(options)}", WIDTH, subsequent_indent=" " * 12)
     lines += ["", "Everyday keys (src/groupwise/config/schema.py has them all):"]
     lines += [f"  {example:30} {meaning}".rstrip() for example, meaning in EVERYDAY.items()]
     lines += [
         "",
         "More:",
-        "  python run.py -m clip=flat,adaptive_layer seed=0,1,2   every combination, one after the other",
-        "  python run.py clip=flat --cfg job                      show the configuration and leave",
-        "  python run.py --why clip.threshold task=sst2           which lines gave a key its value, the winner last",
-        "  python run.py --hydra-help                             Hydra's own flags",
+        "  python run.py -m clip=flat,ghost seed=0,1,2   every combination, in turn",
+        "  python run.py clip=flat --cfg job             the configuration, without a run",
+        "  python run.py --why clip.threshold task=sst2  which lines gave a key its value",
+        "  python run.py --hydra-help                    Hydra's own flags",
         "",
-        "A run is recorded in results/runs/<hash>; the same command resumes it, or shows it when it is done.",
+        "A run is recorded in results/runs/<hash>; the same command resumes it, or shows",
+        "it when it is done.",
     ]
     return "\n".join(lines)

@@ -20,7 +20,8 @@ from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence, too_l
 from groupwise.config.schema import RunConfig
 from groupwise.errors import INTERRUPTED, MISTAKE, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.cell import run_cell
-from groupwise.sweeps.folder import begin_sweep, handed_on, report_sweep, run_from
+from groupwise.sweeps.cell_table import finished_table, sweep_table
+from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_from
 from groupwise.sweeps.prepare import plan_sweep
 
 
@@ -71,6 +72,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
         return MISTAKE
     if folder is not None:
+        _show_cells(folder)
         return report_sweep(folder)
     for mistake in failed:
         report(mistake)
@@ -94,11 +96,19 @@ def _prepare(overrides: Sequence[str], conf: Path) -> Path | None:
                 file=sys.stderr,
             )
         if done == len(planned.cells):
+            for line in finished_table((cell.name, cell.run) for cell in planned.cells):
+                print(line)
             return None
     folder = begin_sweep(planned)
     if Path(sys.argv[0]).resolve() == conf.resolve().parent / "run.py":
         run_from(folder, conf.resolve().parent)
     return folder
+
+
+def _show_cells(folder: Path) -> None:
+    if (folder / CELLS).is_file():  # another sweeper than ours chooses its cells as it goes
+        for line in sweep_table(folder):
+            print(line)
 
 
 def _is_sweep(arguments: Namespace) -> bool:

@@ -1,6 +1,7 @@
 """Makes the privacy plan once, prints and saves it: the only thing that sets a noise scale."""
 
 import math
+import textwrap
 import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -48,18 +49,30 @@ def finite_json(value: Any) -> Any:
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
+WIDTH = 80
+"""Columns of a terminal."""
 _LIMITS = (
-    "  Public: the number of examples and all settings. Not covered: choosing settings by their results, anything\n"
-    "  logged under nonprivate/, checkpoints (they hold the noise key), floating-point attacks."
+    "  Public: the number of examples and all settings. Not covered: choosing settings by their results, anything "
+    "logged under nonprivate/, checkpoints (they hold the noise key), floating-point attacks."
 )
 
 
 def plan_statement(plan: "PrivacyPlan") -> str:
-    """Return several lines for a person: guarantee, mechanism, figures, limits."""
+    """Return several lines of at most `WIDTH` columns for a person: guarantee, mechanism, figures, limits."""
     if plan.noise_multiplier == 0.0:
-        return f"Privacy: none. No noise is added: there is no privacy guarantee.\n{_sampling(plan)}"
-    note = [f"  Note: epsilon was found {plan.note}."] if plan.note else []
-    return "\n".join([_headline(plan), _sampling(plan), _noise(plan), *note, _LIMITS])
+        lines = ["Privacy: none. No noise is added: there is no privacy guarantee.", _sampling(plan)]
+    else:
+        note = [f"  Note: epsilon was found {plan.note}."] if plan.note else []
+        lines = [_headline(plan), _sampling(plan), _noise(plan), *note, _LIMITS]
+    return "\n".join(_folded(line) for line in lines)
+
+
+def _folded(line: str) -> str:
+    """Break it between words; a figure stays with its name."""
+    whole = line.replace(" = ", "\xa0=\xa0")
+    return textwrap.fill(whole, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).replace(
+        "\xa0", " "
+    )
 
 
 def _headline(plan: "PrivacyPlan") -> str:

@@ -98,7 +98,10 @@ def _jobs(folder: Path) -> dict[str, str]:
     numbers = {link.stem: link.resolve().parent.name for link in (folder / "logs").glob("*.log") if link.is_symlink()}
     if not numbers or shutil.which("squeue") is None:
         return {}
-    asked = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True, timeout=60)
+    try:
+        asked = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
     queued = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
     return {key: queued[number] for key, number in numbers.items() if number in queued}
 

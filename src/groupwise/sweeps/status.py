@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +28,19 @@ def status(folder: Path, each: bool = False) -> list[str]:
     counts = Counter(cell.kind for cell in cells)
     told = ", ".join(f"{counts[kind]} {kind}" for kind in STATES if counts[kind])
     left = seconds_left(cells)
-    lines = [f"{folder}  {scale}  {len(cells)} cells: {told}" + ("" if left is None else f"; {_in_words(left)} left")]
+    until = [] if left is None else [f"  {_in_words(left)} left"]
+    lines = [str(folder), f"  {scale}  {len(cells)} cells: {told}", *until]
     if counts[INTERRUPTED]:
-        lines.append("  interrupted cells go on with the same command, or by themselves where SLURM puts them back")
+        lines.append("  interrupted cells go on with the same command, or where SLURM puts them back")
     shown = cells if each else [cell for cell in cells if cell.kind == FAILED]
     width = max(map(len, STATES))
-    return lines + [f"  {cell.kind:{width}}  {cell.name}  {_note(cell)}".rstrip() for cell in shown]
+    columns, indent = shutil.get_terminal_size().columns, " " * (width + 4)
+    for cell in shown:
+        head, note = f"  {cell.kind:{width}}  {cell.name}", _note(cell)
+        fits = len(head) + 2 + len(note) <= columns
+        for part in [f"{head}  {note}".rstrip()] if fits else [head, f"{indent}{note}"]:
+            lines += textwrap.wrap(part, columns, subsequent_indent=indent, break_on_hyphens=False)
+    return lines
 
 
 def seconds_left(cells: Sequence[State]) -> float | None:
@@ -69,9 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folders = given.folders or sorted(file.parent for file in given.sweeps.glob(f"*/{CELLS}"))
         if not folders:
-            raise UserError(
-                f"no sweep has begun in {given.sweeps}: python run.py -m +sweep=cifar scale=mini begins one."
-            )
+            print(f"No sweep has begun in {given.sweeps}: make sweep-cifar SCALE=mini begins one.")
         for folder in folders:
             print(*status(folder, given.cells), sep="\n")
     except UserError as error:

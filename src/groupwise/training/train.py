@@ -22,6 +22,7 @@ from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
+from groupwise.training.result_lines import result_lines
 from groupwise.training.task import Split, Task
 from groupwise.training.trackers import make_tracker
 
@@ -239,13 +240,7 @@ def _close(
         },
         system={**_system(trainer, seconds, throughput), **machine},
     )
-    stamp = "" if private else " (as published, not a guarantee)" if trainer.noise.is_secret else " (NOT PRIVATE)"
-    if plan.noise_multiplier > 0:
-        print(f"Spent: epsilon {report.epsilon:.3f} at delta {plan.delta:g} in {plan.steps} steps{stamp}")
-    else:
-        print("Spent: no noise was added; this model has no privacy guarantee")
-    told = "  ".join(f"{key} {value:.2f}" for key, value in final.items() if "loss" not in key and "nll" not in key)
-    print(f"{told}  in {seconds:.0f} s\nRecord: {record.folder}")
+    print(*result_lines(row), f"Record: {record.folder}", sep="\n")
     return row
 
 

@@ -1,0 +1,53 @@
+"""A sweep ends with a table of its cells, which fits the terminal and loses no word of a name."""
+
+import pytest
+
+from groupwise.sweeps.cell_table import table
+from groupwise.sweeps.states import State
+
+SHARED = "task=cifar scale=mini model.width=4"
+NAMES = [f"{SHARED} clip={clip} seed={seed}" for clip in ("flat", "adaptive_layer") for seed in (0, 1)]
+ROW = {"valid/accuracy": 50.12345, "plan.spent_epsilon": 7.99612, "plan.private": True}
+STATES = [State(NAMES[0], "done"), State(NAMES[1], "failed"), State(NAMES[2], "interrupted"), State(NAMES[3], "done")]
+
+
+def test_state_metric_epsilon_and_what_tells_a_cell_apart():
+    shared, head, *lines = table(STATES, [ROW, {}, {}, ROW], 80)
+    assert shared == f"Cells of {SHARED}"
+    assert head.split() == ["state", "valid/accuracy", "epsilon", "cell"]
+    assert [line.split() for line in lines] == [
+        ["done", "50.12", "7.996", "clip=flat", "seed=0"],
+        ["failed", "clip=flat", "seed=1"],
+        ["interrupted", "clip=adaptive_layer", "seed=0"],
+        ["done", "50.12", "7.996", "clip=adaptive_layer", "seed=1"],
+    ]
+    assert len({line.index("clip=") for line in lines}) == 1
+    assert {len(line[: line.index("clip=")].rstrip()) for line in (lines[0], lines[3])} == {head.index("epsilon") + 7}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 132])
+def test_it_fits_and_loses_nothing(columns):
+    long = State(" ".join(f"optim.some_long_key_{i}={i}" for i in range(9)), "done")
+    lines = table([long, STATES[0]], [ROW, ROW], columns)
+    assert max(map(len, lines)) <= columns
+    assert set(long.name.split()) <= set(" ".join(lines).split())
+
+
+def test_what_is_no_guarantee_is_marked():
+    lines = table(STATES[:2], [ROW | {"plan.private": False}, ROW], 80)
+    assert "7.996*" in lines[2] and "7.996*" not in lines[3]
+    assert lines[-1] == "* not a guarantee"
+    endless = table(STATES[:1], [ROW | {"plan.spent_epsilon": "inf", "plan.private": False}], 80)
+    assert "inf" in endless[1] and "*" not in endless[-1]
+
+
+def test_tasks_with_other_headlines_have_columns_of_their_own():
+    perplexity = {"valid/perplexity": 12.0, "plan.spent_epsilon": 3.0, "plan.private": True}
+    _, head, first, second = table([STATES[0], STATES[3]], [ROW, perplexity], 80)
+    assert head.split()[1:3] == ["valid/accuracy", "valid/perplexity"]
+    assert first.index("50.12") + 5 == head.index("valid/accuracy") + len("valid/accuracy")
+    assert second.index("12.00") + 5 == head.index("valid/perplexity") + len("valid/perplexity")
+
+
+def test_where_nothing_is_done_the_failures_say_it_all():
+    assert table(STATES, [{}, {}, {}, {}], 80) == []

@@ -1,0 +1,223 @@
+"""What the package declares is what it imports, the wheel is whole, and the library works without the suite."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+import groupwise
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+LIGHT = ("clipping", "privacy", "errors.py", "cache.py", "__init__.py")
+"""What `pip install .` alone must be able to import."""
+OURS = {"groupwise", "tests", "trust", "benchmarks", "run"}
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def names(lines: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions that come with the package and these extras."""
+    optional = project()["optional-dependencies"]
+    return names(project()["dependencies"]).union(*(names(optional[extra]) for extra in extras))
+
+
+def imported(files: list[Path]) -> set[str]:
+    """Packages beyond the standard library that these files import, wherever in them."""
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - OURS
+
+
+def undeclared(packages: set[str], distributions: set[str]) -> set[str]:
+    """Those of `packages` that none of `distributions` brings."""
+    known = packages_distributions()
+    return {name for name in packages if not {canonicalize_name(d) for d in known.get(name, [name])} & distributions}
+
+
+def files_of(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+
+
+def test_all_that_the_library_imports_comes_with_it() -> None:
+    package = SOURCE / "groupwise"
+    light = [file for name in LIGHT for file in (package.glob(name) if "." in name else (package / name).rglob("*.py"))]
+    assert len(light) > 30
+    assert undeclared(imported(light), declared("secure")) == set()
+
+
+def test_all_that_the_suite_imports_is_declared() -> None:
+    assert undeclared(imported(files_of("src")), declared("suite", "language", "secure")) == set()
+
+
+def test_all_that_tests_and_commands_of_the_checkout_import_is_declared() -> None:
+    everything = declared("suite", "language", "secure", "dev")
+    assert undeclared(imported(files_of("tests", "trust", "benchmarks", "examples", "analysis")), everything) == set()
+
+
+def test_extras_and_pins_name_the_same_packages() -> None:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    assert declared("suite", "language", "secure", "dev") - {"groupwise"} == names([line for line in lines if line])
+
+
+def test_torch_and_torchvision_are_pinned_as_the_pair_that_they_are() -> None:
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
+    try:
+        needed = [Requirement(line) for line in requires("torchvision") or []]
+    except PackageNotFoundError:
+        pytest.skip("torchvision is in requirements.txt, and not in this environment")
+    [torch] = [requirement for requirement in needed if requirement.name == "torch"]
+    assert torch.specifier.contains(pins["torch"])
+
+
+def test_the_version_is_that_of_the_changelog_and_of_the_citation() -> None:
+    released = re.findall(r"^## (\d\S*) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released[0][0] == groupwise.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == released[0]
+    assert citation["license"] == project()["license"]
+
+
+def test_the_workflow_runs_what_the_checkout_has() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [line for step in steps for line in step.get("run", "").splitlines()]
+    assert ".ci/run" in commands
+    for command in commands:
+        program, *words = command.split()
+        assert (words and set(words) <= set(targets)) if program == "make" else (ROOT / program).is_file(), command
+    versions = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert versions and all(v in SpecifierSet(project()["requires-python"]) for v in versions)
+
+
+def test_hooks_run_the_ruff_that_is_pinned() -> None:
+    [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
+    assert repository["rev"] == f"v{pins['ruff']}"
+    assert {hook["id"] for hook in repository["hooks"]} == {"ruff-check"}
+
+
+BLOCKED = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+STEP = """
+import torch
+from groupwise.clipping import attach, per_layer
+from groupwise.privacy import NoiseSource, make_plan, release_gradients
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+engine = attach(model, per_layer(model), thresholds=0.5)
+plan = make_plan(dataset_size=64, expected_batch_size=16, steps=4, epsilon=8, delta=1e-3, cache=False, accountant="rdp")
+before = [parameter.detach().clone() for parameter in model.parameters()]
+engine.backward(torch.nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(2, (16,)), reduction="none"))
+release_gradients(
+    engine.sensitivity(plan.adjacency),
+    allocation="global",
+    noise_multiplier=plan.gradient_noise_multiplier,
+    expected_batch_size=plan.expected_batch_size,
+    noise=NoiseSource.fresh(),
+    step=0,
+)
+torch.optim.SGD(model.parameters(), lr=1.0).step()
+assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+print("trained", plan.spent(1).epsilon)
+"""
+
+
+def modules_beyond_the_library() -> set[str]:
+    """Import names of what the extras bring, and the library itself does not."""
+    beyond = declared("suite", "language", "secure", "dev") - declared() - {"groupwise", "packaging", "setuptools"}
+    return {name for name, given in packages_distributions().items() if {canonicalize_name(d) for d in given} <= beyond}
+
+
+def run(code: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    start = f"import sys; sys.path.insert(0, {str(path)!r})\n"
+    command = [sys.executable, "-c", start + code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_the_library_trains_a_step_where_no_extra_is_installed(tmp_path: Path) -> None:
+    blocked = modules_beyond_the_library()
+    assert {"hydra", "omegaconf", "pandas", "yaml"} <= blocked
+    done = run(BLOCKED.format(blocked=blocked) + STEP, tmp_path, SOURCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("trained ")
+
+
+def test_what_blocks_imports_does_block(tmp_path: Path) -> None:
+    done = run(BLOCKED.format(blocked={"yaml"}) + "import yaml", tmp_path, SOURCE)
+    assert "ModuleNotFoundError: No module named 'yaml'" in done.stderr
+
+
+def test_run_py_without_the_suite_says_what_to_install(tmp_path: Path) -> None:
+    code = f"import runpy; sys.argv = ['run.py']; runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')"
+    done = run(BLOCKED.format(blocked={"hydra"}) + code, tmp_path, SOURCE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: run.py needs hydra, ")
+    assert len(done.stderr.splitlines()) == 1 and "suite" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_is_built_offline_holds_all_files_and_trains(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    shutil.copytree(SOURCE, copy / "src", ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    build = [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", str(tmp_path), str(copy)]
+    subprocess.run(build, check=True, capture_output=True, text=True)
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name == f"groupwise-{groupwise.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    needed = {
+        str(file.relative_to(SOURCE))
+        for file in SOURCE.rglob("*")
+        if file.is_file() and not {"__pycache__", "groupwise.egg-info"} & set(file.relative_to(SOURCE).parts)
+    }
+    assert "groupwise/py.typed" in needed and "groupwise/data/synthetic/reviews.yaml" in needed
+    assert needed <= held, sorted(needed - held)
+    done = run(BLOCKED.format(blocked=modules_beyond_the_library()) + STEP, tmp_path, tmp_path / "installed")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("trained ")
