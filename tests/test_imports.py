@@ -14,7 +14,7 @@ ORDER = (
     {"cache", "metrics", "rows"},
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
-    {"tasks"},
+    {"tasks", "private"},
     {"pipeline"},
     {"build", "planner"},
     {"run"},
