@@ -7,6 +7,8 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +33,7 @@ from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
 from tests.pipeline.ranks import run_ranks
+from trust.planted_bugs import bugs
 
 EXAMPLES, BATCH, STEPS, MICROBATCH, SEED = 60, 24, 4, 7, 5
 
@@ -206,7 +209,20 @@ def test_a_schedule_steps_with_the_releases():
     assert schedule.get_last_lr() == [0.5 * 0.5**STEPS]
 
 
-def test_bfloat16_and_compiled_blocks_train():
+@pytest.mark.parametrize("first", [True, False], ids=["compiled first", "made private first"])
+def test_a_compiled_model_gives_the_same_update(first):
+    plain, task = Points(dropout=0.0), Points(dropout=0.0)
+    go_on(start(plain), plain)
+    if first:
+        task.model = torch.compile(task.model, backend="eager")
+    private = start(task)
+    if not first:
+        task.model = torch.compile(task.model, backend="eager")
+    go_on(private, task)
+    torch.testing.assert_close(weights(task.model), weights(plain.model), rtol=1e-9, atol=1e-9)
+
+
+def test_bfloat16_trains_on_float32_gradients():
     task = Points(dropout=0.0)
     task.model, task.x = task.model.float(), task.x.float()
     private = start(task)
@@ -330,12 +346,19 @@ def test_an_attacker_learns_no_more_than_is_claimed():
     assert 0.3 * claimed < bound <= claimed
 
 
-def test_the_attacker_catches_noise_that_is_too_small():
+@contextmanager
+def a_third_of_the_noise() -> Iterator[None]:
     release = a_step.release_gradients
 
-    def half(*given: Any, noise_multiplier: float, **settings: Any) -> Tensor:
+    def less(*given: Any, noise_multiplier: float, **settings: Any) -> Tensor:
         return release(*given, noise_multiplier=noise_multiplier / 3, **settings)
 
-    with patch.object(a_step, "release_gradients", half):
+    with patch.object(a_step, "release_gradients", less):
+        yield
+
+
+@pytest.mark.parametrize("bug", [a_third_of_the_noise, bugs.no_noise, bugs.no_clipping], ids=lambda bug: bug.__name__)
+def test_the_attacker_catches_a_planted_bug(bug):
+    with bug():
         bound, claimed = proven()
     assert bound > claimed

@@ -37,7 +37,8 @@ class Private:
         self._rows: int | None = None
         """Examples of the microbatch that waits for its backward pass."""
         self._last = self._summed = self._closing = self._closed = False
-        self._marks: list[tuple[int, int] | None] = []
+        self._marks: list[tuple[Tensor | None, int]] = []
+        """The gradients as `backward` left them, each with the number of its changes."""
         self._spent: tuple[int, float] | None = None
         TAKEN.update(mechanism.model.modules())
 
@@ -223,12 +224,13 @@ class Private:
                 "GradScaler, which calls it too)."
             )
 
-    def _marks_now(self) -> list[tuple[int, int] | None]:
+    def _marks_now(self) -> list[tuple[Tensor | None, int]]:
         grads = [parameter.grad for parameter in self.mechanism.trainable]
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+        return [(grad, 0 if grad is None else grad._version) for grad in grads]
 
     def _check_gradients(self) -> None:
-        if self._marks_now() != self._marks:
+        pairs = zip(self._marks_now(), self._marks, strict=True)
+        if any(now is not then or changes != known for (now, changes), (then, known) in pairs):
             raise UserError(
                 "Gradients were changed by something else than private.backward(losses): leave out loss.backward(), "
                 "optimizer.zero_grad(), clip_grad_norm_ and GradScaler, and put penalties into the losses."
