@@ -111,6 +111,30 @@ def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
     assert private.executed == trainer.mechanism.executed == STEPS
 
 
+def test_without_noise_a_step_is_that_of_a_loop_over_single_examples():
+    task, plain = Points(dropout=0.0), Points(dropout=0.0)
+    private = start(task, adam=False, noise_multiplier=0.0)
+    rows, groups = private.mechanism.sampler.indices(0), [(0, 1), (2, 3), (4, 5)]
+    parameters, threshold = list(plain.model.parameters()), 1 / math.sqrt(len(groups))
+    sums, within = [torch.zeros_like(p) for p in parameters], torch.zeros(len(groups))
+    for row in rows:
+        gradients = torch.autograd.grad(plain.losses([row]).sum(), parameters)
+        for k, members in enumerate(groups):
+            norm = float(torch.cat([gradients[j].flatten() for j in members]).norm())
+            within[k] += norm <= threshold
+            for j in members:
+                sums[j] += gradients[j] * min(1.0, threshold / norm)
+    go_on(private, task, 1)
+    assert 0 < float(within.sum()) < len(groups) * len(rows), "some are clipped and some are not"
+    expected = torch.cat([(p - 0.5 * s / BATCH).flatten() for p, s in zip(parameters, sums, strict=True)])
+    torch.testing.assert_close(weights(task.model), expected.detach(), rtol=1e-9, atol=1e-12)
+    share = (within.double() - 0.5 * len(rows)) / BATCH + 0.5
+    moved = threshold * torch.exp(-0.3 * (share - 0.6))
+    thresholds = private.mechanism.thresholds
+    torch.testing.assert_close(thresholds.count_thresholds, moved, rtol=1e-12, atol=0)
+    torch.testing.assert_close(thresholds.clip_thresholds, moved / moved.norm(), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(workers):
     whole, first, second = Points(), Points(), Points()
@@ -193,9 +217,11 @@ def test_an_augmentation_does_not_repeat_the_masks_of_the_model():
         def __getitem__(self, row):
             return torch.rand(5), self.y[row]
 
-    private = start(Drawing())
-    x, _ = next(private.batches(1))
-    assert not torch.equal(torch.rand(5), x[0])
+    batches = start(Drawing()).batches(1)
+    x, _ = next(batches)
+    inside = torch.rand(5)
+    batches.close()
+    assert not torch.equal(inside, x[0]) and not torch.equal(torch.rand(5), inside)
 
 
 def test_a_schedule_steps_with_the_releases():

@@ -444,6 +444,16 @@ def test_after_a_failed_backward_the_batch_begins_again():
     assert torch.equal(use.train().weights, right.train().weights)
 
 
+def test_a_call_that_is_refused_leaves_the_model_as_it_was():
+    model = network()
+    with pytest.raises(UserError):
+        Use(model, steps=None)
+    assert all("forward" not in vars(module) for module in model.modules())
+    model[0].weight.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert Use(model).train().private.executed == 3
+
+
 def test_after_detach_the_model_and_the_optimizer_are_the_users_again():
     use = Use().train(1)
     use.private.detach()
