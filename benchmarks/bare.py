@@ -37,13 +37,11 @@ class BareStep:
     def step(self, step: int, batch: list[Microbatch]) -> None:
         """One update; thresholds stay where they are."""
         trainer = self._trainer
-        trainer.optimizer.zero_grad(set_to_none=True)
-        if trainer.engine is not None:
-            trainer.engine.reset()
+        trainer.mechanism.clear()
         for inputs, labels in batch:
             self._backward(inputs, labels)
         self._release(step)
-        trainer.optimizer.step()
+        trainer.mechanism.optimizer.step()
 
     def _backward(self, inputs: tuple[Any, ...], labels: Tensor) -> None:
         """One microbatch; a function of its own, so that nothing of it is alive in the next."""
@@ -64,7 +62,7 @@ class BareStep:
             return
         release_gradients(
             trainer.engine.sensitivity("add_remove"),
-            allocation=trainer.allocation,
+            allocation=trainer.mechanism.allocation,
             noise_multiplier=trainer.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
             noise=self._noise,

@@ -57,7 +57,7 @@ class Rounds:
         return self._step(step)
 
     def _time_bare(self, steps: Sequence[int]) -> Seconds:
-        batches = [self._bare.load(self.trainer.sampler.indices(step)) for step in steps]
+        batches = [self._bare.load(self.trainer.mechanism.sampler.indices(step)) for step in steps]
         self._run_bare(steps, batches)  # loading has moved memory and caches: steps after it are a few per cent slower
         watch = Stopwatch(self.trainer.device)
         self._run_bare(steps, batches)

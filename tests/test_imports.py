@@ -15,7 +15,7 @@ ORDER = (
     {"cache", "metrics", "rows"},
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
-    {"tasks"},
+    {"tasks", "private"},
     {"pipeline"},
     {"build", "planner"},
     {"run"},

@@ -20,11 +20,11 @@ from groupwise.models.hub import find_source
 from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
 from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut
 from groupwise.pipeline.timing import measure_costs
-from groupwise.privacy import NoiseSource, PoissonSampler, PrivacyPlan, ShuffleSampler
-from groupwise.privacy.secure import SecurePoissonSampler
+from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
@@ -75,17 +75,19 @@ def build_trainer(
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     return make(
         task=task,
-        engine=engine,
-        thresholds=None if engine is None else make_thresholds(config.clip, plan),
-        plan=plan,
-        sampler=make_sampler(plan, noise),
-        noise=noise,
-        allocation=config.noise.allocation,
-        optimizer=optimizer,
+        mechanism=Mechanism(
+            model=task.model,
+            engine=engine,
+            thresholds=None if engine is None else make_thresholds(config.clip, plan),
+            plan=plan,
+            noise=noise,
+            allocation=config.noise.allocation,
+            optimizer=optimizer,
+            device=device,
+            ranks=ranks,
+        ),
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=microbatch or 1,
-        device=device,
-        ranks=ranks,
     )
 
 
@@ -110,15 +112,6 @@ def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
             "The checkpoint was made under another privacy plan (other data, software or settings): bring those "
             "back, or start afresh with overwrite=true."
         )
-
-
-def make_sampler(plan: PrivacyPlan, noise: NoiseSource) -> PoissonSampler | ShuffleSampler:
-    """The same batches on every process, as they follow from the run's key."""
-    key = noise.derive("sampling")
-    if plan.sampling == "shuffle":
-        return ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), key)
-    sampler = SecurePoissonSampler if noise.secure else PoissonSampler
-    return sampler(plan.dataset_size, plan.sample_rate, key)
 
 
 def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state: dict[str, Any] | None) -> NoiseSource:
@@ -242,17 +235,19 @@ def build_pipeline_trainer(
     runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
     return PipelineTrainer(
         task=task,
-        engine=engine,
-        thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
-        plan=plan,
-        sampler=make_sampler(plan, noise),
-        noise=noise,
-        allocation=config.noise.allocation,
-        optimizer=optimizer,
+        mechanism=Mechanism(
+            model=stage,
+            engine=engine,
+            thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
+            plan=plan,
+            noise=noise,
+            allocation=config.noise.allocation,
+            optimizer=optimizer,
+            device=device,
+            ranks=ranks,
+        ),
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=max(1, microbatch or 1),
-        device=device,
-        ranks=ranks,
         runner=runner,
         feed=feed,
         one_group=config.clip.grouping == "flat",

@@ -12,6 +12,7 @@ from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, make_plan
 from groupwise.privacy.accountants import gaussian_epsilon
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.mechanism import Mechanism
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
@@ -63,16 +64,19 @@ def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
     optimizer = make_optimizer(task.model.parameters(), optim)
     return Trainer(
         task=task,
-        engine=engine,
-        thresholds=make_thresholds(ADAPTIVE, plan),
-        plan=plan,
-        sampler=PoissonSampler(ROWS, plan.sample_rate, 3),
-        noise=NoiseSource.from_seed(7),
-        allocation="global",
-        optimizer=optimizer,
+        mechanism=Mechanism(
+            model=task.model,
+            engine=engine,
+            thresholds=make_thresholds(ADAPTIVE, plan),
+            plan=plan,
+            sampler=PoissonSampler(ROWS, plan.sample_rate, 3),
+            noise=NoiseSource.from_seed(7),
+            allocation="global",
+            optimizer=optimizer,
+            device=torch.device("cpu"),
+        ),
         schedule=make_schedule(optimizer, optim, 2),
         microbatch=8,
-        device=torch.device("cpu"),
     )
 
 

@@ -72,7 +72,7 @@ def test_a_bare_step_clips_noises_and_updates_the_very_same_microbatches(clip, m
     class Spy(BareStep):
         def step(self, step, batch):
             trainer = self._trainer
-            drawn = trainer.sampler.indices(step)
+            drawn = trainer.mechanism.sampler.indices(step)
             before = [p.detach().clone() for p in trainer.task.model.parameters()]
             super().step(step, batch)
             moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.task.model.parameters(), strict=True))

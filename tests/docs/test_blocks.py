@@ -67,13 +67,6 @@ def test_the_readme_has_ten_lines_of_clipping_before_any_table() -> None:
     assert len(readme) <= 9000
 
 
-def test_the_private_loop_keeps_its_budget_and_learns() -> None:
-    printed = execute((ROOT / "examples" / "own_loop.py").read_text())
-    epsilon, accuracy = (float(number) for number in re.findall(r"(?:epsilon|accuracy) ([\d.]+)", printed)[-2:])
-    assert 2.9 < epsilon <= 3
-    assert accuracy > 0.8
-
-
 @pytest.mark.slow
 def test_errata_quotes_what_its_script_computes() -> None:
     lines = list(sizes())

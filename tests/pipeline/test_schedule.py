@@ -50,10 +50,10 @@ def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():
 
 def test_thresholds_that_need_other_stages_are_refused():
     trainer = make_trainer(Case(stages=1), Alone())
-    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.ranks).thresholds
-    rescaled.rescale_to = 1.0
+    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.ranks).mechanism
+    rescaled.thresholds.rescale_to = 1.0
     with pytest.raises(UserError, match=r"clip\.rescale=false"):
-        PipelineTrainer(**{**_fields(trainer), "thresholds": rescaled})
+        PipelineTrainer(**{**_fields(trainer), "mechanism": rescaled})
 
 
 def _fields(trainer: PipelineTrainer) -> dict:
@@ -98,7 +98,7 @@ def buffers(ranks: Ranks) -> dict:
     found = {}
     for schedule in ("1f1b", "gpipe"):
         trainer = make_trainer(Case(schedule=schedule), ranks)
-        microbatches = trainer.feed.microbatches(trainer.task.order(trainer.sampler.indices(0)), 2)
+        microbatches = trainer.feed.microbatches(trainer.task.order(trainer.mechanism.sampler.indices(0)), 2)
         kept: list[int] = []
         backward = SteppedStage.backward_one_chunk
 
@@ -123,7 +123,7 @@ def buffers(ranks: Ranks) -> dict:
 def losses(ranks: Ranks) -> tuple:
     """Losses of a step, and of one without examples."""
     trainer = make_trainer(Case(), ranks)
-    microbatches = trainer.feed.microbatches(trainer.sampler.indices(0), MICROBATCH, trainer.runner.least)
+    microbatches = trainer.feed.microbatches(trainer.mechanism.sampler.indices(0), MICROBATCH, trainer.runner.least)
     return trainer.runner.run(microbatches, nothing_random), trainer.runner.run([], nothing_random)
 
 
@@ -131,8 +131,8 @@ def same_dropout(ranks: Ranks) -> float:
     """Flat clipping of one example, with dropout: the squared norm of this stage's part."""
     trainer = make_trainer(Case(grouping="flat", dropout=0.5), ranks, batches=((3,),))
     trainer.engine.set_thresholds(0.01)
-    microbatches = trainer.feed.microbatches(trainer.sampler.indices(0), 1, 2)
-    trainer.runner.run_flat(microbatches, partial(trainer._randomness, 0))
+    microbatches = trainer.feed.microbatches(trainer.mechanism.sampler.indices(0), 1, 2)
+    trainer.runner.run_flat(microbatches, partial(trainer.mechanism.microbatch, 0))
     return sum(float(p.grad.square().sum()) for p in trainer.runner.stage.parameters())
 
 
@@ -176,7 +176,9 @@ def test_what_two_stages_run_and_keep(seen):
 
 def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):
     alone = make_trainer(Case(stages=1), Alone())
-    expected = alone.runner.run(alone.feed.microbatches(alone.sampler.indices(0), len(BATCHES[0])), nothing_random)
+    expected = alone.runner.run(
+        alone.feed.microbatches(alone.mechanism.sampler.indices(0), len(BATCHES[0])), nothing_random
+    )
     assert seen[0]["losses"] == (None, None)
     found, none = seen[1]["losses"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -197,7 +199,7 @@ def test_an_example_without_a_finite_norm_is_left_out_on_every_stage(seen):
 
 def test_what_goes_wrong_inside_a_pass_is_told_in_one_sentence():
     trainer = make_trainer(Case(stages=1), Alone())
-    microbatches = trainer.feed.microbatches(trainer.sampler.indices(0), MICROBATCH)
+    microbatches = trainer.feed.microbatches(trainer.mechanism.sampler.indices(0), MICROBATCH)
     errors = {"lower it": UserError("lower it"), "Stage 0 ran out of its device's memory": torch.OutOfMemoryError()}
     for sentence, cause in errors.items():
 

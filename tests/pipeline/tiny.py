@@ -19,6 +19,7 @@ from groupwise.tasks.padding import Rows
 from groupwise.tasks.pipelined import ImageFeed, TextFeed
 from groupwise.tasks.samples import Samples
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
+from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
 
@@ -145,17 +146,20 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
     device = torch.device("cpu")
     return PipelineTrainer(
         task=Given(stage),
-        engine=engine,
-        thresholds=thresholds,
-        plan=plan,
-        sampler=Drawn(batches),
-        noise=NoiseSource.from_seed(7),
-        allocation="equal_budget",
-        optimizer=optimizer,
+        mechanism=Mechanism(
+            model=stage,
+            engine=engine,
+            thresholds=thresholds,
+            plan=plan,
+            sampler=Drawn(batches),
+            noise=NoiseSource.from_seed(7),
+            allocation="equal_budget",
+            optimizer=optimizer,
+            device=device,
+            ranks=ranks,
+        ),
         schedule=make_schedule(optimizer, optim, 1000),
         microbatch=MICROBATCH,
-        device=device,
-        ranks=ranks,
         runner=StageRunner(stage, engine, device, case.schedule, getattr(ranks, "pipeline", None)),
         feed=Images().feed() if case.model == "wrn" else Texts().feed(),
         one_group=one_group,

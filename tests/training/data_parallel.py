@@ -114,7 +114,7 @@ def build(
         accountant="rdp",
     )
     trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
-    trainer.sampler = Batches(batches)
+    trainer.mechanism.sampler = Batches(batches)
     return trainer
 
 

@@ -64,19 +64,19 @@ def _noises(ranks, kind, change=lambda trainer: None):
 
 
 def _add_noise_on_every_rank(trainer):
-    release = trainer._release
-    trainer._gradient_noise = NoiseSource.from_seed(100 + trainer.ranks.replica)
+    release = trainer.mechanism._release
+    trainer.mechanism.gradient_noise = NoiseSource.from_seed(100 + trainer.ranks.replica)
 
     def release_and_sum(step):
         found = release(step)
-        trainer.ranks.sum_([parameter.grad for parameter in trainer._trainable])
+        trainer.ranks.sum_([parameter.grad for parameter in trainer.mechanism.trainable])
         return found
 
-    trainer._release = release_and_sum
+    trainer.mechanism._release = release_and_sum
 
 
 def _share_one_stream(trainer):
-    trainer._gradient_noise = trainer.noise
+    trainer.mechanism.gradient_noise = trainer.noise
 
 
 def _on_two(rank, world, folder):

@@ -62,7 +62,7 @@ def trainer(having: bool, noise_seed: int, microbatch: int = OTHERS + 1):
     made = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
     present = np.ones(OTHERS + 1, dtype=bool)
     present[-1] = having
-    made.sampler = Present(made.sampler, present)
+    made.mechanism.sampler = Present(made.mechanism.sampler, present)
     return made
 
 
@@ -123,7 +123,7 @@ def test_every_process_has_masks_of_its_own(process):
     class Other(Alone):
         replica, stage, stages = process
 
-    made.ranks = Other()
+    made.mechanism.ranks = Other()
     assert torch.equal(gradient(made), alone) == (process == (0, 0, 1))
 
 

@@ -89,7 +89,7 @@ def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
         losses = trainer.task.losses
         trainer.task.losses = lambda rows, losses=losses: losses(rows) * torch.rand(len(rows))
         with FailingOnce(at, ERRORS["CPU"]):
-            trainer._accumulate(trainer.sampler.indices(0), 0)
+            trainer._accumulate(trainer.mechanism.sampler.indices(0), 0)
         ends.append([p.grad.clone() for p in trainer.task.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
@@ -97,7 +97,7 @@ def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
 def test_what_is_no_lack_of_memory_is_not_tried_again():
     trainer = make_trainer(FLAT)
     with FailingOnce(10, lambda: RuntimeError("a bug")), pytest.raises(RuntimeError, match="a bug"):
-        trainer._accumulate(trainer.sampler.indices(0), 0)
+        trainer._accumulate(trainer.mechanism.sampler.indices(0), 0)
     assert trainer.microbatch == 64
 
 
@@ -116,14 +116,14 @@ def test_nothing_of_the_part_that_did_not_fit_is_held():
     trainer = make_trainer(ADAPTIVE_BLOCK, microbatch=16)
     gc.collect()
     with FailingOnce(60, ERRORS["CPU"]):
-        trainer._accumulate(trainer.sampler.indices(0)[:0], 0)
+        trainer._accumulate(trainer.mechanism.sampler.indices(0)[:0], 0)
         before = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-        trainer._accumulate(trainer.sampler.indices(0), 0)
+        trainer._accumulate(trainer.mechanism.sampler.indices(0), 0)
     assert trainer.microbatch == 8
     trainer._clear()
     gc.collect()
     assert sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()) <= before + 2 * len(
-        trainer._trainable
+        trainer.mechanism.trainable
     )
 
 

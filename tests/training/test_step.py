@@ -10,8 +10,9 @@ from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import NoiseSource, PoissonSampler, make_plan
-from groupwise.training import step as loop
+from groupwise.training import mechanism as a_step
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.mechanism import Mechanism
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
@@ -69,16 +70,19 @@ def make_trainer(
     optimizer = make_optimizer(task.model.parameters(), optim)
     return Trainer(
         task=task,
-        engine=engine,
-        thresholds=None if engine is None else make_thresholds(clip, plan),
-        plan=plan,
-        sampler=PoissonSampler(EXAMPLES, plan.sample_rate, 3),
-        noise=noise,
-        allocation="global",
-        optimizer=optimizer,
+        mechanism=Mechanism(
+            model=task.model,
+            engine=engine,
+            thresholds=None if engine is None else make_thresholds(clip, plan),
+            plan=plan,
+            sampler=PoissonSampler(EXAMPLES, plan.sample_rate, 3),
+            noise=noise,
+            allocation="global",
+            optimizer=optimizer,
+            device=torch.device("cpu"),
+        ),
         schedule=make_schedule(optimizer, optim, STEPS),
         microbatch=microbatch,
-        device=torch.device("cpu"),
     )
 
 
@@ -116,7 +120,7 @@ def test_infinite_thresholds_without_noise_are_plain_sgd(grouping):
 def test_division_is_by_the_configured_batch_size():
     trainer = make_trainer(NONE, optim=OptimConfig(learning_rate=1.0))
     before = trainer.task.model[3].bias.detach().clone()
-    drawn = trainer.sampler.indices(0)
+    drawn = trainer.mechanism.sampler.indices(0)
     assert len(drawn) != BATCH
     gradient = torch.autograd.grad(trainer.task.losses(drawn).sum(), trainer.task.model[3].bias)[0]
     trainer.step(0)
@@ -125,7 +129,7 @@ def test_division_is_by_the_configured_batch_size():
 
 def test_an_empty_batch_is_a_step_of_noise_alone():
     trainer = make_trainer(ADAPTIVE_LAYER, batch_size=0.01)
-    assert len(trainer.sampler.indices(0)) == 0
+    assert len(trainer.mechanism.sampler.indices(0)) == 0
     before = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()])
     thresholds = trainer.thresholds.clip_thresholds
     report = trainer.report(trainer.step(0))
@@ -145,8 +149,8 @@ def test_noise_uses_the_thresholds_that_clipped(monkeypatch):
         seen.append((sensitivity.thresholds.clone(), trainer.engine.thresholds.clone()))
         return release(sensitivity, **settings)
 
-    release = loop.release_gradients
-    monkeypatch.setattr(loop, "release_gradients", spy)
+    release = a_step.release_gradients
+    monkeypatch.setattr(a_step, "release_gradients", spy)
     after(trainer)
     for noised, clipped in seen:
         torch.testing.assert_close(noised, clipped.double(), rtol=1e-12, atol=0)
@@ -184,4 +188,4 @@ def test_the_task_orders_a_batch_and_looks_at_each_update(monkeypatch):
     monkeypatch.setattr(trainer.task, "losses", losses)
     monkeypatch.setattr(trainer.task, "check_update", checked.append)
     trainer.step(0)
-    assert seen == sorted(trainer.sampler.indices(0), reverse=True) and checked == [0]
+    assert seen == sorted(trainer.mechanism.sampler.indices(0), reverse=True) and checked == [0]

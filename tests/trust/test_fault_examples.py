@@ -46,10 +46,10 @@ def test_a_rule_that_keeps_them_is_caught(careless):
 def pair(request) -> Iterator[tuple]:
     """Trainers that differ in one drawn example: NaN in the first, not there in the second."""
     bad, good = make_trainer(request.param), make_trainer(request.param)
-    drawn = bad.sampler.indices(0)
+    drawn = bad.mechanism.sampler.indices(0)
     bad.task.x[drawn[1]] = math.nan
-    bad.sampler.indices = lambda step: drawn
-    good.sampler.indices = lambda step: np.delete(drawn, 1)
+    bad.mechanism.sampler.indices = lambda step: drawn
+    good.mechanism.sampler.indices = lambda step: np.delete(drawn, 1)
     yield bad, good
     for trainer in (bad, good):
         trainer.engine.detach()

@@ -16,8 +16,8 @@ from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, mechanism, thresholds
-from groupwise.training import step as loop
-from groupwise.training.step import Trainer
+from groupwise.training import mechanism as a_step
+from groupwise.training.mechanism import Mechanism, Released
 
 Bug = Callable[[], AbstractContextManager[object]]
 PUBLIC_SEED = 0
@@ -38,12 +38,12 @@ def noise_without_root_k() -> AbstractContextManager[object]:
 def noise_on_every_rank() -> Iterator[None]:
     """Each of R replicas noises its own share at σ/R with a key of its own; the sum has σ/√R."""
 
-    def keep(self: Trainer) -> Tensor:
+    def keep(self: Mechanism) -> Tensor:
         return torch.zeros(0) if self.engine is None else self.engine.counts
 
-    def release(self: Trainer, step: int) -> dict[str, float]:
+    def release(self: Mechanism, step: int) -> float | None:
         assert self.engine is not None and self.thresholds is not None
-        loop.release_gradients(
+        a_step.release_gradients(
             self.engine.sensitivity(self.plan.adjacency),
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier / self.ranks.replicas,
@@ -52,9 +52,9 @@ def noise_on_every_rank() -> Iterator[None]:
             step=step,
         )
         self.ranks.sum_(self._own_sums())
-        return {}
+        return None
 
-    with patch.object(Trainer, "_sum_over_replicas", keep), patch.object(Trainer, "_release", release):
+    with patch.object(Mechanism, "_sum_over_replicas", keep), patch.object(Mechanism, "_release", release):
         yield
 
 
@@ -79,7 +79,7 @@ def masks_from_the_public_seed() -> AbstractContextManager[object]:
             torch.manual_seed(PUBLIC_SEED)
             yield
 
-    return patch.object(loop, "secret_randomness", public)
+    return patch.object(a_step, "secret_randomness", public)
 
 
 def no_clipping() -> AbstractContextManager[object]:
@@ -128,14 +128,14 @@ def tied_uses_as_if_separate() -> AbstractContextManager[object]:
 def thresholds_before_noise() -> Iterator[None]:
     """Thresholds move before the gradients are noised, and the noise is that of those in force, which did not clip."""
     real_release, real_update, real_sensitivity = (
-        Trainer._release,
+        Mechanism._release,
         AdaptiveThresholds.update,
         ClippingEngine.sensitivity,
     )
 
-    def release(self: Trainer, step: int) -> dict[str, float]:
+    def release(self: Mechanism, step: int) -> float | None:
         assert self.engine is not None and isinstance(self.thresholds, AdaptiveThresholds)
-        real_update(self.thresholds, self.engine.counts, self.engine.examples, self._count_noise, step)
+        real_update(self.thresholds, self.engine.counts, self.engine.examples, self.count_noise, step)
         moved = self.thresholds.clip_thresholds
 
         def in_force(engine: ClippingEngine, relation: str) -> Sensitivity:
@@ -145,7 +145,7 @@ def thresholds_before_noise() -> Iterator[None]:
             return real_release(self, step)
 
     with (
-        patch.object(Trainer, "_release", release),
+        patch.object(Mechanism, "_release", release),
         patch.object(AdaptiveThresholds, "update", lambda self, counts, examples, noise, step: None),
     ):
         yield
@@ -158,30 +158,30 @@ def counts_not_centred() -> AbstractContextManager[object]:
 
 def counts_of_the_last_microbatch() -> AbstractContextManager[object]:
     """Counts begin anew with each microbatch."""
-    real = Trainer._backward
+    real = Mechanism.backward
 
-    def backward(self: Trainer, examples: Any) -> None:
+    def backward(self: Mechanism, losses: Tensor) -> None:
         if self.engine is not None:
             self.engine.reset()
-        real(self, examples)
+        real(self, losses)
 
-    return patch.object(Trainer, "_backward", backward)
+    return patch.object(Mechanism, "backward", backward)
 
 
 def drawn_batch_size() -> AbstractContextManager[object]:
     """The noisy sum is divided by the number of examples that were drawn."""
-    real, release = Trainer._release, loop.release_gradients
+    real, release = Mechanism._release, a_step.release_gradients
 
-    def divided(self: Trainer, step: int) -> dict[str, float]:
+    def divided(self: Mechanism, step: int) -> float | None:
         drawn = max(self.engine.examples if self.engine else 0, 1)
 
         def by_drawn(*groups: Any, expected_batch_size: float, **settings: Any) -> Tensor:
             return release(*groups, expected_batch_size=drawn, **settings)
 
-        with patch.object(loop, "release_gradients", by_drawn):
+        with patch.object(a_step, "release_gradients", by_drawn):
             return real(self, step)
 
-    return patch.object(Trainer, "_release", divided)
+    return patch.object(Mechanism, "_release", divided)
 
 
 def shuffled_batches() -> AbstractContextManager[object]:
@@ -198,12 +198,13 @@ def shuffled_batches() -> AbstractContextManager[object]:
 
 def empty_batches_skipped() -> AbstractContextManager[object]:
     """A step that draws nobody does nothing."""
-    real = Trainer.step
+    real = Mechanism.close
 
-    def step(self: Trainer, step: int) -> list[float]:
-        return real(self, step) if len(self.sampler.indices(step)) else [0.0, 0.0]
+    def close(self: Mechanism) -> Released:
+        drawn = self.drawn
+        return real(self) if drawn else Released(drawn, torch.zeros(1), 0.0)
 
-    return patch.object(Trainer, "step", step)
+    return patch.object(Mechanism, "close", close)
 
 
 def mean_loss() -> AbstractContextManager[object]:

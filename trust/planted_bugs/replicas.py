@@ -51,7 +51,7 @@ class Together:
     def __init__(self, trainers: Sequence[Trainer]) -> None:
         hands: list[list[Tensor]] = [[] for _ in trainers]
         for replica, trainer in enumerate(trainers):
-            trainer.ranks = InTurn(replica, hands)
+            trainer.mechanism.ranks = InTurn(replica, hands)
         self._first, *self._others = trainers
 
     def __call__(self, step: int) -> None:

@@ -88,7 +88,7 @@ class Worst:
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
         size = len(self.others) + canary
         key = trainer.noise.derive("sampling")
-        trainer.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
+        trainer.mechanism.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
         return trainer
 
 

@@ -1,7 +1,7 @@
 """Makes canaries: models whose examples have gradients that do not meet, as a task for the real trainer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
+from groupwise.training.mechanism import Sampler
 from groupwise.training.task import Microbatch, Split, Task, fill
 
 LOUD = 30.0
@@ -164,13 +165,6 @@ def make_canaries(name: str, canaries: int, level: float, seed: int, dropout: fl
         raise UserError(f"--model {name} is not one of {', '.join(MODELS)}.")
     torch.manual_seed(seed)
     return MODELS[name](canaries, level if name == "codes" else LOUD * level, dropout)
-
-
-class Sampler(Protocol):
-    """As `groupwise.privacy.PoissonSampler`."""
-
-    def indices(self, step: int) -> np.ndarray:
-        """The examples of a step, (n,)."""
 
 
 class CanaryTask(Task):

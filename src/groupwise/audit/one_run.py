@@ -87,7 +87,7 @@ def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
         raise UserError("clip=none claims nothing, so there is nothing to audit: choose a clipping mode.")
     plan = plan_run(config, m, len(engine.groups))
     trainer = build_trainer(config, CanaryTask(model, m), engine, plan, torch.device("cpu"), Alone(), None)
-    trainer.sampler = Present(trainer.sampler, present_canaries(setting))  # type: ignore[assignment]
+    trainer.mechanism.sampler = Present(trainer.mechanism.sampler, present_canaries(setting))
     try:
         return plan, follow(setting, Attacker(trainer, plain, lambda model, who: model(who), setting), plan)
     finally:

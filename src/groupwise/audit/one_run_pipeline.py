@@ -77,7 +77,7 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     here = len(engine.groups)
     plan = plan_run(config, m, 1 if config.clip.grouping == "flat" else round(ranks.agree(here)[0]))
     trainer = build_pipeline_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
-    trainer.sampler = Present(trainer.sampler, present_canaries(setting))  # type: ignore[assignment]
+    trainer.mechanism.sampler = Present(trainer.mechanism.sampler, present_canaries(setting))
     attacker = Attacker(trainer, plain, lambda model, who: model.own(who), setting)  # type: ignore[operator]
     by_stage = ranks.gather(follow(setting, attacker, plan))
     dist.destroy_process_group()

@@ -43,11 +43,10 @@ class PipelineTrainer(Trainer):
     _adapters: MovedAdapters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        stage = self.runner.stage
-        self._gradient_noise = stage_noise(self.noise, stage.index)
+        stage, mechanism = self.runner.stage, self.mechanism
+        mechanism.gradient_noise = stage_noise(self.noise, stage.index)
         if not self.one_group:
-            self._count_noise = self._gradient_noise
+            mechanism.count_noise = mechanism.gradient_noise
             if isinstance(self.thresholds, AdaptiveThresholds) and self.thresholds.rescale_to is not None:
                 raise UserError("clip.rescale=true needs the thresholds of all stages: use clip.rescale=false.")
         if any("lora_" in name and parameter.requires_grad for name, parameter in stage.named_parameters()):
@@ -78,7 +77,7 @@ class PipelineTrainer(Trainer):
         self._clear()
         run = self.runner.run_flat if self.one_group and self.engine is not None else self.runner.run
         microbatches = self.feed.microbatches(self.ranks.share(examples), self.microbatch, self.runner.least)
-        losses = run(microbatches, partial(self._randomness, step))
+        losses = run(microbatches, partial(self.mechanism.microbatch, step))
         if losses is not None:
             self._loss += losses.sum()
 

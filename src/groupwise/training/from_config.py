@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from groupwise.clipping import (
     ClippingEngine,
+    Partition,
     attach,
     automatic_factors,
     by_mapping,
@@ -31,14 +32,23 @@ from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
 _PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
 
 
-def make_engine(model: nn.Module, clip: ClipConfig, direct: bool = False) -> ClippingEngine | None:
+def make_engine(
+    model: nn.Module,
+    clip: ClipConfig,
+    direct: bool = False,
+    *,
+    partition: Partition | None = None,
+    batch_axis: int = 0,
+) -> ClippingEngine | None:
     """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop.
 
-    `direct` is for a model whose parameters are in shards (FSDP2).
+    `direct` is for a model whose parameters are in shards (FSDP2); `partition` stands in for `clip.grouping`.
     """
     if clip.grouping == "none":
         return None
-    if clip.grouping == "custom":
+    if partition is not None:
+        pass
+    elif clip.grouping == "custom":
         partition = by_mapping(model, clip.mapping)
     elif clip.grouping in _PARTITIONS:
         partition = _PARTITIONS[clip.grouping](model)
@@ -51,6 +61,7 @@ def make_engine(model: nn.Module, clip: ClipConfig, direct: bool = False) -> Cli
         norms=clip.norms,  # type: ignore[arg-type]
         clip_rule=clip_rule_of(clip),
         formula=clip.formula,  # type: ignore[arg-type]
+        batch_axis=batch_axis,
         direct=direct,
     )
 

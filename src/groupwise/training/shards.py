@@ -77,10 +77,6 @@ class ShardedTrainer(Trainer):
     few examples repeats one with its loss times 0, which adds exactly nothing and is not counted.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._gradient_noise = self.noise.child(f"shard {self.ranks.replica}")
-
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
@@ -99,7 +95,7 @@ class ShardedTrainer(Trainer):
         places = dict(self.task.model.named_parameters(remove_duplicate=False))
         model = {name: _like(value, places.get(name)) for name, value in state["model"].items()}
         moments = {
-            i: {name: _like(value, self._trainable[i]) for name, value in entries.items()}
+            i: {name: _like(value, self.mechanism.trainable[i]) for name, value in entries.items()}
             for i, entries in state["optimizer"]["state"].items()
         }
         super().load_state_dict({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}}, step)
@@ -110,7 +106,7 @@ class ShardedTrainer(Trainer):
         most = -(-len(examples) // self.ranks.replicas)
         try:
             for start in range(0, most, self.microbatch):
-                with self._randomness(step, start):
+                with self.mechanism.microbatch(step, start):
                     if start < len(share):
                         self._backward(share[start : start + self.microbatch])
                     else:
@@ -127,10 +123,6 @@ class ShardedTrainer(Trainer):
         else:
             with self.engine.uncounted():
                 self.engine.backward(losses)
-
-    def _own_sums(self) -> list[Tensor]:
-        """None: gradients were summed on their way into the shards."""
-        return []
 
     def _check_update(self, step: int) -> None:
         """Nothing: what the task remembers are parameters from before they were sharded."""

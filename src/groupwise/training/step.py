@@ -1,4 +1,4 @@
-"""Takes one step: one logical batch, one private release, one update (Algorithm 1).
+"""Takes the steps of a run: the task's losses, in microbatches, through the private mechanism (Algorithm 1).
 
 With several replicas (`ranks`) each takes its share of the batch, and gradients and counts are summed over them once a
 logical batch, before the noise; all hold the run's key and so add the very same noise, and stay equal bit for bit. That
@@ -6,7 +6,6 @@ explicit sum is what DistributedDataParallel with `no_sync` would do, and a repl
 """
 
 import sys
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,9 @@ import torch
 
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
-from groupwise.privacy import (
-    AdaptiveThresholds,
-    FixedThresholds,
-    NoiseSource,
-    PoissonSampler,
-    PrivacyPlan,
-    ShuffleSampler,
-    release_gradients,
-    secret_randomness,
-)
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
+from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import ran_out
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Split, Task
@@ -34,47 +25,60 @@ from groupwise.training.task import Split, Task
 
 @dataclass
 class Trainer:
-    """Everything that one step reads or changes; `state_dict` and the step number are all that a resumed run needs.
+    """A task and the mechanism that trains it; `state_dict` and the step number are all that a resumed run needs.
 
     It is a `groupwise.training.train.AnyTrainer`: with replicas, all of them call the same methods at the same time.
     """
 
     task: Task
-    engine: ClippingEngine | None
-    thresholds: FixedThresholds | AdaptiveThresholds | None
-    plan: PrivacyPlan
-    sampler: PoissonSampler | ShuffleSampler
-    noise: NoiseSource
-    allocation: str
-    optimizer: torch.optim.Optimizer
+    mechanism: Mechanism
     schedule: torch.optim.lr_scheduler.LRScheduler
     microbatch: int
-    device: torch.device
-    ranks: Alone | Ranks = field(default_factory=Alone)
     _loss: torch.Tensor = field(init=False)
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._trainable = [p for p in self.task.model.parameters() if p.requires_grad]
-        self._gradient_noise = self._count_noise = self.noise
+    @property
+    def engine(self) -> ClippingEngine | None:
+        """What clips; None for plain training."""
+        return self.mechanism.engine
+
+    @property
+    def thresholds(self) -> FixedThresholds | AdaptiveThresholds | None:
+        """Those of the engine's groups."""
+        return self.mechanism.thresholds
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """What was promised."""
+        return self.mechanism.plan
+
+    @property
+    def noise(self) -> NoiseSource:
+        """The run's source."""
+        return self.mechanism.noise
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self.mechanism.device
+
+    @property
+    def ranks(self) -> Alone | Ranks:
+        """The processes of the run."""
+        return self.mechanism.ranks
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
-        examples = self.task.order(self.sampler.indices(step))
-        if self.engine is not None and self.thresholds is not None:
-            self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
-        self._accumulate(examples, step)
-        counts = self._sum_over_replicas()
-        noise_norm = self._release(step)
+        self._accumulate(self.task.order(self.mechanism.open(step)), step)
         rate = float(self.schedule.get_last_lr()[0])
-        self.optimizer.step()
+        released = self.mechanism.close()
         self.schedule.step()
         self._check_update(step)
-        self._known = {"learning_rate": rate, **noise_norm, "nonprivate/batch_size": float(len(examples))}
-        if self.engine is None or self.thresholds is None:
+        self._known = {"learning_rate": rate, "nonprivate/batch_size": float(released.drawn)}
+        if self.engine is None or released.noise_norm is None:
             return [float(self._loss)]
-        self.thresholds.update(counts, len(examples), self._count_noise, step)  # last: noise took those that clipped
-        self._known["nonprivate/clipped"] = 1.0 - float(counts.mean()) / max(len(examples), 1)
+        self._known["noise_norm"] = released.noise_norm
+        self._known["nonprivate/clipped"] = 1.0 - float(released.counts.mean()) / max(released.drawn, 1)
         return [float(self._loss), float(self.engine.nonfinite)]
 
     def report(self, totals: list[float]) -> dict[str, float]:
@@ -93,7 +97,7 @@ class Trainer:
             try:
                 self._clear()
                 for start in range(0, len(share), self.microbatch):
-                    with self._randomness(step, start):
+                    with self.mechanism.microbatch(step, start):
                         self._backward(share[start : start + self.microbatch])
                 return
             except (RuntimeError, MemoryError) as error:
@@ -107,86 +111,35 @@ class Trainer:
             self.microbatch //= 2
             print(f"warning: memory ran out; going on with {self.microbatch} examples at once.", file=sys.stderr)
 
-    def _randomness(self, step: int, start: int) -> AbstractContextManager[None]:
-        """Masks of the microbatch that begins at `start` in this process's share: secret, and nobody else's."""
-        process = self.ranks.replica * self.ranks.stages + self.ranks.stage
-        return secret_randomness(self.noise, step, start, process=process, device=self.device)
-
     def _clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.mechanism.clear()
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.engine is not None:
-            self.engine.reset()
 
     def _backward(self, examples: np.ndarray) -> None:
         losses = self.task.losses(examples)
-        if self.engine is None:
-            losses.sum().backward()
-        else:
-            self.engine.backward(losses)
+        self.mechanism.backward(losses)
         self._loss += losses.detach().sum()
-
-    def _sum_over_replicas(self) -> torch.Tensor:
-        """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""
-        counts = torch.zeros(0) if self.engine is None else self.engine.counts
-        if self.ranks.replicas > 1:
-            on_device = counts.to(self.device)
-            self.ranks.sum_([*self._own_sums(), *([on_device] if len(counts) else [])])
-            counts = on_device.cpu()
-        return counts
-
-    def _own_sums(self) -> list[torch.Tensor]:
-        """Gradients that hold this replica's share alone; those of an empty share are zeros."""
-        for parameter in self._trainable:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self._trainable if parameter.grad is not None]
-
-    def _release(self, step: int) -> dict[str, float]:
-        """Noise once for the logical batch, as far as the engine says one example moves it; then divide by B."""
-        batch_size = self.plan.expected_batch_size
-        if self.engine is None or self.thresholds is None:
-            for parameter in self._trainable:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad.div_(batch_size)
-            return {}
-        stds = release_gradients(
-            self.engine.sensitivity(self.plan.adjacency),
-            allocation=self.allocation,
-            noise_multiplier=self.plan.gradient_noise_multiplier,
-            expected_batch_size=batch_size,
-            noise=self._gradient_noise,
-            step=step,
-            groups_elsewhere=self.plan.num_groups - len(self.engine.groups),
-        )
-        sizes = torch.tensor([sum(p.numel() for p in group.parameters) for group in self.engine.groups])
-        return {"noise_norm": float((stds.square() * sizes).sum().sqrt()) / batch_size}
 
     def _check_update(self, step: int) -> None:
         self.task.check_update(step)
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on."""
-        state = {
+        return {
             "model": self._model_state(),
-            "optimizer": self.optimizer.state_dict(),
-            "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
+            "optimizer": self.mechanism.optimizer.state_dict(),
             "microbatch": self.microbatch,
-            "noise_key": self.noise.key,
-            "noise_is_secret": self.noise.is_secret,
-            "plan": self.plan.to_dict(),
+            **self.mechanism.state_dict(),
         }
-        return state
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go back to where `state_dict` was taken, after `step` steps (noise and plan are the caller's)."""
+        optimizer = self.mechanism.optimizer
         self.task.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
         self.schedule.last_epoch = step
-        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-        if self.thresholds is not None:
-            self.thresholds.load_state_dict(state["thresholds"])
+        self.schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+        self.mechanism.load_state_dict(state, step)
         self.microbatch = state["microbatch"]
 
     # -- what a session asks for beside steps: every process calls these, and the main one writes -----------------

@@ -34,11 +34,23 @@ class AnyTrainer(Protocol):
     """
 
     task: Task
-    plan: PrivacyPlan
-    noise: NoiseSource
-    device: torch.device
     microbatch: int
-    ranks: Alone | Ranks
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """What was promised."""
+
+    @property
+    def noise(self) -> NoiseSource:
+        """The run's source."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+
+    @property
+    def ranks(self) -> Alone | Ranks:
+        """The processes of the run."""
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of sums over all processes, as many in each."""

@@ -1,0 +1,80 @@
+"""Loads the microbatches that were drawn, with torch's DataLoader; what a dataset draws at random follows the key."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, secret_randomness
+
+Place = tuple[int, int, Sequence[int]]
+"""Of a microbatch: its step, where it begins in this process's share of the batch, and its examples."""
+
+
+def length_of(data: Any) -> int:
+    """N, of a dataset whose examples have numbers.
+
+    Raises:
+        UserError: a loader, or anything without a length and numbered examples.
+    """
+    if isinstance(data, DataLoader):
+        raise UserError(
+            "data is a DataLoader, whose batches are not drawn as the account of epsilon has it: give its dataset "
+            "(loader.dataset), and draw with private.batches(...)."
+        )
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UserError(
+            f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
+            "a dataset with __len__ and __getitem__."
+        )
+    return len(data)
+
+
+def load(
+    data: Any,
+    places: Iterable[Place],
+    noise: NoiseSource,
+    process: int,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int,
+    pin_memory: bool,
+) -> Iterator[Any]:
+    """What ``collate_fn`` makes of the examples of each place, in order.
+
+    Torch's, Python's and numpy's default generators are the key's while examples are read, in worker processes too.
+    """
+    return iter(
+        DataLoader(
+            _Microbatches(data, collate_fn or default_collate, noise.child("data"), process),
+            batch_size=None,
+            sampler=places,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else the loader draws its workers' seeds from the caller's
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Microbatches(Dataset[Any]):
+    data: Any
+    collate: Callable[[list[Any]], Any]
+    noise: NoiseSource
+    """Not the one of the model's masks: an augmentation must not repeat them."""
+    process: int
+
+    def __getitem__(self, place: Place) -> Any:
+        step, start, rows = place
+        with secret_randomness(self.noise, step, start, process=self.process):
+            if hasattr(self.data, "__getitems__"):
+                return self.collate(self.data.__getitems__(list(rows)))
+            return self.collate([self.data[row] for row in rows])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,337 @@
+"""Trains privately in the user's own loop: `batches`, `backward`, `step`; refuses what the account does not cover."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.privacy.accountants import is_whole
+from groupwise.private.batches import Place, length_of, load
+from groupwise.training.mechanism import Mechanism
+
+TAKEN: WeakSet[nn.Module] = WeakSet()
+"""Modules of the models that are private now."""
+
+
+class Private:
+    """What `make_private` returns: the one way in which its model may learn from its data.
+
+    Example:
+        for x, y in private.batches(microbatch=64):
+            private.backward(F.cross_entropy(model(x), y, reduction="none"))
+            private.step()
+    """
+
+    def __init__(self, mechanism: Mechanism, data: Any) -> None:
+        assert mechanism.engine is not None, "make_private clips always"
+        self.mechanism, self.engine, self._data = mechanism, mechanism.engine, data
+        self._hook = mechanism.optimizer.register_step_pre_hook(self._before_optimizer)
+        self._context = ExitStack()
+        self._loop = 0
+        """Which call of `batches` is in force; a loop with an older number is over."""
+        self._rows: int | None = None
+        """Examples of the microbatch that waits for its backward pass."""
+        self._last = self._summed = self._closing = self._closed = False
+        self._marks: list[tuple[Tensor | None, int]] = []
+        """The gradients as `backward` left them, each with the number of its changes."""
+        self._spent: tuple[int, float] | None = None
+        TAKEN.update(mechanism.model.modules())
+
+    # -- what was promised and spent --------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """What was promised; it sets all noise scales."""
+        return self.mechanism.plan
+
+    @property
+    def executed(self) -> int:
+        """Steps that were released, those with an empty batch included."""
+        return self.mechanism.executed
+
+    @property
+    def epsilon(self) -> float:
+        """ε of the steps that were executed, at the plan's δ, accounted anew (seconds, after a step)."""
+        if self._spent is None or self._spent[0] != self.executed:
+            self._spent = self.executed, self.plan.spent(self.executed).epsilon
+        return self._spent[1]
+
+    def statement(self) -> str:
+        """The plan in words, and what was spent of it."""
+        secret = "" if self.mechanism.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
+        spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
+        return f"{self.plan.statement()}{secret}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps."
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def batches(
+        self,
+        microbatch: int = 64,
+        *,
+        steps: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+    ) -> Iterator[Any]:
+        """Draw the batches of the steps that are left, and yield them in microbatches.
+
+        A step that draws nobody, on this process, is taken here and yields nothing. A loop that is left in the middle
+        of a logical batch has released nothing of it; the next one begins the same batch again, where memory ran out
+        with a smaller ``microbatch``. From the yield until `backward` has returned, the default generators of torch,
+        Python and numpy are the key's, for the masks of the model; a generator of your own is yours to seed.
+
+        Args:
+            microbatch: examples at once, at most; the update depends on it by rounding and masks alone.
+            steps: after how many steps to stop, to evaluate or to save; by default after the last of the plan.
+            num_workers, collate_fn, pin_memory: as in ``torch.utils.data.DataLoader``.
+
+        Raises:
+            UserError: all steps of the plan were taken; the data grew or shrank; an argument out of range.
+        """
+        self._check_open()
+        for name, value in (("microbatch", microbatch), ("steps", 1 if steps is None else steps)):
+            if not is_whole(value) or value < 1:
+                raise UserError(f"{name}={value!r} is out of range: give a whole number of at least 1.")
+        if self.executed >= self.plan.steps:
+            raise UserError(
+                f"All {self.plan.steps} steps of the plan were taken, and one more would cost more than was promised: "
+                "plan more epochs or steps in make_private (`batches` goes through all of them, not through one epoch)."
+            )
+        if length_of(self._data) != self.plan.dataset_size:
+            raise UserError(
+                f"The data had {self.plan.dataset_size} examples and have {length_of(self._data)} now: the plan is for "
+                "the former; make_private anew."
+            )
+        self._leave()
+        self._loop += 1
+        end = self.plan.steps if steps is None else min(self.plan.steps, self.executed + steps)
+        options = {"num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory}
+        return self._microbatches(self._loop, end, int(microbatch), options)
+
+    def _microbatches(self, loop: int, end: int, size: int, options: dict[str, Any]) -> Iterator[Any]:
+        mechanism = self.mechanism
+        ranks = mechanism.ranks
+        places = self._places(self.executed, end, size)
+        loaded = load(self._data, places, mechanism.noise, ranks.replica, **options)
+        try:
+            while self.executed < end:
+                step = self.executed
+                share = ranks.share(mechanism.open(step))
+                self._marks = self._marks_now()
+                for start in range(0, len(share), size):
+                    batch = next(loaded)
+                    self._check_loop(loop)
+                    self._rows = len(share[start : start + size])
+                    self._last = start + size >= len(share)
+                    self._context.enter_context(mechanism.microbatch(step, start))
+                    yield batch
+                    self._check_loop(loop)
+                    if self._rows is not None:
+                        raise UserError(
+                            "A microbatch had no private.backward(losses): all that are drawn take part in their step."
+                        )
+                if not len(share):
+                    self._close()
+                elif self.executed == step:
+                    raise UserError(
+                        "private.step() was not called after the last microbatch of a batch: call it after each "
+                        "private.backward(losses), and it acts when the batch is complete."
+                    )
+        finally:
+            if loop == self._loop:
+                self._leave()
+
+    def _places(self, first: int, end: int, size: int) -> Iterator[Place]:
+        for step in range(first, end):
+            share = self.mechanism.ranks.share(self.mechanism.sampler.indices(step))
+            for start in range(0, len(share), size):
+                yield step, start, share[start : start + size].tolist()
+
+    def backward(self, losses: Tensor) -> None:
+        """Add the clipped gradients of the microbatch; nothing is released.
+
+        Args:
+            losses: one for each of its examples, (b,), in their order; of that example alone.
+
+        Raises:
+            UserError: outside of `batches`, or twice; losses of another number; gradients that changed since the last
+                backward pass; what `ClippingEngine.backward` refuses.
+        """
+        self._check_open()
+        if self._rows is None:
+            raise UserError(
+                "private.backward has no microbatch to act on: call it once for each that private.batches() yields, "
+                "inside that loop."
+            )
+        shape = tuple(getattr(losses, "shape", ()))
+        if shape != (self._rows,):
+            raise UserError(
+                f"losses has shape {shape} for the {self._rows} examples that were drawn: give one loss for each of "
+                "them (reduction='none'), and of no others."
+            )
+        self._check_gradients()
+        try:
+            self.mechanism.backward(losses)
+        except BaseException:
+            self._leave()  # the sums may be halves: only a batch that begins again can be released
+            self._loop += 1
+            raise
+        self._context.close()
+        self._rows, self._summed = None, True
+        self._marks = self._marks_now()
+
+    def step(self) -> bool:
+        """Release, update and count the step if its batch is complete; else do nothing.
+
+        Returns:
+            Whether it did: then a learning-rate scheduler may step.
+
+        Raises:
+            UserError: no `backward` since the last call; gradients or parameters that are others than they were.
+        """
+        self._check_open()
+        if not self._summed:
+            raise UserError(
+                "private.step() has nothing new to act on: call it once after each private.backward(losses), inside "
+                "the loop over private.batches()."
+            )
+        self._check_gradients()
+        self._summed = False
+        if self._last:
+            self._close()
+            return True
+        return False
+
+    def _close(self) -> None:
+        check_parameters(self.mechanism.model, self.mechanism.optimizer)
+        self._closing = True
+        try:
+            self.mechanism.close()
+        finally:
+            self._closing = self._last = False
+
+    # -- what is refused ----------------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if not self._closing:
+            raise UserError(
+                "optimizer.step() would apply gradients without noise: call private.step() in its place (and no "
+                "GradScaler, which calls it too)."
+            )
+
+    def _marks_now(self) -> list[tuple[Tensor | None, int]]:
+        grads = [parameter.grad for parameter in self.mechanism.trainable]
+        return [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+    def _check_gradients(self) -> None:
+        pairs = zip(self._marks_now(), self._marks, strict=True)
+        if any(now is not then or changes != known for (now, changes), (then, known) in pairs):
+            raise UserError(
+                "Gradients were changed by something else than private.backward(losses): leave out loss.backward(), "
+                "optimizer.zero_grad(), clip_grad_norm_ and GradScaler, and put penalties into the losses."
+            )
+
+    def _check_loop(self, loop: int) -> None:
+        self._check_open()
+        if loop != self._loop:
+            raise UserError(
+                "This loop over private.batches() is over, as another began or a backward pass failed: take a new one."
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("This private training was detached: make_private anew, with a budget of its own.")
+
+    def _leave(self) -> None:
+        """Give the generators back, and forget the microbatch and the sums that wait."""
+        self._context.close()
+        self._rows, self._summed, self._last = None, False, False
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse: two trainings with one key would add the same noise twice."""
+        self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse, as for copies."""
+        raise UserError(
+            "A private training is not copied or pickled, as its copy would add the same noise again: keep "
+            "private.state_dict(), and load it into a new one."
+        )
+
+    # -- going on later -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
+
+        A batch that is under way is not in it: it is drawn again, with the same noise.
+        """
+        self._check_open()
+        return {
+            **self.mechanism.state_dict(),
+            "step": self.executed,
+            "model": self.mechanism.model.state_dict(),
+            "optimizer": self.mechanism.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, to the same bits; before the first step.
+
+        Raises:
+            UserError: after a step; a state of another plan, or of something else.
+        """
+        self._check_open()
+        if self.executed:
+            raise UserError(
+                f"{self.executed} steps were taken here already, and going back would repeat their noise on other "
+                "gradients: make_private anew, and load the state before the first step."
+            )
+        if not isinstance(state, dict) or not {"plan", "step", "noise_key", "model", "optimizer"} <= state.keys():
+            raise UserError("The state is none of a private training: give what private.state_dict() returned.")
+        if state["plan"] != self.plan.to_dict():
+            raise UserError(
+                "The state was made under another plan (data, budget, steps or groups): give the same ones."
+            )
+        self._leave()
+        self._loop += 1
+        mechanism = self.mechanism
+        mechanism.use_key(NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], mechanism.noise.secure))
+        mechanism.model.load_state_dict(state["model"])
+        mechanism.optimizer.load_state_dict(state["optimizer"])
+        mechanism.load_state_dict(state, state["step"])
+
+    def detach(self) -> None:
+        """End the training: the model and the optimiser are as they were, and nothing more is released here."""
+        if not self._closed:
+            self._leave()
+            self._closed = True
+            self._hook.remove()
+            self.engine.detach()
+            for module in self.mechanism.model.modules():
+                TAKEN.discard(module)
+
+
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser that moves anything else than the model's trainable parameters, or not all of them.
+
+    Raises:
+        UserError: naming a parameter.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in moved:
+        if id(parameter) not in names:
+            raise UserError(
+                f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, so its "
+                "gradient is not clipped: make it over model.parameters()."
+            )
+    there = {id(parameter) for parameter in moved}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in there:
+            raise UserError(
+                f"Parameter {name!r} trains but is not in the optimizer: freeze it before make_private, or add it."
+            )

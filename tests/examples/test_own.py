@@ -1,0 +1,34 @@
+"""The examples of private training keep their budget and learn; a seed stands in for their noise key."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from groupwise.privacy import NoiseSource
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def printed(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
+    """The numbers of the last line that an example prints."""
+    monkeypatch.setattr(NoiseSource, "fresh", lambda: NoiseSource.from_seed(0))
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return [float(number) for number in re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])]
+
+
+def test_a_network_of_ones_own_reads_digits(monkeypatch, capsys):
+    epsilon, accuracy = printed("own_model.py", monkeypatch, capsys)
+    assert 7.9 < epsilon <= 8
+    assert accuracy >= 0.9
+    assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 40
+
+
+@pytest.mark.slow
+def test_adapters_of_a_llama_learn_to_count(monkeypatch, capsys):
+    epsilon, before, after = printed("lora.py", monkeypatch, capsys)
+    assert 7.9 < epsilon <= 8
+    assert before > 3 and after < 0.5

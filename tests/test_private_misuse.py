@@ -1,0 +1,471 @@
+"""Every way to hold `make_private` wrong that docs/sharp_edges.md lists is refused in a sentence, or harmless."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from groupwise import Private, make_private
+from groupwise.clipping import per_layer
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, make_plan
+from groupwise.training.ranks import Alone
+
+EXAMPLES, BATCH, MICROBATCH = 40, 20, 4
+X = torch.randn(EXAMPLES, 5, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] > 0).long()
+DATA = TensorDataset(X, Y)
+
+
+class Use:
+    """A model, an optimiser and their private training, with batches of several microbatches each."""
+
+    def __init__(self, model: nn.Module | None = None, data: Any = DATA, seed: int = 3, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = model or network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
+        settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": BATCH, "accountant": "rdp", "delta": 1e-3}
+        self.private = make_private(
+            self.model,
+            self.optimizer,
+            data,
+            **{**settings, "noise_source": NoiseSource.from_seed(seed), **options},
+        )
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x), y, reduction="none")
+
+    def train(self, steps: int | None = None) -> Use:
+        for x, y in self.private.batches(MICROBATCH, steps=steps):
+            self.private.backward(self.losses(x, y))
+            self.private.step()
+        return self
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def network(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *more, nn.Linear(8, 2))
+
+
+def make(**options: Any) -> None:
+    Use(**{name: None if value == "none" else value for name, value in options.items()})
+
+
+def in_the_loop(do: Callable[[Use, Tensor, Tensor], object], **options: Any) -> None:
+    """Train as one should, and do something else as well before every `step`."""
+    use = Use(**options)
+    for x, y in use.private.batches(MICROBATCH):
+        do(use, x, y)
+        use.private.step()
+
+
+def well(use: Use, x: Tensor, y: Tensor) -> None:
+    use.private.backward(use.losses(x, y))
+
+
+def then(do: Callable[[Use], object]) -> Callable[[Use, Tensor, Tensor], None]:
+    def both(use: Use, x: Tensor, y: Tensor) -> None:
+        well(use, x, y)
+        do(use)
+
+    return both
+
+
+def plan(**options: Any) -> Any:
+    given = {"dataset_size": EXAMPLES, "expected_batch_size": BATCH, "steps": 3, "num_groups": 2, "delta": 1e-3}
+    return make_plan(**{**given, "noise_multiplier": 1.0, "quantile_budget": 0.01, "accountant": "rdp", **options})
+
+
+def with_plan(made: Any, **options: Any) -> None:
+    Use(**{"plan": made, "noise_multiplier": None, "steps": None, "batch_size": None, "delta": None, **options})
+
+
+def other_model(use: Use, x: Tensor, y: Tensor) -> None:
+    use.private.backward(F.cross_entropy(network()(x), y, reduction="none"))
+
+
+def past_the_engine(use: Use, x: Tensor, y: Tensor) -> None:
+    use.losses(x, y).sum().backward()
+
+
+def penalty(use: Use) -> None:
+    sum(p.square().sum() for p in use.model.parameters()).backward()
+
+
+def no_backward() -> None:
+    use = Use()
+    for _ in use.private.batches(MICROBATCH):
+        pass
+
+
+def no_step() -> None:
+    use = Use()
+    for x, y in use.private.batches(MICROBATCH):
+        well(use, x, y)
+
+
+def step_outside() -> None:
+    use = Use()
+    for x, y in use.private.batches(MICROBATCH):
+        well(use, x, y)
+        break
+    use.private.step()
+
+
+def two_loops() -> None:
+    use = Use()
+    first = use.private.batches(MICROBATCH)
+    next(first)
+    next(use.private.batches(MICROBATCH))
+    next(first)
+
+
+def freeze(use: Use) -> None:
+    use.model[0].weight.requires_grad_(False)
+
+
+def add(use: Use) -> None:
+    use.model[0].extra = nn.Parameter(torch.zeros(1))
+
+
+def more_in_the_optimizer(use: Use) -> None:
+    use.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def closed() -> None:
+    use = Use().train(1)
+    use.private.detach()
+    use.train()
+
+
+def frozen_later() -> None:
+    use = Use().train(1)
+    freeze(use)
+    use.train()
+
+
+def added_later() -> None:
+    use = Use().train(1)
+    add(use)
+    use.train()
+
+
+def other_state() -> None:
+    Use().private.load_state_dict(Use(steps=4).private.state_dict())
+
+
+def no_state() -> None:
+    use = Use()
+    use.private.load_state_dict(use.model.state_dict())
+
+
+def back_in_time() -> None:
+    use = Use()
+    state = copy.deepcopy(use.private.state_dict())
+    use.train(1).private.load_state_dict(state)
+
+
+def grown() -> None:
+    data = [(x, y) for x, y in zip(X, Y, strict=True)]
+    use = Use(data=data).train(1)
+    data.append(data[0])
+    use.train()
+
+
+def foreign_parameters() -> None:
+    model = network()
+    everything = [*model.parameters(), nn.Parameter(torch.zeros(3))]
+    make_private(model, torch.optim.SGD(everything, lr=1.0), DATA, epsilon=1, steps=1, batch_size=2)
+
+
+def left_out() -> None:
+    model = network()
+    make_private(model, torch.optim.SGD(model[0].parameters(), lr=1.0), DATA, epsilon=1, steps=1, batch_size=2)
+
+
+def twice() -> None:
+    use = Use()
+    make_private(use.model, use.optimizer, DATA, epsilon=1, steps=1, batch_size=2)
+
+
+def nested() -> None:
+    use = Use()
+    outer = nn.Sequential(use.model, nn.Linear(2, 2))
+    make_private(outer, torch.optim.SGD(outer.parameters(), lr=1.0), DATA, epsilon=1, steps=1, batch_size=2)
+
+
+def lbfgs() -> None:
+    model = network()
+    make_private(model, torch.optim.LBFGS(model.parameters()), DATA, epsilon=1, steps=1, batch_size=2)
+
+
+def mixing() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x - x.mean(0))
+
+    model = Mixing()
+    check = lambda rows: F.cross_entropy(model(X[rows]), Y[rows], reduction="none")  # noqa: E731
+    Use(model, check=check)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+class Stages(Alone):
+    stages = 2
+
+
+def scaled(use: Use) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(use.optimizer)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "none of epsilon, noise_multiplier and plan": (lambda: make(noise_multiplier="none"), "0 of epsilon"),
+    "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
+    "neither epochs nor steps": (lambda: make(steps="none"), "neither of epochs and steps"),
+    "both epochs and steps": (lambda: make(epochs=1), "both of epochs and steps"),
+    "epochs that are no length": (lambda: make(steps="none", epochs=-1), "epochs=-1"),
+    "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
+    "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),
+    "a threshold out of range": (lambda: make(threshold=-1.0), "finite and positive"),
+    "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile is 1.5"),
+    "no budget for the counts of adaptive thresholds": (lambda: make(quantile_budget=0.0), "quantile_budget=0"),
+    'an unknown mode, or `clip="none"`': (lambda: make(clip="adaptive_layers"), "did you mean adaptive_layer"),
+    "an unknown setting": (lambda: make(target_quantle=0.5), "did you mean target_quantile"),
+    "an unknown allocation of the noise": (lambda: make(noise="local"), "noise='local'"),
+    "a partition that misses a layer": (lambda: make(clip=per_layer(network())[:1]), "group"),
+    "a plan of shuffled batches": (lambda: with_plan(plan(sampling="shuffle")), "guarantees nothing"),
+    "a plan of other data or groups": (lambda: with_plan(plan(num_groups=3)), "num_groups=3"),
+    "a plan without the counts' budget, or with it for nothing": (
+        lambda: with_plan(plan(quantile_budget=0.0)),
+        "does not go with",
+    ),
+    "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan says"),
+    "data without a length": (lambda: make(data=Stream()), "without a length"),
+    "a DataLoader (shuffled batches)": (lambda: make(data=DataLoader(DATA, 4, shuffle=True)), "DataLoader"),
+    "data that grow or shrink afterwards": (grown, "have 41 now"),
+    "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
+    "a model in DataParallel or DistributedDataParallel": (
+        lambda: make(model=nn.DataParallel(network())),
+        "DataParallel",
+    ),
+    "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
+    "examples that mix in the model, with `check=`": (mixing, "batch"),
+    "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
+    "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
+    "a parameter group added to the optimizer later": (
+        lambda: in_the_loop(then(more_in_the_optimizer)),
+        "not the model's",
+    ),
+    "LBFGS": (lbfgs, "LBFGS"),
+    "`make_private` twice on one model": (twice, "already"),
+    "`make_private` on a model with a private part": (nested, "already"),
+    "a mean loss, or any that is not one number an example": (
+        lambda: in_the_loop(lambda use, x, y: use.private.backward(use.losses(x, y).mean())),
+        "losses has shape",
+    ),
+    "losses of more or fewer examples than were drawn": (
+        lambda: in_the_loop(lambda use, x, y: use.private.backward(use.losses(X[:9], Y[:9]))),
+        "losses has shape",
+    ),
+    "another model's losses": (lambda: in_the_loop(other_model), "attached model|reach no layer"),
+    "`backward` outside of `batches`": (lambda: Use().private.backward(torch.ones(3)), "no microbatch"),
+    "two `backward` for one microbatch": (
+        lambda: in_the_loop(then(lambda use: use.private.backward(torch.ones(4)))),
+        "no microbatch",
+    ),
+    "a microbatch that is skipped": (no_backward, "had no private.backward"),
+    "`loss.backward()`": (lambda: in_the_loop(past_the_engine), "engine.backward|nothing new"),
+    "a penalty's own `backward()`": (lambda: in_the_loop(then(penalty)), "Gradients were changed"),
+    "`clip_grad_norm_`, or any other change of `.grad`": (
+        lambda: in_the_loop(then(lambda use: nn.utils.clip_grad_norm_(use.model.parameters(), 0.1))),
+        "Gradients were changed",
+    ),
+    "`GradScaler.step`": (lambda: in_the_loop(then(scaled)), "without noise"),
+    "`optimizer.step()`: a step without noise": (
+        lambda: in_the_loop(then(lambda use: use.optimizer.step())),
+        "without noise",
+    ),
+    "`step` before `backward`": (lambda: in_the_loop(lambda use, x, y: None), "nothing new"),
+    "`step` twice: a second noise": (lambda: in_the_loop(then(lambda use: use.private.step())), "nothing new"),
+    "`mechanism.close()` by hand: a second noise": (lambda: Use().train(1).private.mechanism.close(), "nothing to rel"),
+    "`step` left out": (no_step, "was not called"),
+    "`step` outside of the loop": (step_outside, "nothing new"),
+    "more steps than were planned": (lambda: Use().train().train(), "All 3 steps"),
+    "two loops at once": (two_loops, "is over"),
+    "a parameter frozen or thawed later": (frozen_later, "frozen"),
+    "a parameter added or replaced later": (added_later, "added"),
+    "anything after `detach`": (closed, "detached"),
+    "a state of another plan": (other_state, "another plan"),
+    "a state of something else": (no_state, "none of a private training"),
+    "a state loaded after steps were taken (the same noise again)": (back_in_time, "going back"),
+    "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "not copied"),
+    "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "not copied"),
+    "a microbatch size that is none": (lambda: Use().private.batches(0), "microbatch=0"),
+}
+
+
+@pytest.mark.parametrize("misuse", REFUSED, ids=lambda name: name.replace("`", ""))
+def test_is_refused_in_one_sentence(misuse):
+    do, told = REFUSED[misuse]
+    with pytest.raises(UserError, match=told) as caught:
+        do()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def left_in_the_middle(use: Use) -> None:
+    for x, y in use.private.batches(MICROBATCH):
+        well(use, x, y)
+        break
+    use.train()
+
+
+def zero_grad_first(use: Use) -> None:
+    for x, y in use.private.batches(EXAMPLES):
+        use.optimizer.zero_grad()
+        well(use, x, y)
+        use.private.step()
+
+
+def whole(use: Use) -> None:
+    for x, y in use.private.batches(EXAMPLES):
+        well(use, x, y)
+        use.private.step()
+
+
+def an_error_in_the_loop(use: Use) -> None:
+    with pytest.raises(KeyError):
+        for x, y in use.private.batches(MICROBATCH):
+            well(use, x, y)
+            raise KeyError
+    use.train()
+
+
+def seeds_everywhere(use: Use) -> None:
+    for x, y in use.private.batches(MICROBATCH):
+        well(use, x, y)
+        torch.manual_seed(0)
+        use.private.step()
+
+
+def evaluates(use: Use) -> None:
+    for x, y in use.private.batches(MICROBATCH):
+        with torch.no_grad():
+            use.model.eval()(X)
+        use.model.train()
+        well(use, x, y)
+        use.private.step()
+
+
+def refused_losses_and_again(use: Use) -> None:
+    for x, y in use.private.batches(MICROBATCH):
+        losses = use.losses(x, y)
+        with pytest.raises(UserError):
+            use.private.backward(losses.mean())
+        use.private.backward(losses)
+        use.private.step()
+
+
+def loop_of_epochs(use: Use) -> None:
+    while use.private.executed < use.private.plan.steps:
+        use.train(1)
+
+
+HARMLESS: dict[str, tuple[Callable[[Use], object], Callable[[Use], object]]] = {
+    "leaving the loop in the middle of a batch": (left_in_the_middle, Use.train),
+    "an error in the loop, and a new loop": (an_error_in_the_loop, Use.train),
+    "`torch.manual_seed` in the loop": (seeds_everywhere, Use.train),
+    "evaluating in the loop": (evaluates, Use.train),
+    "losses that were refused for their shape, then right ones": (refused_losses_and_again, Use.train),
+    "a loop for each few steps": (loop_of_epochs, Use.train),
+    "`optimizer.zero_grad()` before a batch of one microbatch": (zero_grad_first, whole),
+}
+
+
+@pytest.mark.parametrize("misuse", HARMLESS, ids=lambda name: name.replace("`", ""))
+def test_is_harmless(misuse):
+    """The same weights, to the bit, and the same steps on the account."""
+    do, usual = HARMLESS[misuse]
+    model = [network(nn.Dropout(0.3)) for _ in range(2)]
+    model[1].load_state_dict(model[0].state_dict())
+    held, right = Use(model[0]), Use(model[1])
+    do(held)
+    usual(right)
+    assert torch.equal(held.weights, right.weights)
+    assert held.private.executed == right.private.executed == 3
+
+
+def test_zero_grad_between_microbatches_is_refused():
+    use = Use()
+    with pytest.raises(UserError, match="Gradients were changed"):
+        for x, y in use.private.batches(1):
+            use.optimizer.zero_grad()
+            well(use, x, y)
+            use.private.step()
+
+
+def test_what_is_refused_releases_nothing():
+    use = Use().train(1)
+    before, executed = use.weights, use.private.executed
+    for misuse in (use.private.step, use.optimizer.step, lambda: use.private.backward(torch.ones(3))):
+        with pytest.raises(UserError):
+            misuse()
+    assert torch.equal(use.weights, before) and use.private.executed == executed
+
+
+def test_after_a_failed_backward_the_batch_begins_again():
+    use, right = Use(), Use()
+    with pytest.raises(UserError):
+        for x, y in use.private.batches(MICROBATCH):
+            other_model(use, x, y)
+    assert torch.equal(use.train().weights, right.train().weights)
+
+
+def test_a_call_that_is_refused_leaves_the_model_as_it_was():
+    model = network()
+    with pytest.raises(UserError):
+        Use(model, steps=None)
+    assert all("forward" not in vars(module) for module in model.modules())
+    model[0].weight.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert Use(model).train().private.executed == 3
+
+
+def test_after_detach_the_model_and_the_optimizer_are_the_users_again():
+    use = Use().train(1)
+    use.private.detach()
+    use.losses(X, Y).mean().backward()
+    use.optimizer.step()
+    assert isinstance(Use(use.model).private, Private)
+    assert math.isfinite(float(use.weights.sum()))
+
+
+def test_the_table_of_the_documents_has_just_these():
+    text = (Path(__file__).resolve().parents[1] / "docs" / "sharp_edges.md").read_text()
+    section = text.split("## Holding `make_private` wrong")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| (.+) \| (refused|harmless)\b.*\|$", section, re.M))
+    assert rows == {**dict.fromkeys(REFUSED, "refused"), **dict.fromkeys(HARMLESS, "harmless")}
+    assert len(rows) >= 25
