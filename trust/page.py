@@ -22,6 +22,18 @@ NOTHING = "Not measured yet."
 Rows = list[dict[str, str]]
 
 
+DESIGNS = {
+    "full": "one release of the whole data; with dropout the attacker looks along a canary's mean over his own masks",
+    "poisson": "four releases of Poisson samples, each a quarter of the data",
+    "counts": "the released counts alone",
+    "worlds": "a real task's model, data, loss and dropout, in one release played 300 times with one example and 300 "
+    "times without, along that example's mean gradient; it does not add all that an example may, and 300 plays prove no ε "
+    "above 3.7 (if Gaussian, some way below the claim)",
+    "masks": "as `worlds`, with dropout dealt from the public seed, along where that would have moved the sum",
+}
+"""What each design of an audit attacks."""
+
+
 def audits(rows: Rows) -> str:
     """A table a design: one line a mode, model, allocation and share of the counts, one column a budget."""
     budgets = sorted({row["epsilon_claimed"] for row in rows}, key=float)
@@ -36,7 +48,7 @@ def audits(rows: Rows) -> str:
                 gaussian = row["epsilon_lower_gaussian"] and f" ({row['epsilon_lower_gaussian']})"
                 lines.setdefault(of, {})[row["epsilon_claimed"]] = row["epsilon_lower"] + gaussian
         table = markdown(head, [[*of, *(found.get(budget, "–") for budget in budgets)] for of, found in lines.items()])
-        tables.append(f"Design `{design}`:\n\n{table}")
+        tables.append(f"Design `{design}`: {DESIGNS[design]}.\n\n{table}")
     return "\n\n".join(tables)
 
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 from scipy import stats
 
-from groupwise.audit import attacker as watch
 from groupwise.audit import one_run as game
 from groupwise.audit.attacker import Evidence, in_counts, in_gradients, log_ratio
 from groupwise.audit.canaries import make_canaries, own_gradients
 from groupwise.audit.one_run import audit_one_run, level_of, present_canaries
 from groupwise.audit.options import make_setting
-from groupwise.clipping import per_layer
+from groupwise.clipping import clip_factors, per_layer
+from groupwise.clipping.factors import CLIP_RULES
 from groupwise.privacy import mechanism
 
 QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
@@ -61,9 +61,7 @@ def test_behind_dropout_a_canary_shows_its_mean_over_masks(own_cache):
 
 
 def test_an_example_that_is_clipped_too_little_would_be_seen(own_cache, monkeypatch):
-    from groupwise.training import from_config as clipping
-
-    monkeypatch.setattr(clipping, "clip_factors", lambda norms, threshold: 1.5 * watch.clip_factors(norms, threshold))
+    monkeypatch.setitem(CLIP_RULES, "min", lambda _: lambda norms, threshold: 1.5 * clip_factors(norms, threshold))
     monkeypatch.setattr("groupwise.build.verify", lambda *_, **__: None)
     absent, present = standardised(make_setting(["clip=fixed_layer", *QUICK], canaries=600, seed=3))
     assert normal(absent) and not normal(present)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from groupwise.clipping import automatic_factors, clip_factors
 from groupwise.clipping import factors as factors_module
 from groupwise.clipping.factors import (
+    CLIP_RULES,
     add_weighed_rows,
     drop_zero_rows,
     is_sync_free,
@@ -15,15 +16,21 @@ from groupwise.clipping.factors import (
     scale_rows,
     weigh_rows,
 )
+from groupwise.config.checks import CHOICES
 
 positive = st.floats(1e-20, 1e20)
 
 
-@given(st.lists(st.floats(0, 1e20), min_size=1), positive, st.sampled_from([clip_factors, automatic_factors(0.01)]))
-def test_the_clipped_norm_is_at_most_the_threshold(norms, threshold, rule):
+@pytest.mark.parametrize("name", CLIP_RULES)
+@given(st.lists(st.floats(0, 1e20), min_size=1), positive, st.sampled_from([1e-4, 0.01, 1.0]))
+def test_the_clipped_norm_is_at_most_the_threshold(name, norms, threshold, gamma):
     norms = torch.tensor(norms, dtype=torch.float64)
-    clipped = norms * rule(norms, torch.tensor(threshold, dtype=torch.float64))
+    clipped = norms * CLIP_RULES[name](gamma)(norms, torch.tensor(threshold, dtype=torch.float64))
     assert bool((clipped <= threshold * (1 + 1e-12)).all())
+
+
+def test_every_rule_of_the_configuration_is_known_and_no_other():
+    assert tuple(CLIP_RULES) == CHOICES["clip.rule"]
 
 
 def test_short_gradients_are_kept_as_they_are():

@@ -38,6 +38,13 @@ def automatic_factors(gamma: float) -> ClipRule:
     return factors
 
 
+CLIP_RULES: dict[str, Callable[[float], ClipRule]] = {
+    "min": lambda gamma: clip_factors,
+    "automatic": automatic_factors,
+}
+"""The rule that each `clip.rule=` names, made from `clip.gamma`."""
+
+
 def keep_finite(factors: Tensor, squared_norms: Tensor) -> Tensor:
     """Set the factor of every example whose norm is not finite to exactly 0: it is left out of the sum."""
     return torch.where(squared_norms < math.inf, factors, 0.0)  # NaN is not

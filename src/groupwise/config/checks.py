@@ -260,8 +260,8 @@ def _clipping(config: RunConfig) -> Iterator[str]:
         )
     if clip.mapping and clip.grouping != "custom":
         yield f"clip.mapping is read only with clip.grouping=custom, not {clip.grouping}: drop one of them."
-    if clip.rule == "automatic" and clip.gamma == 0:
-        yield ("clip.gamma=0 with clip.rule=automatic divides by a zero norm: give a small number such as 0.01.")
+    if clip.rule != "min" and clip.gamma == 0:
+        yield (f"clip.gamma=0 with clip.rule={clip.rule} divides by a zero norm: give a small number such as 0.01.")
     if clip.policy == "adaptive":
         yield from _adaptive(config)
     if clip.grouping != "none" and config.model.norm == "batch":

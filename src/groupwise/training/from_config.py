@@ -13,18 +13,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from groupwise.clipping import (
-    ClippingEngine,
-    Partition,
-    attach,
-    automatic_factors,
-    by_mapping,
-    clip_factors,
-    flat,
-    per_block,
-    per_layer,
-)
-from groupwise.clipping.factors import ClipRule
+from groupwise.clipping import ClippingEngine, Partition, attach, by_mapping, flat, per_block, per_layer
+from groupwise.clipping.factors import CLIP_RULES
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
@@ -59,18 +49,11 @@ def make_engine(
         partition,
         _even(clip, len(partition)),
         norms=clip.norms,  # type: ignore[arg-type]
-        clip_rule=clip_rule_of(clip),
+        clip_rule=CLIP_RULES[clip.rule](clip.gamma),
         formula=clip.formula,  # type: ignore[arg-type]
         batch_axis=batch_axis,
         direct=direct,
     )
-
-
-def clip_rule_of(clip: ClipConfig) -> ClipRule:
-    """The function that `clip.rule` names."""
-    if clip.rule == "automatic":
-        return automatic_factors(clip.gamma)
-    return clip_factors
 
 
 def make_thresholds(
