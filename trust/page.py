@@ -26,9 +26,9 @@ DESIGNS = {
     "full": "one release of the whole data; with dropout the attacker looks along a canary's mean over his own masks",
     "poisson": "four releases of Poisson samples, each a quarter of the data",
     "counts": "the released counts alone",
-    "worlds": "a real task's model, data, loss and dropout, in one release played 300 times with one example and 300 times "
-    "without, along that example's mean gradient; it does not add all that an example may, and 300 plays prove no ε "
-    "above 3.7 (if Gaussian, some way below the claim)",
+    "worlds": "a real task's model, data, loss and dropout, in one release played 300 times with one example and 300 "
+    "times without, along that example's mean gradient; it does not add all that an example may, and 300 plays prove "
+    "no ε above 3.7 (if Gaussian, some way below the claim)",
     "masks": "as `worlds`, with dropout dealt from the public seed, along where that would have moved the sum",
 }
 """What each design of an audit attacks."""
