@@ -23,7 +23,10 @@ import groupwise
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
-LIGHT = ("clipping", "privacy", "errors.py", "cache.py", "__init__.py")
+LIGHT = (
+    *("clipping", "privacy", "private", "errors.py", "cache.py", "atomic.py", "__init__.py", "config/schema.py"),
+    *("training/mechanism.py", "training/from_config.py", "training/ranks.py"),
+)
 """What `pip install .` alone must be able to import."""
 OURS = {"groupwise", "tests", "trust", "benchmarks", "run"}
 
