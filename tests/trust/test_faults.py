@@ -126,4 +126,4 @@ def test_status_of_some_folders_made_up_is_read(tmp_path):
     from groupwise.sweeps.status import status
 
     make(30, tmp_path / "runs", tmp_path / "sweep", random.Random(0))
-    assert "30 cells: 30 done" in status(tmp_path / "sweep")[0]
+    assert "30 cells: 30 done" in "\n".join(status(tmp_path / "sweep"))
