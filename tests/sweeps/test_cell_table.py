@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise.sweeps.cell_table import table
-from groupwise.sweeps.states import State
+from groupwise.sweeps.status import State
 
 SHARED = "task=cifar scale=mini model.width=4"
 NAMES = [f"{SHARED} clip={clip} seed={seed}" for clip in ("flat", "adaptive_layer") for seed in (0, 1)]

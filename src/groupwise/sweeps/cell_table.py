@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.sweeps.best import HEADLINES
 from groupwise.sweeps.folder import read_cells
-from groupwise.sweeps.states import DONE, State, cell_states
+from groupwise.sweeps.status import DONE, State, cell_states
 
 
 def sweep_table(folder: Path) -> list[str]:

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from groupwise.sweeps.states import cell_states
-from groupwise.sweeps.status import main, seconds_left, status
+from groupwise.sweeps.status import cell_states, main, seconds_left, status
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("system_tells", [True, False])
 def test_every_state_is_told_apart(folder, monkeypatch, system_tells):
     if not system_tells:
-        monkeypatch.setattr("groupwise.sweeps.states._local_locks", lambda: None)
+        monkeypatch.setattr("groupwise.sweeps.status._local_locks", lambda: None)
     cells = json.loads((folder / "cells.json").read_text())["cells"]
     states = cell_states(folder, cells)
     assert [state.kind for state in states] == ["done", "running", "failed", "interrupted", "waiting"]
