@@ -172,10 +172,10 @@ def test_without_any_rows_there_is_still_a_page(tables_only, tmp_path):
     assert Page(text).unbalanced == [] and "There are no rows of target_quantile" in text
 
 
-def test_links_out_of_the_page_lead_somewhere():
-    text, _ = render(FOLDERS, ROOT / "docs", ROOT / "results" / "report.html")
+def test_links_out_of_the_page_lead_somewhere(rendered):
+    text, _, folders = rendered
     made = ("runs/", "figures/", "tables/", "measured/")  # by other commands
     outside = [link.split("#")[0] for link in Page(text).links if not link.startswith(("#", "http", *made))]
     assert outside
     for link in outside:
-        assert (ROOT / "results" / link).exists(), link
+        assert (folders.measured.parent / link).exists(), link
