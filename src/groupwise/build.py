@@ -75,19 +75,33 @@ def build_trainer(
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     return make(
         task=task,
-        mechanism=Mechanism(
-            model=task.model,
-            engine=engine,
-            thresholds=None if engine is None else make_thresholds(config.clip, plan),
-            plan=plan,
-            noise=noise,
-            allocation=config.noise.allocation,
-            optimizer=optimizer,
-            device=device,
-            ranks=ranks,
-        ),
+        mechanism=_mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks),
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=microbatch or 1,
+    )
+
+
+def _mechanism(
+    config: RunConfig,
+    model: nn.Module,
+    engine: ClippingEngine | None,
+    plan: PrivacyPlan,
+    noise: NoiseSource,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    ranks: Alone | Ranks,
+) -> Mechanism:
+    """The mechanism on what this process hosts: the whole model, a replica or a stage, with its engine's groups."""
+    return Mechanism(
+        model=model,
+        engine=engine,
+        thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
+        plan=plan,
+        noise=noise,
+        allocation=config.noise.allocation,
+        optimizer=optimizer,
+        device=device,
+        ranks=ranks,
     )
 
 
@@ -203,7 +217,7 @@ def build_pipeline_trainer(
     ranks: Alone | Ranks,
     state: dict[str, Any] | None,
 ) -> PipelineTrainer:
-    """The trainer of this process's stage, `task.model`, with a verified engine; as `making.build_trainer` otherwise.
+    """The trainer of this process's stage, `task.model`, with a verified engine; as `build_trainer` otherwise.
 
     Raises:
         UserError: the checkpoint belongs to another plan; the stage cannot be clipped.
@@ -235,17 +249,7 @@ def build_pipeline_trainer(
     runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
     return PipelineTrainer(
         task=task,
-        mechanism=Mechanism(
-            model=stage,
-            engine=engine,
-            thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
-            plan=plan,
-            noise=noise,
-            allocation=config.noise.allocation,
-            optimizer=optimizer,
-            device=device,
-            ranks=ranks,
-        ),
+        mechanism=_mechanism(config, stage, engine, plan, noise, optimizer, device, ranks),
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=max(1, microbatch or 1),
         runner=runner,

@@ -30,7 +30,7 @@ class Timed:
         self._timed = lru_cache(self._time)
 
     def passes(self, kind: Kind, name: str) -> Seconds:
-        """See `speed.Speed`."""
+        """See `accelerators.Speed`."""
         ends = self._timed(replace(kind, blocks=1), name)
         if kind.blocks == 1:
             return ends
@@ -62,7 +62,7 @@ class Timed:
         return Seconds(median(forward), median(backward))
 
     def update(self, kind: Kind, *, noisy: bool) -> float:
-        """See `speed.Speed`; in proportion to what one block's takes."""
+        """See `accelerators.Speed`; in proportion to what one block's takes."""
         stage = cut_out(self._work, kind)
         numbers = sum(p.numel() for p in stage.parameters() if p.requires_grad)
         return numbers * self._update(noisy)

@@ -40,7 +40,7 @@ from groupwise.training.task import Feed, Split
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
 Write = Callable[[Any, list[list[int]], GenerateConfig], list[str]]
-"""From a tokeniser, prompts and settings to texts, as `decoding.generate` with a model."""
+"""From a tokeniser, prompts and settings to texts, as `beam_search.generate` with a model."""
 DELIMITER = "\nTL;DR"
 """The last line of a source that is to be summarised (appendix C.2)."""
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupwise.privacy.plan import WIDTH
-
-METRICS = ("valid/", "test/", "nonprivate/train_")
-"""Beginnings of the row's keys that `evaluate` writes."""
+from groupwise.rows import METRICS
 
 
 def result_lines(row: Mapping[str, Any]) -> list[str]:

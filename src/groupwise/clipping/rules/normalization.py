@@ -12,6 +12,7 @@ here float64 stays float64.
 
 import copy
 import inspect
+from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
@@ -170,8 +171,9 @@ class _RMSNorm(PerExampleRule):
     batched: ClassVar[tuple[int, ...]] = (0, 2)
     features_last: ClassVar[bool] = True
 
+    @abstractmethod
     def _form(self, x: Tensor) -> Form:
-        raise NotImplementedError
+        """What the module computes on inputs like `x`."""
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         (weight,) = parameters
