@@ -87,7 +87,7 @@ ACCELERATORS = {
         host=50e9,
         dtype="bfloat16",
     ),
-    # This machine, one process a stage: blocks are timed here (`calibration`). Links: gloo over the loopback interface.
+    # This machine, one process a stage: blocks are timed here (`cpu_timing`). Links: gloo over the loopback interface.
     "cpu": Accelerator(
         name="cpu",
         memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else 8 * GIB,
