@@ -15,9 +15,8 @@ from typing import Any
 
 from benchmarks.command import command
 from benchmarks.options import check_above_zero, read
-from groupwise.config.compose import compose_run
+from groupwise.config.compose import COMPOSITION_ERRORS, compose_run, in_one_sentence
 from groupwise.config.keys import groups
-from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 

@@ -22,7 +22,7 @@ import torch.multiprocessing
 from benchmarks.memory import Step, peak_bytes
 from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import Kind, Work, cut_out, inputs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli.help import EVERYDAY
+from groupwise.cli.main import EVERYDAY
 from groupwise.config.checks import validate
 from groupwise.config.compose import at_epsilon, compose_run
 from groupwise.config.identity import config_hash

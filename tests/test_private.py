@@ -23,7 +23,7 @@ from groupwise.clipping import per_layer
 from groupwise.config.schema import OptimConfig, RunConfig
 from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
-from groupwise.private.settings import MODES, settle_clip
+from groupwise.private.make import MODES, settle_clip
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task

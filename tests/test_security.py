@@ -33,7 +33,7 @@ SOURCES = [
 
 # -- no pickle from a file that somebody else may have written --------------------------------------------------------
 
-OWN_PIPES = {"src/groupwise/processes/worker.py", "src/groupwise/processes/start.py", "src/groupwise/sweeps/slurm.py"}
+OWN_PIPES = {"src/groupwise/processes/start.py", "src/groupwise/sweeps/slurm.py"}
 """Their pickles come from this user's own processes, through a pipe or in the sweep's own folder."""
 RUNS_CODE = {
     "pickle.load", "pickle.loads", "cPickle.load", "dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads",
@@ -164,8 +164,7 @@ def test_verify_opens_weights_without_running_them(tmp_path, bomb):
 
 
 def test_cifar_batches_even_with_the_right_md5(tmp_path, bomb, monkeypatch):
-    from groupwise.data.cifar10 import read_batches
-    from groupwise.data.torchvision_compat import import_torchvision
+    from groupwise.data.cifar10 import import_torchvision, read_batches
 
     published = import_torchvision().datasets.CIFAR10
     folder = tmp_path / "cifar-10-batches-py"
@@ -186,8 +185,7 @@ def test_cifar_batches_even_with_the_right_md5(tmp_path, bomb, monkeypatch):
 
 def read_batches_of(folder: Path, names: list[str]) -> None:
     """All published names, with that content."""
-    from groupwise.data.cifar10 import read_batches
-    from groupwise.data.torchvision_compat import import_torchvision
+    from groupwise.data.cifar10 import import_torchvision, read_batches
 
     published = import_torchvision().datasets.CIFAR10
     for name, _ in [*published.train_list, *published.test_list]:
@@ -226,8 +224,8 @@ def test_npz(tmp_path, bomb):
 
 
 def test_models_of_the_hub_bring_no_pickle_and_no_code(tmp_path, bomb):
+    from groupwise.models.hub import load_tokenizer
     from groupwise.models.language import load_causal
-    from groupwise.models.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(str(ROOT / "pretrained" / "gpt2_mini"))
     config = json.loads((ROOT / "pretrained" / "gpt2_mini" / "config.json").read_text())

@@ -6,7 +6,7 @@ It takes two minutes. Each line is what it says before the colon, at the σ of t
 from collections.abc import Iterator
 
 from groupwise.privacy.accountants import epsilon_rdp
-from groupwise.privacy.prv import epsilon_prv
+from groupwise.privacy.accounting import epsilon_prv
 
 Cell = tuple[float, float, int, float]
 """σ, sampling rate, steps, δ."""

@@ -19,13 +19,12 @@ from groupwise.privacy import PrivacyPlan, make_plan
 from groupwise.privacy.plan import WIDTH
 from groupwise.tasks import make_task
 from groupwise.training.checkpoint import load_newest
-from groupwise.training.disclosure import neighbours_of
 from groupwise.training.from_config import make_engine
 from groupwise.training.memory import memory_told
+from groupwise.training.progress import result_lines
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.record import RunRecord
-from groupwise.training.result_lines import result_lines
+from groupwise.training.record import RunRecord, neighbours_of
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 from groupwise.training.train import train

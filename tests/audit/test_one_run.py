@@ -5,8 +5,7 @@ import pytest
 
 from groupwise.audit import one_run as game
 from groupwise.audit.canaries import Present
-from groupwise.audit.command import COLUMNS, MODES, everything, main, markdown, row_of
-from groupwise.audit.finding import audit_mode
+from groupwise.audit.command import COLUMNS, MODES, audit_mode, everything, main, markdown, row_of
 from groupwise.audit.one_run import choose_guesses, count_right
 from groupwise.audit.options import make_setting
 from groupwise.privacy import PoissonSampler, mechanism

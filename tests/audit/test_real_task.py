@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from groupwise.audit import two_worlds as real
-from groupwise.audit.command import describe, row_of
-from groupwise.audit.finding import audit_mode
+from groupwise.audit.command import audit_mode, describe, row_of
 from groupwise.audit.options import make_setting
 from groupwise.privacy import mechanism
 from trust.planted_bugs.bugs import masks_from_the_public_seed

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.checks import check_paths
-from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.cost_model import OuterProducts
 from groupwise.clipping.partition import find_layers
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv

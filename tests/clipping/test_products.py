@@ -9,20 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from groupwise.clipping import attach, flat, gram, per_layer, shared_parameters
-from groupwise.clipping.context import BufferPool, chunk_floats
-from groupwise.clipping.gram import LastProducts, self_products
+from groupwise.clipping import attach, cost_model, flat, per_layer, shared_parameters
+from groupwise.clipping.cost_model import LastProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import normalization
-from groupwise.clipping.rules.base import in_format_of, numbers
-from groupwise.clipping.rules.conv import positions_first, positions_last
-from groupwise.clipping.rules.unfold import Geometry
+from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
+from groupwise.clipping.rules.conv import Geometry, positions_first, positions_last
 from tests.clipping.conftest import make_case
 
 
 @pytest.mark.parametrize("rows", [31, 32, 33, 40])
 def test_a_symmetric_product_is_whole_and_its_quarter_is_not_computed_twice(monkeypatch, rows):
-    monkeypatch.setattr(gram, "LEAST_SPLIT", 0)
+    monkeypatch.setattr(cost_model, "LEAST_SPLIT", 0)
     x = torch.randn(3, rows, 7, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
         found = self_products(x)
@@ -123,7 +121,7 @@ class TestBufferPool:
 
 
 CHUNKED = {
-    "gram": (gram, "linear_3d", {"formula": "gram"}, 2 * 9),
+    "gram": (cost_model, "linear_3d", {"formula": "gram"}, 2 * 9),
     "group norm": (normalization, "group_norm_4d", {}, 2 * 54),
     "tied, materialised": (shared_parameters, "tied_conv1d", {}, 2 * 48),
     "tied, one at a time": (shared_parameters, "tied_conv1d", {}, 1),
@@ -149,13 +147,13 @@ def test_chunks_change_nothing(double, monkeypatch, name, make_partition):
 
 @pytest.mark.parametrize(("floats", "sizes"), [(18, [2, 2, 1]), (17, [1] * 5), (10**6, [5])])
 def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, floats, sizes):
-    monkeypatch.setattr(gram, "CHUNK_FLOATS", floats)
-    seen, real = [], gram.norms_from_products
-    monkeypatch.setattr(gram, "norms_from_products", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
+    monkeypatch.setattr(cost_model, "CHUNK_FLOATS", floats)
+    seen, real = [], cost_model.norms_from_products
+    monkeypatch.setattr(cost_model, "norms_from_products", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
     x, g = torch.randn(5, 3, 4, dtype=torch.float64), torch.randn(5, 3, 6, dtype=torch.float64)
     for bias in (True, False):
         seen.clear()
-        squares = gram.gram_norms(x, g, bias)
+        squares = cost_model.gram_norms(x, g, bias)
         truth = (g.mT @ x).square().sum((1, 2)) + (g.sum(1).square().sum(1) if bias else 0)
         torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
         assert seen == sizes
@@ -180,10 +178,10 @@ def test_how_far_rounding_may_have_gone():
 def test_slack_is_for_the_longest_sum(monkeypatch, terms, longest):
     rows, d, p = terms
     seen = []
-    real = gram.rounding_slack
-    monkeypatch.setattr(gram, "rounding_slack", lambda sizes, n: seen.append(n) or real(sizes, n))
+    real = cost_model.rounding_slack
+    monkeypatch.setattr(cost_model, "rounding_slack", lambda sizes, n: seen.append(n) or real(sizes, n))
     x, g = torch.randn(2, rows, d), torch.randn(2, rows, p)
-    gram.gram_norms(x, g, True)
+    cost_model.gram_norms(x, g, True)
     assert seen == [longest]
 
 
@@ -191,7 +189,7 @@ def test_slack_is_of_the_sizes_before_anything_cancels():
     """x and g of two positions that cancel exactly: ‖GᵀX‖ = 0, and its terms are not."""
     x, g = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]]), torch.tensor([[[2.0], [-2.0]]])
     for bias, size in ((False, 2 * 5 * 2), (True, 2 * 26**0.5 * 2)):
-        squares = gram.gram_norms(x, g, bias)
+        squares = cost_model.gram_norms(x, g, bias)
         assert squares.item() == pytest.approx(rounding_slack(torch.tensor(float(size) ** 2), 2).item(), rel=1e-5)
 
 

@@ -14,7 +14,7 @@ from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import find_rule
 from groupwise.clipping.rules import normalization as rms_norm
 from groupwise.clipping.rules.normalization import FoundRMSNormRule, LayerNormRule, RMSNormRule, find_form
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from tests.clipping.conftest import GemmaNorm, LlamaNorm
 

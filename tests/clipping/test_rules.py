@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import WSConv2d, attach, flat, gram, per_layer
+from groupwise.clipping import WSConv2d, attach, cost_model, flat, per_layer
 from groupwise.clipping import shared_parameters as joint
-from groupwise.clipping.context import RuleContext
 from groupwise.clipping.cost_model import Choices
-from groupwise.clipping.gram import OuterProducts as Outer
+from groupwise.clipping.cost_model import OuterProducts as Outer
 from groupwise.clipping.partition import find_layers
 from groupwise.clipping.rules import ws_conv
+from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.conv import Conv2dRule
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
 from tests.clipping.conftest import CASES, make_case
@@ -134,7 +134,9 @@ def test_each_part_of_a_standardised_norm_is_moved_towards_the_larger_by_its_rou
     if wanted[1]:
         expected = expected + g.sum((2, 3)).square().sum(1)
     monkeypatch.setattr(ws_conv, "rounding_slack", slack)
-    monkeypatch.setattr(gram, "rounding_slack", lambda sizes, longest: terms.append(longest) or torch.zeros_like(sizes))
+    monkeypatch.setattr(
+        cost_model, "rounding_slack", lambda sizes, longest: terms.append(longest) or torch.zeros_like(sizes)
+    )
     torch.testing.assert_close(
         rule.squared_norms(rule.keep(saved, context), g, wanted, context), expected, rtol=1e-9, atol=0
     )
@@ -170,7 +172,7 @@ def test_rounding_of_a_standardised_norm_grows_with_what_its_terms_are_made_of(d
 )
 def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space, longest):
     seen = []
-    for module in (gram, ws_conv):
+    for module in (cost_model, ws_conv):
         monkeypatch.setattr(module, "rounding_slack", lambda sizes, n: seen.append(n) or torch.zeros_like(sizes))
     standardised = isinstance(layer, WSConv2d)
     rule = (WSConv2dRule if standardised else Conv2dRule)(layer)
@@ -197,16 +199,16 @@ def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
     slack = 4 * 4**0.5 * torch.finfo(torch.float64).eps * sizes[0] * sizes[1]
     found = sides[0].inner(sides[1])
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
-    real = gram.rounding_slack
+    real = cost_model.rounding_slack
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + real(size, n))
+        patch.setattr(cost_model, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + real(size, n))
         torch.testing.assert_close(sides[0].inner(sides[1]), exact + 100 + slack, rtol=1e-9, atol=0)
     torch.testing.assert_close(seen[0][0], sizes[0] * sizes[1])
     assert seen[0][1] == 4
     long = Outer(torch.randn(2, 9, 7), torch.randn(2, 9, 4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
+        patch.setattr(cost_model, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
         long.inner(long)
     assert seen[-1][1] == 9
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer, verify
-from groupwise.clipping.counts import Counts
+from groupwise.clipping.factors import Counts
 from groupwise.clipping.rules import LayerRule
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.errors import UserError

@@ -12,12 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.clipping import Rates, WSConv2d
 from groupwise.clipping import cost_model as costs
-from groupwise.clipping.context import BufferPool, RuleContext
 from groupwise.clipping.cost_model import Choices, Work
 from groupwise.clipping.rules import conv, find_rule, matrix
-from groupwise.clipping.rules.conv import Conv2dRule
+from groupwise.clipping.rules.base import BufferPool, RuleContext
+from groupwise.clipping.rules.conv import Conv2dRule, Geometry
 from groupwise.clipping.rules.linear import LinearRule
-from groupwise.clipping.rules.unfold import Geometry
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
 
 EVEN = Rates(matmul=1e10, gram=1e10, outer=1e10, kernel=1e10, bytes=1e10, calls=1e6)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from groupwise.config.compose import compose_run
-from groupwise.config.mistakes import in_one_sentence
+from groupwise.config.compose import compose_run, in_one_sentence
 from groupwise.config.tables import Tables
 from groupwise.errors import UserError
 from tests.combinations import CONF

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from groupwise.data.synthetic_examples import (
+from groupwise.data.synthetic_grammar import read_rules
+from groupwise.data.synthetic_text import (
     LABELLED,
     make_dialogue,
     make_question_and_sentence,
@@ -17,7 +18,6 @@ from groupwise.data.synthetic_examples import (
     make_scene_pair,
     make_triples_and_texts,
 )
-from groupwise.data.synthetic_grammar import read_rules
 
 REVIEWS, SCENES, DIALOGUES = read_rules("reviews"), read_rules("scenes"), read_rules("dialogues")
 QUESTIONS, KINDS = read_rules("questions")["kinds"], read_rules("facts")["kinds"]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from groupwise.data import text
-from groupwise.data.holdout import keyed_fraction
 from groupwise.data.text import (
     Labelled,
     LabelledText,
@@ -19,6 +18,7 @@ from groupwise.data.text import (
     synthetic_labelled,
     synthetic_paired,
 )
+from groupwise.data.text_examples import keyed_fraction
 from groupwise.errors import UserError
 
 

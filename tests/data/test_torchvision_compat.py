@@ -9,11 +9,11 @@ import types
 import pytest
 import torch
 
-from groupwise.data import torchvision_compat
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data import cifar10
+from groupwise.data.cifar10 import import_torchvision
 
 FRESH_PROCESS = """
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 torchvision = import_torchvision()
 assert torchvision.datasets.CIFAR10 and torchvision.transforms.functional.hflip
 assert import_torchvision() is torchvision
@@ -35,9 +35,9 @@ def test_nothing_is_declared_where_it_imports_by_itself(monkeypatch):
     module = types.ModuleType("torchvision")
     monkeypatch.setattr(importlib, "import_module", lambda name: module)
     monkeypatch.setattr(torch.library, "Library", lambda *_: pytest.fail("an operator was declared"))
-    before = list(torchvision_compat._declared)
+    before = list(cifar10._declared)
     assert import_torchvision() is module
-    assert torchvision_compat._declared == before
+    assert cifar10._declared == before
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA versions differ"), ImportError("no torchvision")])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from groupwise.clipping import attach, per_layer
 from groupwise.errors import UserError
 from groupwise.models.language import MeanPooled
-from groupwise.tasks.padding import ModelInputs
+from groupwise.tasks.samples import ModelInputs
 from tests.tasks.test_padding import CPU, ROWS, tiny
 
 LABELS = torch.tensor([0, 1, 1])

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.wide_resnet import wide_resnet
-from groupwise.pipeline.balance import choose_ranges, even_out
+from groupwise.pipeline.split import choose_ranges, even_out
 
 import_torchvision()  # before transformers, which falls without it
 

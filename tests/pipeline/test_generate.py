@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from groupwise.config.schema import GenerateConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.pipeline.generate import generate_on_stages
 from groupwise.pipeline.split import cut

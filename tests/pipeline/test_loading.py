@@ -9,10 +9,10 @@ import safetensors
 import torch
 
 from groupwise.config.schema import LoraConfig, ModelConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
+from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import load_causal
-from groupwise.models.tokenizers import load_tokenizer
 from groupwise.models.trainable import choose_trainable
 from groupwise.pipeline.loading import empty_model, load_stage
 from groupwise.pipeline.split import choose_ranges, cut

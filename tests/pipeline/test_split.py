@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.trainable import add_adapters
 from groupwise.models.wide_resnet import wide_resnet

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.models.wide_resnet import wide_resnet
-from groupwise.pipeline.timing import measure_costs
+from groupwise.pipeline.split import measure_costs
 from groupwise.training.task import Microbatch
 
 import_torchvision()  # before transformers, which falls without it
@@ -44,7 +44,7 @@ def test_each_part_has_its_time(make, monkeypatch):
         now[0] += seconds
         return now[0]
 
-    monkeypatch.setattr("groupwise.pipeline.timing.perf_counter", lambda: pass_by(SLOW / 100))
+    monkeypatch.setattr("groupwise.pipeline.split.perf_counter", lambda: pass_by(SLOW / 100))
     forward = type(blocks[1]).forward
     blocks[1].forward = lambda *args, **kwargs: (pass_by(SLOW), forward(blocks[1], *args, **kwargs))[1]
     names = list(model.state_dict())

@@ -9,15 +9,14 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.models.wide_resnet import wide_resnet
 from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, make_plan
-from groupwise.tasks.padding import Rows
 from groupwise.tasks.pipelined import ImageFeed, TextFeed
-from groupwise.tasks.samples import Samples
+from groupwise.tasks.samples import Rows, Samples
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks

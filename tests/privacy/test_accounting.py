@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 
 from groupwise.errors import UserError
 from groupwise.privacy import accountants as pld
-from groupwise.privacy import prv
+from groupwise.privacy import accounting
 from groupwise.privacy.accountants import (
     ORDERS,
     EpsilonBounds,
@@ -23,8 +23,7 @@ from groupwise.privacy.accountants import (
     epsilon_rdp,
     gaussian_epsilon,
 )
-from groupwise.privacy.accounting import epsilon_bounds
-from groupwise.privacy.prv import epsilon_prv
+from groupwise.privacy.accounting import epsilon_bounds, epsilon_prv
 
 PUBLISHED = (1.5, 0.04, 2250, 1e-5)  # 90 epochs at rate 0.04: the setting of Opacus's own tests
 
@@ -36,8 +35,8 @@ def broken_prv(monkeypatch):
     def fail(*_):
         raise RuntimeError("Discrete mean differs from continuous mean significantly.")
 
-    prv._coarse.cache_clear()
-    monkeypatch.setattr(prv, "_compose", fail)
+    accounting._coarse.cache_clear()
+    monkeypatch.setattr(accounting, "_compose", fail)
 
 
 def test_figures_published_by_opacus():
@@ -73,7 +72,7 @@ def test_prv_is_no_looser_than_rdp_and_covers_pld(mechanism):
     assert bounds.lower <= bounds.estimate <= bounds.upper <= epsilon_rdp(*mechanism)
     assert both_directions.lower <= bounds.upper
     assert bounds.lower <= both_directions.upper
-    assert bounds.upper - bounds.lower <= max(2.1 * prv.RELATIVE_ERROR * bounds.estimate, 2e-4)
+    assert bounds.upper - bounds.lower <= max(2.1 * accounting.RELATIVE_ERROR * bounds.estimate, 2e-4)
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
@@ -104,11 +103,11 @@ def test_pld_answers_with_a_note_when_prv_fails(broken_prv):
 
 
 def test_estimates_stand_in_too(broken_prv):
-    assert prv.estimate_prv(1.0, 0.02, 300, 1e-5) == epsilon_pld(1.0, 0.02, 300, 1e-5)
+    assert accounting.estimate_prv(1.0, 0.02, 300, 1e-5) == epsilon_pld(1.0, 0.02, 300, 1e-5)
 
 
 def test_a_second_try_is_made_with_a_wider_domain(monkeypatch):
-    real, tries = prv._compose, []
+    real, tries = accounting._compose, []
 
     def fail_first(*arguments):
         tries.append(arguments[-1])
@@ -116,7 +115,7 @@ def test_a_second_try_is_made_with_a_wider_domain(monkeypatch):
             raise RuntimeError("Discrete mean differs from continuous mean significantly.")
         return real(*arguments)
 
-    monkeypatch.setattr(prv, "_compose", fail_first)
+    monkeypatch.setattr(accounting, "_compose", fail_first)
     bounds = epsilon_prv(1.0, 0.02, 300, 1e-5, eps_error=0.1)
     assert bounds.note == ""
     assert tries[1] < tries[0]
@@ -124,17 +123,17 @@ def test_a_second_try_is_made_with_a_wider_domain(monkeypatch):
 
 def test_bounds_widen_rather_than_fill_the_memory(monkeypatch):
     tight = epsilon_prv(1.0, 0.02, 301, 1e-5)
-    monkeypatch.setattr(prv, "MAX_GRID", 2**12)
-    prv._coarse.cache_clear()
+    monkeypatch.setattr(accounting, "MAX_GRID", 2**12)
+    accounting._coarse.cache_clear()
     wide = epsilon_prv(1.0, 0.02, 301, 1e-5)
     assert wide.lower < tight.lower
     assert tight.upper < wide.upper
 
 
-@pytest.mark.parametrize(("points", "error"), [(prv.MAX_GRID // 100, 2e-3), (4 * prv.MAX_GRID, 0.12)])
+@pytest.mark.parametrize(("points", "error"), [(accounting.MAX_GRID // 100, 2e-3), (4 * accounting.MAX_GRID, 0.12)])
 def test_the_bracket_is_a_share_of_epsilon_or_what_the_largest_grid_allows(monkeypatch, points, error):
-    monkeypatch.setattr(prv, "_coarse", lambda *mechanism: (EpsilonBounds(0.9, 1.0, 1.1), points, 0.03))
-    assert prv._default_error(1.0, 0.02, 300, 1e-5) == pytest.approx(error)
+    monkeypatch.setattr(accounting, "_coarse", lambda *mechanism: (EpsilonBounds(0.9, 1.0, 1.1), points, 0.03))
+    assert accounting._default_error(1.0, 0.02, 300, 1e-5) == pytest.approx(error)
 
 
 @pytest.mark.parametrize("accountant", ["prv", "pld", "rdp"])
@@ -204,35 +203,35 @@ def test_the_grid_is_the_one_that_was_meant_and_a_fast_one(monkeypatch, steps, e
         return made[-1][0]
 
     monkeypatch.setattr(Domain, "create_aligned", staticmethod(spy))
-    _, grid = prv._compose(1.0, 0.02, steps, 1e-5, eps_error, 1e-8)
+    _, grid = accounting._compose(1.0, 0.02, steps, 1e-5, eps_error, 1e-8)
     ((domain, half_width, mesh),) = made
     assert len(domain) == grid
     assert grid % 2 == 0 and next_fast_len(grid, real=True) == grid
     per_mesh = math.sqrt(steps / 2 * math.log(12 / 1e-8))  # Theorem 5.5 of Gopi, Lee & Wutschitz
     assert mesh * per_mesh <= eps_error * (1 + 1e-9)
     assert grid <= 1.15 * (2 * half_width * per_mesh / eps_error + 2)
-    safe = compute_safe_domain_size([prv._mechanism(1.0, 0.02)], [steps], eps_error, 1e-8)
+    safe = compute_safe_domain_size([accounting._mechanism(1.0, 0.02)], [steps], eps_error, 1e-8)
     assert half_width == safe
 
 
 def test_a_grid_is_never_coarser_than_asked_nor_much_finer_and_always_fast():
     for eps_error in [0.003 * 1.01**k for k in range(300)]:
-        error, points = prv._smooth_grid(20.0, eps_error, 5.0)
+        error, points = accounting._smooth_grid(20.0, eps_error, 5.0)
         assert points % 2 == 0 and next_fast_len(points, real=True) == points
         assert 0.8 * eps_error <= error <= eps_error
         assert points == 2 * math.ceil(20.0 * 5.0 / error) + 2
 
 
 def test_no_grid_passes_the_largest(monkeypatch):
-    monkeypatch.setattr(prv, "MAX_GRID", 2**12)
-    _, grid = prv._compose(1.0, 0.02, 300, 1e-5, 1e-6, 1e-8)
+    monkeypatch.setattr(accounting, "MAX_GRID", 2**12)
+    _, grid = accounting._compose(1.0, 0.02, 300, 1e-5, 1e-6, 1e-8)
     assert 2**11 < grid <= 1.1 * 2**12
 
 
 @pytest.mark.parametrize("mechanism", [(1.0, 0.02, 300, 1e-5), (0.45, 0.02, 400, 1e-5), (2.0, 1.0, 200, 1e-5)])
 def test_an_estimate_takes_a_small_grid(mechanism):
     """A tenth of a second, from a small ε to one of 54."""
-    bounds, grid, error = prv._coarse(*mechanism)
+    bounds, grid, error = accounting._coarse(*mechanism)
     assert 10_000 < grid < 30_000
     assert 0.02 * min(bounds.estimate, 10) < error < 0.04 * min(bounds.estimate, 10)
     assert bounds.upper - bounds.lower <= 2 * error * 1.01
@@ -241,13 +240,13 @@ def test_an_estimate_takes_a_small_grid(mechanism):
 def test_an_estimate_is_close():
     for sigma, steps in ((1.0, 1), (2.0, 10), (40.0, 10)):
         exact = gaussian_epsilon(1e-5, math.sqrt(steps) / sigma)
-        assert prv.estimate_prv(sigma, 1.0, steps, 1e-5) == pytest.approx(exact, rel=1e-3)
+        assert accounting.estimate_prv(sigma, 1.0, steps, 1e-5) == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("bounds", [(0.9, math.nan, 1.1), (-math.inf, 1.0, 1.1), (math.nan,) * 3])
 def test_bounds_that_are_not_finite_are_not_believed(monkeypatch, bounds):
     monkeypatch.setattr(PRVAccountant, "compute_epsilon", lambda *_: bounds)
-    prv._coarse.cache_clear()
+    accounting._coarse.cache_clear()
     assert "no finite epsilon" in epsilon_prv(2.0, 1.0, 3, 1e-5).note
 
 
@@ -258,7 +257,7 @@ def test_both_tries_have_the_errors_that_are_promised(monkeypatch):
         tries.append(arguments[-1])
         raise ValueError
 
-    monkeypatch.setattr(prv, "_compose", fail)
+    monkeypatch.setattr(accounting, "_compose", fail)
     assert "ValueError" in epsilon_prv(2.0, 1.0, 3, 1e-5, eps_error=0.1).note
     assert tries == pytest.approx([1e-8, 1e-10])
 
@@ -269,7 +268,7 @@ def test_accountants_are_silent(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         epsilon_prv(2.0, 1.0, 3, 1e-5, eps_error=0.1)
-        prv._coarse.cache_clear()
+        accounting._coarse.cache_clear()
     with caplog.at_level(logging.INFO, logger="absl"):
         epsilon_rdp(0.3, 0.1, 100, 1e-5)
         assert not caplog.records
@@ -301,7 +300,7 @@ def test_pld_rounds_losses_as_finely_as_it_says(monkeypatch):
     coarse = epsilon_pld(*mechanism, interval=0.05)
     assert coarse > epsilon_pld(*mechanism) * 1.001
     for epsilon, interval in ((0.1, 1e-4), (9.9, 1e-4), (20.0, 4e-4), (90.0, 8.1e-3), (300.0, 0.03)):
-        monkeypatch.setattr("groupwise.privacy.accountants.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
+        monkeypatch.setattr("groupwise.privacy.accounting.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
         assert pld._interval(*mechanism) == pytest.approx(interval)
 
 

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.privacy import calibration, prv
+from groupwise.privacy import accounting, calibration
 from groupwise.privacy.accountants import EpsilonBounds, central_limit_mu, gaussian_epsilon
 from groupwise.privacy.accounting import epsilon_bounds
 from groupwise.privacy.calibration import TOLERANCE, Calibration, calibrate, calibrate_noise_multiplier
@@ -88,8 +88,8 @@ def test_a_prv_failure_is_made_good_by_pld_and_noted(monkeypatch):
     def fail(*_):
         raise RuntimeError("Discrete mean differs from continuous mean significantly.")
 
-    prv._coarse.cache_clear()
-    monkeypatch.setattr(prv, "_compose", fail)
+    accounting._coarse.cache_clear()
+    monkeypatch.setattr(accounting, "_compose", fail)
     found = calibrate(0.5, 1e-5, 1.0, 4)
     assert "PLD" in found.note
     assert found.epsilon_upper <= 0.5

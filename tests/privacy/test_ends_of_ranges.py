@@ -8,10 +8,9 @@ from scipy.stats import binom
 
 from groupwise.errors import UserError
 from groupwise.privacy.accountants import epsilon_rdp, epsilon_revealed, gaussian_delta, gaussian_epsilon, nothing_shows
-from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds
+from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds, epsilon_prv
 from groupwise.privacy.calibration import calibrate, split_noise
 from groupwise.privacy.plan import make_plan
-from groupwise.privacy.prv import epsilon_prv
 
 RATE, STEPS, DELTA = 0.1, 100, 1e-5
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import UserError
+from groupwise.privacy import accounting
 from groupwise.privacy import plan as plan_module
-from groupwise.privacy import prv
 from groupwise.privacy.accountants import central_limit_mu, gaussian_epsilon
 from groupwise.privacy.calibration import Calibration
 from groupwise.privacy.plan import PrivacyPlan, make_plan
@@ -219,8 +219,8 @@ def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
 def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(monkeypatch):
     plan = make_plan(**SETTING, noise_multiplier=1.0)
     composed = []
-    compose = prv._compose
-    monkeypatch.setattr(prv, "_compose", lambda *mechanism: composed.append(mechanism[2]) or compose(*mechanism))
+    compose = accounting._compose
+    monkeypatch.setattr(accounting, "_compose", lambda *mechanism: composed.append(mechanism[2]) or compose(*mechanism))
     assert plan.spent(200).epsilon == plan.epsilon and not composed
     assert plan.spent(100).epsilon < plan.epsilon and set(composed) == {100}
 
@@ -229,8 +229,8 @@ def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(monkeypatch):
     def fail(*_):
         raise RuntimeError("Discrete mean differs from continuous mean significantly.")
 
-    prv._coarse.cache_clear()
-    monkeypatch.setattr(prv, "_compose", fail)
+    accounting._coarse.cache_clear()
+    monkeypatch.setattr(accounting, "_compose", fail)
     plan = make_plan(**{**SETTING, "expected_batch_size": 5000, "steps": 4}, epsilon=0.5)
     report = plan.spent(4)
     assert report.epsilon == report.prv.upper <= 0.5

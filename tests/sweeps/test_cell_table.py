@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.sweeps.cell_table import table
+from groupwise.sweeps.collect import table
 from groupwise.sweeps.status import State
 
 SHARED = "task=cifar scale=mini model.width=4"

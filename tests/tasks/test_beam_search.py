@@ -9,7 +9,7 @@ import torch
 
 from groupwise.clipping import attach, per_layer
 from groupwise.config.schema import GenerateConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.tasks.beam_search import generate
 

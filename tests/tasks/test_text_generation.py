@@ -24,10 +24,9 @@ from groupwise.config.schema import (
 from groupwise.data.samsum import instruct
 from groupwise.errors import UserError
 from groupwise.metrics import corpus_bleu, e2e_rouge_l
-from groupwise.models.tokenizers import load_tokenizer
+from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
-from groupwise.tasks.padding import Rows
-from groupwise.tasks.samples import PairEncoder
+from groupwise.tasks.samples import PairEncoder, Rows
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
 

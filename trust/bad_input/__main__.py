@@ -91,7 +91,7 @@ def warm(cache: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from groupwise.data.torchvision_compat import import_torchvision
+    from groupwise.data.cifar10 import import_torchvision
 
     import_torchvision()
     import datasets  # noqa: F401

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from trust.models.architecture import Architecture, Size, Subject, in_eval
 from trust.models.hugging_face import build_model, causal_losses, configure, values, width
 

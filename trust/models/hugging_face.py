@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from trust.models.architecture import Architecture, Batch, Size, Subject, classified, tokens_classified
 
 FAMILY = "transformers"

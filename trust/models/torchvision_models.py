@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from trust.models.architecture import Architecture, Batch, Size, Subject, classified
 
 FAMILY = "torchvision"

@@ -15,7 +15,9 @@ import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
 from groupwise.analysis.benchmark_tables import markdown
-from groupwise.analysis.comparison import (
+from groupwise.analysis.measured import SHOWN
+from groupwise.analysis.paper import MINUS, TABLES, Folders
+from groupwise.analysis.statistics import (
     DIFFERS,
     INCOMPLETE,
     NOT_RUN,
@@ -26,8 +28,6 @@ from groupwise.analysis.comparison import (
     needs,
     why_not_run,
 )
-from groupwise.analysis.measured import SHOWN
-from groupwise.analysis.paper import MINUS, TABLES, Folders
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError

@@ -13,15 +13,15 @@ from groupwise.analysis import throughput_figure
 from groupwise.analysis.accuracy_figures import (
     ACCURACY,
     draw_adaptive_vs_fixed,
+    draw_gradnorm_cifar,
+    draw_gradnorm_sst2,
     draw_quantile_budget,
     draw_runtime_metrics,
     draw_runtime_nll,
     draw_target_quantile,
 )
-from groupwise.analysis.figure_rows import read_companion, read_figure_rows, with_settings
-from groupwise.analysis.figure_style import write_figure
+from groupwise.analysis.figure_style import read_companion, read_figure_rows, with_settings, write_figure
 from groupwise.analysis.measured import Measured
-from groupwise.analysis.norm_figures import draw_gradnorm_cifar, draw_gradnorm_sst2
 from groupwise.analysis.paper import Folders
 from groupwise.errors import UserError
 

@@ -1,13 +1,16 @@
-"""Compares means over seeds, with intervals and paired differences."""
+"""Compares means over seeds, with intervals and paired differences, and a measured number with the paper's."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from groupwise.analysis.measured import SHOWN
 from groupwise.analysis.paper import settings_of
+from groupwise.errors import UserError
+from groupwise.sweeps.cells import PAPER, Sweep
 
 CONFIDENCE = 0.95
 
@@ -115,3 +118,101 @@ def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> 
         len(places) - len(whole),
         [sum(at[number] for at in whole) / len(whole) for number in range(len(signs))] if whole else [],
     )
+
+
+OBSTACLES: tuple[tuple[dict[str, str], str], ...] = (
+    (
+        {"model": "opt_175b"},
+        "OPT-175B: the paper's GPT-3 took 16 GPUs of 32 GB for 15 hours, and 22 to decode",
+    ),
+    ({"model": "gpt2_xl"}, "GPT-2-xl (1.6 billion parameters) on a GPU"),
+    ({"model": "gpt2"}, "GPT-2 on a GPU"),
+    ({"model": "roberta_large"}, "RoBERTa-large on a GPU"),
+    ({"model": "roberta_base"}, "RoBERTa-base on a GPU"),
+    ({"task": "cifar"}, "WRN16-4 for 300 epochs on a GPU"),
+)
+"""Settings, and what a cell that has them needs at the paper's scale; the first that fits counts."""
+LEFT_OUT: tuple[tuple[dict[str, str], str], ...] = (
+    ({"model": "roberta_large"}, "the small model stands for RoBERTa-base"),
+    ({"task": "mnli"}, "there was no training data of it here"),
+    ({"task": "qqp"}, "there was no training data of it here"),
+)
+"""Settings, and why a smaller scale has no such cell."""
+
+
+def needs(cells: Sequence[str]) -> str:
+    """What the cells take at the paper's scale, in a phrase."""
+    return "; ".join(dict.fromkeys(f"scale={PAPER} needs {_first(OBSTACLES, cell) or 'a GPU'}" for cell in cells))
+
+
+def why_not_run(sweep: Sweep, cells: Sequence[str]) -> str:
+    """The same of cells without a row, and what became of them at smaller scales."""
+    smaller = [at for at in SHOWN[1:] if at in sweep.scales]
+    left_out = [at for at in smaller if not _has(sweep, at, cells)]
+    if len(left_out) < len(smaller):
+        waiting = next(at for at in smaller if at not in left_out)
+        return f"{needs(cells)}; scale={waiting} waits to be run"
+    reasons = dict.fromkeys(filter(None, (_first(LEFT_OUT, cell) for cell in cells)))
+    where = f"; left out of scale={left_out[0]}" if left_out else ""
+    return needs(cells) + where + "".join(f": {why}" for why in reasons)
+
+
+def _has(sweep: Sweep, scale: str, cells: Sequence[str]) -> bool:
+    try:
+        return set(cells) <= {cell.name for cell in sweep.cells(scale)}
+    except UserError:
+        return False
+
+
+def _first(reasons: Sequence[tuple[dict[str, str], str]], cell: str) -> str:
+    settings = settings_of(cell).items()
+    return next((why for wanted, why in reasons if wanted.items() <= settings), "")
+
+
+MARGIN = 1.0
+"""Points (all metrics are in percent) by which a mean over seeds may differ from the paper's and still reproduce it."""
+REPRODUCED, DIFFERS, INCOMPLETE = "reproduced", "differs", "incomplete"
+REDUCED, NOT_RUN, QUOTED, UNPRINTED = "reduced only", "not run", "quoted", "not in the paper"
+STATUSES = {
+    REPRODUCED: f"scale=paper, all seeds, and the mean within {MARGIN:g} point of the paper's",
+    DIFFERS: f"scale=paper, all seeds, and the mean further than {MARGIN:g} point from the paper's",
+    INCOMPLETE: "scale=paper, and seeds are missing: no verdict",
+    UNPRINTED: "scale=paper, and the paper measured nothing there",
+    REDUCED: "smaller data, model or training, or another model: not to be compared with the paper's number",
+    NOT_RUN: "there is no row",
+    QUOTED: "the paper took the number from elsewhere: not ours to reproduce",
+}
+"""Each status and what it means."""
+STAND_IN, UNMEASURED = "paper:", "not measured"
+"""How a note begins where our cell stands in for what cannot be had, and where no run of the paper is behind it."""
+
+
+def compare(
+    number: Mapping[Any, Any], measured: Summary, expected: int, scale: str, cells: Sequence[str], sweep: Sweep
+) -> tuple[str, str]:
+    """Status and reason of one number of the paper (a line of `read_paper`), given what was measured at `scale`.
+
+    `cells` are the cells it is of; with none, it is not ours to reproduce. Only rows at the paper's scale are compared.
+    """
+    if not cells:
+        return QUOTED, number["note"]
+    if not measured.n:
+        return NOT_RUN, why_not_run(sweep, cells)
+    if scale != PAPER:
+        return REDUCED, f"scale={scale}; {needs(cells)}"
+    if number["note"].startswith(STAND_IN):
+        return REDUCED, number["note"]
+    if measured.n < expected:
+        return INCOMPLETE, f"{measured.n} of {expected} seeds"
+    if number["note"].startswith(UNMEASURED) or math.isnan(number["value"]):
+        return UNPRINTED, number["note"]
+    difference = measured.mean - number["value"]
+    words = f"by {difference:+.2f} points{_interval(measured, number['value'])}"
+    return (REPRODUCED if abs(difference) <= MARGIN else DIFFERS), words
+
+
+def _interval(measured: Summary, value: float) -> str:
+    if math.isnan(measured.low):
+        return ""
+    inside = measured.low <= value <= measured.high
+    return f"; the 95 % interval of our mean {'holds' if inside else 'leaves out'} the paper's"

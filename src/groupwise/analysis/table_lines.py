@@ -6,10 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.comparison import compare
 from groupwise.analysis.measured import Measured, matching, read_all
 from groupwise.analysis.paper import MINUS, Folders, read_paper
-from groupwise.analysis.statistics import summarise
+from groupwise.analysis.statistics import compare, summarise
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep
 

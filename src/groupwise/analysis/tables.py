@@ -9,9 +9,8 @@ from pathlib import Path
 
 from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.paper import HYPERPARAMETERS, TABLES, Folders, read_paper
-from groupwise.analysis.table_formats import as_latex, as_markdown
 from groupwise.analysis.table_lines import table_lines
-from groupwise.analysis.table_notes import errata_of, notes
+from groupwise.analysis.table_text import as_latex, as_markdown, errata_of, notes
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep

@@ -1,20 +1,92 @@
-"""Reads the audit's command line, and audits one mode or all modes, budgets and designs as a table."""
+"""Reads the audit's command line, and audits modes, budgets and designs, each by the game that its design names."""
 
 import argparse
 import csv
 import io
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from groupwise.atomic import write_text
+from groupwise.audit.attacker import log_ratio, power_if_clipped
+from groupwise.audit.bounds import one_run_epsilon, one_run_gaussian_epsilon
 from groupwise.audit.canaries import MODELS
-from groupwise.audit.finding import Finding, audit_mode
-from groupwise.audit.options import DESIGNS, PLAYS, make_setting
-from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence
+from groupwise.audit.one_run import audit_one_run, audit_pipeline, choose_guesses, count_right, present_canaries
+from groupwise.audit.options import DESIGNS, PLAYS, Setting, make_setting
+from groupwise.audit.two_worlds import audit_two_worlds
+from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import ProcessFailed, UserError
+from groupwise.privacy import PrivacyPlan
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came out.
+
+    Args:
+        guesses, correct: of one run; of two worlds all plays, and None.
+        bound: the ε that the guesses refute, at ``Setting.confidence``.
+        gaussian: the same for a mechanism that is known to be one Gaussian release (a full batch, once), else None.
+    """
+
+    setting: Setting
+    plan: PrivacyPlan
+    guesses: int
+    correct: int | None
+    bound: float
+    gaussian: float | None
+    seconds: float
+    share: float | None = None
+    """Of two worlds: how long the example's mean gradient is, in what one example may add."""
+
+    @property
+    def claimed(self) -> float:
+        """ε of the plan."""
+        return self.plan.epsilon
+
+    @property
+    def kept(self) -> bool:
+        """Whether no bound exceeds the claim."""
+        return max(self.bound, self.gaussian or 0.0) <= self.claimed
+
+
+def audit_mode(setting: Setting) -> Finding:
+    """Audit one mode.
+
+    Raises:
+        UserError: what cannot be audited.
+    """
+    began = time.monotonic()
+    if DESIGNS[setting.design].real:
+        plan, told, share = audit_two_worlds(setting)
+        bounds = (told.epsilon, told.gaussian_epsilon)
+        return Finding(setting, plan, 2 * told.plays, None, *bounds, time.monotonic() - began, share)
+    if setting.config.pipeline.stages > 1:
+        plan, evidence = audit_pipeline(setting)
+    else:
+        plan, evidence = audit_one_run(setting)
+    scores = np.sum([log_ratio(of_step, plan.sample_rate) for of_step in evidence], axis=0)
+    power = power_if_clipped(plan, codes=setting.model == "codes")
+    inside, out = choose_guesses(power, plan.sample_rate, plan.steps, setting.canaries, plan.delta, setting.confidence)
+    guesses, correct = inside + out, count_right(scores, present_canaries(setting), inside, out)
+    asked = (correct, guesses, setting.canaries, plan.delta, setting.confidence)
+    one_release = plan.sample_rate == 1.0
+    return Finding(
+        setting,
+        plan,
+        guesses,
+        correct,
+        one_run_epsilon(*asked),
+        one_run_gaussian_epsilon(*asked) if one_release else None,
+        time.monotonic() - began,
+    )
+
 
 EXAMPLES = """examples:
   python -m groupwise.audit clip=adaptive_layer privacy.epsilon=8
@@ -82,7 +154,6 @@ def _one(given: argparse.Namespace) -> int:
         dropout=given.dropout,
         plays=given.plays,
     )
-    from groupwise.audit.finding import audit_mode
 
     finding = audit_mode(setting)
     print(describe(finding))

@@ -1,9 +1,10 @@
-"""Goes from the command line to runs: composes, checks, runs, and tells mistakes from bugs."""
+"""Goes from the command line to runs, and answers `--help`: composes, checks, runs, and tells mistakes from bugs."""
 
 from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,15 +15,64 @@ import hydra
 from omegaconf import DictConfig
 
 from groupwise.cli.why import why
-from groupwise.config.compose import register, to_run_config
+from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, register, to_run_config, too_long
 from groupwise.config.keys import groups
-from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence, too_long
 from groupwise.config.schema import RunConfig
 from groupwise.errors import INTERRUPTED, MISTAKE, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.cell import run_cell
-from groupwise.sweeps.cell_table import finished_table, sweep_table
+from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_from
 from groupwise.sweeps.prepare import plan_sweep
+
+WIDTH = 80
+"""Columns of a terminal."""
+EVERYDAY = {
+    "privacy.epsilon=3": "the budget; inf trains without noise",
+    "privacy.delta=1e-5": "below one over the number of examples",
+    "privacy.noise_multiplier=2.5": "give the noise instead of epsilon",
+    "seed=1": "initial weights; noise comes from a secret key",
+    "clip.threshold=0.5": "C, the norm of the whole clipped gradient",
+    "clip.target_quantile=0.7": "adaptive: the share left unclipped",
+    "optim.learning_rate=2": "",
+    "train.batch_size=1024": "expected logical batch size",
+    "train.epochs=100": "or train.steps=500",
+    "train.microbatch=64": "examples in memory at once; default automatic",
+    "train.precision=bfloat16": "norms, sums and noise stay float32",
+    "train.device=cpu": "auto, cpu or cuda",
+    "pipeline.stages=4": "cut the model into stages, a process each",
+    "parallel.ranks=2": "replicas that share every batch, a process each",
+    "paths.data=~/data": "default $GROUPWISE_DATA, else data",
+    "paths.results=out": "default results",
+    "overwrite=true": "run again what is already done",
+    "explain=true": "how norms are computed, and why; no training",
+}
+
+
+def help_text(conf: Path) -> str:
+    """Usage, the groups and their options, the everyday keys and a few commands."""
+    lines = [
+        "Private training with group-wise clipping.",
+        "",
+        "  python run.py task=cifar clip=adaptive_layer scale=demo",
+        "",
+        "Groups (choose with group=option):",
+    ]
+    for name, options in groups(conf).items():
+        lines += textwrap.wrap(f"  {name:9} {', '.join(options)}", WIDTH, subsequent_indent=" " * 12)
+    lines += ["", "Everyday keys (src/groupwise/config/schema.py has them all):"]
+    lines += [f"  {example:30} {meaning}".rstrip() for example, meaning in EVERYDAY.items()]
+    lines += [
+        "",
+        "More:",
+        "  python run.py -m clip=flat,ghost seed=0,1,2   every combination, in turn",
+        "  python run.py clip=flat --cfg job             the configuration, without a run",
+        "  python run.py --why clip.threshold task=sst2  which lines gave a key its value",
+        "  python run.py --hydra-help                    Hydra's own flags",
+        "",
+        "A run is recorded in results/runs/<hash>; the same command resumes it, or shows",
+        "it when it is done.",
+    ]
+    return "\n".join(lines)
 
 
 def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:

@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from groupwise.config import schema
-from groupwise.config.compose import register
+from groupwise.config.compose import in_one_sentence, register, unknown_key
 from groupwise.config.keys import FREE_KEYS, groups, key_types
-from groupwise.config.mistakes import in_one_sentence, unknown_key
 from groupwise.config.tables import Tables, file_part, leaves
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import text

@@ -12,11 +12,10 @@ True
 """
 
 from groupwise.clipping.cost_model import Rates
-from groupwise.clipping.counts import Sensitivity
-from groupwise.clipping.diagnostics import explain, gradient_norms
 from groupwise.clipping.engine import ClippingEngine, attach
-from groupwise.clipping.factors import automatic_factors, clip_factors
+from groupwise.clipping.factors import Sensitivity, automatic_factors, clip_factors
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
+from groupwise.clipping.reference import explain, gradient_norms
 from groupwise.clipping.rules import LayerRule, register_rule
 from groupwise.clipping.rules.ws_conv import WSConv2d
 from groupwise.clipping.verification import verify

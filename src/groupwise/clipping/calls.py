@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
-from groupwise.clipping.context import RuleContext
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, BatchAxis, Layout, ModelCall, Order
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
-from groupwise.clipping.rules.base import LayerRule
+from groupwise.clipping.rules.base import LayerRule, RuleContext
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import run_backward, squared_norms_of
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
-from groupwise.clipping.context import RuleContext
 from groupwise.clipping.cost_model import Choices, Formula, Rates
-from groupwise.clipping.counts import RELATIONS, Counts, Sensitivity
-from groupwise.clipping.factors import ClipRule, clip_factors, left_out
+from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out
 from groupwise.clipping.groups import build_groups
 from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.precision import full_float32
+from groupwise.clipping.rules.base import RuleContext
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.context import RuleContext
 from groupwise.clipping.factors import ClipRule, keep_finite
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
-from groupwise.clipping.rules.base import LayerRule, Wanted
+from groupwise.clipping.rules.base import LayerRule, RuleContext, Wanted
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 

@@ -1,13 +1,17 @@
-"""Clips per-example gradients by a loop over single examples, one by one: the truth, slow and plain."""
+"""Clips by a loop over single examples, the truth; shows every example's norms, and how each is computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from groupwise.clipping.cost_model import Decision
+from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.factors import ClipRule, clip_factors
-from groupwise.clipping.partition import Partition, find_layers
+from groupwise.clipping.groups import Member
+from groupwise.clipping.partition import Partition, find_layers, per_layer
 from groupwise.errors import UserError
 
 
@@ -68,3 +72,82 @@ def clipped_sums(
         if name not in reached:
             raise UserError(f"Parameter {name!r} trains, but no example's loss depends on it: freeze it, or use it.")
     return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64))
+
+
+Batch = TypeVar("Batch")
+_HEAD = ("layer", "type", "input -> output", "norms by", "estimated, for norms and clipped sum")
+
+
+def gradient_norms(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    losses: Callable[[Batch], Tensor],
+    partition: Partition | None = None,
+) -> dict[str, Tensor]:
+    """‖g_k^(i)‖ of each example's loss in each group (Figures 2 and 5 of the paper), by the engine that clips.
+
+    Nothing is changed: the parameters' .grad are as before. The norms are the training data's own, so they are no
+    private release.
+
+    Args:
+        model: whose parameters train; nothing may be attached to it.
+        batches: examples in microbatches, as many at a time as there is memory for.
+        losses: one loss per example of a batch, (B,), from `model`.
+        partition: groups; None is one a layer.
+
+    Returns:
+        Group's name, in the model's own order -> norms of all examples in the order of `batches`, (N,), on the CPU.
+
+    Raises:
+        UserError: as `attach` and `ClippingEngine.backward` do.
+    """
+    groups = per_layer(model) if partition is None else partition
+    before = [parameter.grad for parameter in model.parameters()]
+    found: list[Tensor] = []
+    with attach(model, groups, thresholds=1.0) as engine:
+        try:
+            for batch in batches:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                engine.backward(losses(batch))
+                found.append(engine.per_example_norms.cpu())
+        finally:
+            for parameter, gradient in zip(model.parameters(), before, strict=True):
+                parameter.grad = gradient
+    norms = torch.cat(found, dim=1) if found else torch.empty(len(groups), 0)
+    return {group.name: row for group, row in zip(groups, norms, strict=True)}
+
+
+def explain(engine: ClippingEngine) -> str:
+    """A table of layers: the formula chosen in the last backward pass, and what the others would have cost.
+
+    Layers with one way only (embeddings, normalisations, inputs without a second axis) say so.
+    """
+    rows = [_HEAD, *(_row(member) for group in engine.groups for member in group.members)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    shared = engine.products_reused
+    return "\n".join([*lines, f"Inner products of inputs taken over from the layer before: {shared} times."])
+
+
+def _row(member: Member) -> tuple[str, ...]:
+    name, kind = member.name or "(model)", type(member.rule.module).__name__
+    last = member.context.choices.last
+    if last is None:
+        return (name, kind, "", "one way", "no choice to make")
+    decision = member.context.choices[last]
+    return (name, kind, _arrow(last), decision.chosen, _why(decision))
+
+
+def _arrow(key: tuple[Any, ...]) -> str:
+    return " -> ".join("×".join(map(str, sizes)) for sizes in key[:2])
+
+
+def _why(decision: Decision) -> str:
+    costs = sorted(decision.seconds.items(), key=lambda item: item[0] != decision.chosen)
+    text = ", ".join(
+        f"{name} {1e3 * seconds:.2f} ms and {decision.work[name].bytes / 1e6:.1f} MB" for name, seconds in costs
+    )
+    return text + (" (forced)" if decision.forced else "")

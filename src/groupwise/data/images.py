@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.data.holdout import keyed_fraction
+from groupwise.data.text_examples import keyed_fraction
 from groupwise.errors import UserError
 
 

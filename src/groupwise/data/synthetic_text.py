@@ -1,14 +1,129 @@
-"""Makes up small data sets from templates and a seed: no file, no network, no licence.
-
-They stand in for the real ones in demonstrations and tests. Single words are hints to a label, and not more.
-"""
+"""Makes up small data sets from templates and a seed: no file, no network, no licence."""
 
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from groupwise.data.glue import GLUE
-from groupwise.data.synthetic_examples import LABELLED, PAIRED, LabelledMaker, PairedMaker
+from groupwise.data.samsum import instruct
+from groupwise.data.synthetic_grammar import follow, read_rules
+from groupwise.data.table_to_text import linearise_mr, linearise_triples
 from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, Texts, sha256_of_examples
 from groupwise.errors import UserError
+
+LabelledMaker = Callable[[random.Random, int], Texts]
+PairedMaker = Callable[[random.Random], Request]
+
+
+def make_review(rng: random.Random, label: int) -> Texts:
+    """SST-2: a sentence on a film, negative (0) or positive (1); where two clauses disagree, the main one decides."""
+    return follow("reviews", "review", rng, label=label)["text"], None
+
+
+def make_scene_pair(rng: random.Random, label: int, about: str = "scene") -> Texts:
+    """MNLI: what people do somewhere, and a sentence that follows (0), may be true (1), or cannot be (2).
+
+    With about="news": what became of an organisation, in templates of its own, for the mismatched set.
+    """
+    names = follow("scenes", about, rng, label=label)
+    first, second = (text[0].upper() + text[1:].replace(" ,", ",") + "." for text in (names["first"], names["second"]))
+    return first, second
+
+
+def make_question_pair(rng: random.Random, label: int) -> Texts:
+    """QQP: the same question in other words (1); or another of the same subject, or the same of another (0)."""
+    rules = read_rules("questions")
+    kind = rules["kinds"][rng.choice(sorted(rules["kinds"]))]
+    intent = rng.choice(kind["intents"])
+    subject, another = rng.sample(kind["subjects"], 2)
+    first, second = rng.sample(intent, 2)
+    if label == 0 and rng.random() < 0.7:
+        second = rng.choice(rng.choice([other for other in kind["intents"] if other is not intent]))
+    elif label == 0:
+        subject, second = another, second.format(subject)
+    first, second = (
+        question.format(subject) + (rng.choice(rules["additions"]) if rng.random() < rules["added"][label] else "")
+        for question in (first, second)
+    )
+    return first, second
+
+
+def make_question_and_sentence(rng: random.Random, label: int) -> Texts:
+    """QNLI: a question and a sentence with its answer (0), or without (1): other facts, or those of another entity."""
+    rules = read_rules("facts")
+    kind = rng.choice(rules["kinds"])
+    attributes = kind["attributes"]
+    name, another = rng.sample(kind["names"], 2)
+    asked = rng.choice(attributes[:2] if rng.random() < rules["asked_first"][label] else attributes[2:])
+    second, third = rng.sample([attribute for attribute in attributes if attribute is not asked], 2)
+    told, about = [asked, second], name
+    if label == 1 and rng.random() < 0.6:
+        told = [second, third]
+    elif label == 1:
+        about = another
+    rng.shuffle(told)
+    clauses = [rng.choice(attribute["clauses"]).format(rng.choice(attribute["values"])) for attribute in told]
+    return rng.choice(asked["questions"]).format(name), _tell(rng, kind, about, clauses)
+
+
+def make_triples_and_texts(rng: random.Random) -> Request:
+    """DART: one to three triples of an entity, linearised, and two texts with the same facts."""
+    kind = rng.choice(read_rules("facts")["kinds"])
+    name = rng.choice(kind["names"])
+    told = rng.sample(kind["attributes"], rng.randint(1, 3))
+    facts = [(attribute, rng.choice(attribute["values"])) for attribute in told]
+    texts: list[str] = []
+    while len(texts) < 2:
+        clauses = [rng.choice(attribute["clauses"]).format(value) for attribute, value in facts]
+        if (text := _tell(rng, kind, name, clauses)) not in texts:
+            texts.append(text)
+    source = linearise_triples([(name, attribute["predicate"], value) for attribute, value in facts])
+    return Request(source, tuple(texts))
+
+
+def _tell(rng: random.Random, kind: dict[str, Any], name: str, clauses: list[str]) -> str:
+    """One to three clauses on an entity as one sentence or two."""
+    *others, last = clauses
+    if not others:
+        return f"{name} {last}."
+    told = {"name": name, "listed": ", ".join(others), "joined": " and ".join(others), "last": last}
+    return str(follow("facts", "tell", rng, **told, pronoun=kind["pronoun"], relative=kind["relative"])["text"])
+
+
+def make_restaurant(rng: random.Random) -> Request:
+    """E2E: a name and at least two more slots, linearised, and four references with the same facts."""
+    rules = read_rules("restaurants")
+    slots: dict[str, str] = {}
+    while len(slots) < 2:
+        slots = {slot: rng.choice(values) for slot, (share, values) in rules["slots"].items() if rng.random() < share}
+    slots = {"name": rng.choice(rules["names"])} | slots
+    references = []
+    for frame in rng.sample(range(4), 4):
+        names = follow("restaurants", "description", rng, **dict.fromkeys(rules["slots"], "") | slots, frame=frame)
+        extras = [names[extra] for extra in ("rating", "family") if names[extra]]
+        rng.shuffle(extras)
+        references.append(" ".join([names["text"], *extras]))
+    return Request(linearise_mr(", ".join(f"{slot}[{value}]" for slot, value in slots.items())), tuple(references))
+
+
+def make_dialogue(rng: random.Random) -> Request:
+    """SAMSum: a dialogue of three to eight turns in the instruction format, and what the two settle on."""
+    names = follow("dialogues", "dialogue", rng)
+    lines = (names["hello"] + names["turns"] + names["bye"]).splitlines()
+    turns = [f"{names['ab'[number % 2]]}: {line}" for number, line in enumerate(lines)]
+    return Request(instruct("\n".join(turns)), (names["summary"],))
+
+
+LABELLED: dict[str, dict[str, LabelledMaker]] = {
+    "sst2": {"": make_review},
+    "qnli": {"": make_question_and_sentence},
+    "qqp": {"": make_question_pair},
+    "mnli": {"": make_scene_pair, "mismatched": partial(make_scene_pair, about="news")},
+}
+"""What makes an example, by task and validation set; the first of these makes the training set too."""
+PAIRED: dict[str, PairedMaker] = {"e2e": make_restaurant, "dart": make_triples_and_texts, "samsum": make_dialogue}
+
 
 TRAIN, VALID, REQUESTS = 2000, 200, 100
 """Training examples of each task, those of a validation set with labels, requests of a validation or test set."""

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from groupwise.data.glue import GLUE, load_glue
-from groupwise.data.holdout import keyed_fraction
 from groupwise.data.samsum import load_samsum
 from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
 from groupwise.data.table_to_text import load_dart, load_e2e
-from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, Texts, by_source
+from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, Texts, by_source, keyed_fraction
 from groupwise.errors import UserError
 
 __all__ = [

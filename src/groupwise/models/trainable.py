@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import LoraConfig, ModelConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.language import is_head
 

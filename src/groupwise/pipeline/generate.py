@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from groupwise.config.schema import GenerateConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.pipeline.communication import StageLink, evaluating
 from groupwise.pipeline.split import Stage

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import find_source
 from groupwise.models.language_config import make_config

@@ -14,8 +14,7 @@ from groupwise.clipping.cost_model import USUAL_RATES, machine_rates
 from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import Ranges, choose_ranges
-from groupwise.planner.accelerators import Rated, Speed
-from groupwise.planner.cpu_timing import Timed
+from groupwise.planner.accelerators import Rated, Speed, Timed
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.shapes import build, configuration

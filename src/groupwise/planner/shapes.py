@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
-from groupwise.data.torchvision_compat import import_torchvision
+from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError, did_you_mean
 from groupwise.models.trainable import add_adapters
 

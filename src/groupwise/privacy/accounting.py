@@ -1,10 +1,160 @@
-"""Bounds ε of T Poisson-subsampled Gaussian releases, by the accountant that is asked for."""
+"""Bounds ε of T Poisson-subsampled Gaussian releases by the accountant that is asked for; holds PRV (Gopi et al.)."""
 
 import functools
 import math
+import warnings
+from typing import Any
 
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import COMPOSITION_FAILURES, EpsilonBounds, check_mechanism
+from groupwise.privacy.accountants import (
+    COMPOSITION_FAILURES,
+    EpsilonBounds,
+    central_limit_mu,
+    check_mechanism,
+    epsilon_pld,
+    epsilon_pld_bounds,
+    epsilon_rdp,
+    epsilon_revealed,
+    gaussian_epsilon,
+    nothing_shows,
+)
+
+# ε is bracketed to ±0.2 % (at most ±0.01, so that large ε are as tight as the published tables), unless the grid
+# would pass MAX_GRID points, where the time would be minutes and the memory gigabytes: the bracket then widens.
+RELATIVE_ERROR = 2e-3
+MAX_ERROR = 1e-2
+MAX_GRID = 2**22
+COARSE = 0.03
+SMALLEST, LARGEST, LARGEST_DELTA = 0.04, 50.0, 0.01
+"""The ε and δ for which PRV answers within seconds; outside, PLD is as tight and takes a tenth of one."""
+
+
+def epsilon_prv(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, *, eps_error: float | None = None
+) -> EpsilonBounds:
+    """Bracket ε at ``delta`` with the PRV accountant; ``upper`` is the figure to claim.
+
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. ``eps_error`` is the half-width of
+    the bracket (the δ error is δ/1000); by default 0.2 % of ε, at most 0.01. The losses composed are those of removing
+    an example; that adding one costs no more is proven for one step and, for the paper's settings, confirmed by the
+    PLD accountant, which composes both. Should the numerical accountant fail twice, the answer is the PLD accountant's,
+    and ``note`` says so.
+    """
+    check_mechanism(noise_multiplier, sample_rate, steps, delta)
+    steps = int(steps)
+    if eps_error is None and (reason := _out_of_reach(noise_multiplier, sample_rate, steps, delta)):
+        return _stand_in(noise_multiplier, sample_rate, steps, delta, reason)
+    try:
+        if eps_error is None:
+            eps_error = _default_error(noise_multiplier, sample_rate, steps, delta)
+        return _twice(noise_multiplier, sample_rate, steps, delta, eps_error)[0]
+    except COMPOSITION_FAILURES as failure:
+        reason = f"the PRV accountant failed ({type(failure).__name__}: {failure})"
+        return _stand_in(noise_multiplier, sample_rate, steps, delta, reason)
+
+
+def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    """Return ε without a bound, from a grid ten times coarser: right to about 0.01 %, in a tenth of a second."""
+    steps = int(steps)
+    if not _out_of_reach(noise_multiplier, sample_rate, steps, delta):
+        try:
+            return _coarse(noise_multiplier, sample_rate, steps, delta)[0].estimate
+        except COMPOSITION_FAILURES:
+            pass
+
+    return epsilon_pld(noise_multiplier, sample_rate, steps, delta)
+
+
+def _out_of_reach(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> str:
+    """Why PRV would take minutes, or give out in the end, at so small or so large an ε; empty where it does well."""
+    if delta > LARGEST_DELTA:
+        return f"the PRV accountant gives out for a delta above {LARGEST_DELTA:g}"
+    if gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps)) < SMALLEST:
+        return f"the PRV accountant takes minutes for an epsilon below {SMALLEST:g}"
+
+    if epsilon_rdp(noise_multiplier, sample_rate, steps, delta) > LARGEST:
+        return f"the PRV accountant gives out for an epsilon as large as {LARGEST:g}"
+    return ""
+
+
+def _default_error(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    coarse, grid, coarse_error = _coarse(noise_multiplier, sample_rate, steps, delta)
+    wanted = min(MAX_ERROR, RELATIVE_ERROR * max(coarse.estimate, 1e-6))
+    return max(wanted, coarse_error * grid / MAX_GRID)
+
+
+@functools.lru_cache(maxsize=32)
+def _coarse(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> tuple[EpsilonBounds, int, float]:
+    guess = gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps))
+    error = COARSE * min(max(guess, 1e-3), 10.0)
+    bounds, grid = _twice(noise_multiplier, sample_rate, steps, delta, error)
+    return bounds, grid, error
+
+
+def _twice(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, eps_error: float
+) -> tuple[EpsilonBounds, int]:
+    delta_error = delta / 1000.0
+    try:
+        return _compose(noise_multiplier, sample_rate, steps, delta, eps_error, delta_error)
+    except COMPOSITION_FAILURES:
+        # "Discrete mean differs significantly": a domain cut too short; a smaller δ error widens it.
+        return _compose(noise_multiplier, sample_rate, steps, delta, eps_error, delta_error / 100.0)
+
+
+def _compose(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, eps_error: float, delta_error: float
+) -> tuple[EpsilonBounds, int]:
+    from prv_accountant import PRVAccountant
+    from prv_accountant.accountant import compute_safe_domain_size
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # log(0) at ρ = 1, and a reminder that eps_max must be safe: it is
+        mechanism = _mechanism(noise_multiplier, sample_rate)
+        half_width = compute_safe_domain_size([mechanism], [steps], eps_error, delta_error)
+        # Theorem 5.5 of the paper: the mesh on which the composed error is eps_error is eps_error / per_mesh.
+        per_mesh = math.sqrt(steps / 2 * math.log(12 / delta_error))
+        eps_error, grid = _smooth_grid(half_width, max(eps_error, 2 * half_width * per_mesh / MAX_GRID), per_mesh)
+        accountant = PRVAccountant(
+            mechanism,
+            max_self_compositions=steps,
+            eps_error=eps_error,
+            delta_error=delta_error,
+            eps_max=half_width,
+        )
+        bounds = accountant.compute_epsilon(delta, [steps])
+    if not all(math.isfinite(bound) for bound in bounds):
+        raise RuntimeError("the PRV accountant gave no finite epsilon")
+    lower, estimate, upper = (max(0.0, bound) for bound in bounds)
+    return EpsilonBounds(lower, estimate, upper), grid
+
+
+@functools.lru_cache(maxsize=8)
+def _mechanism(noise_multiplier: float, sample_rate: float) -> Any:
+    """Return the mechanism with its Rényi curve remembered: sizing the domain asks for it again and again."""
+    from prv_accountant import PoissonSubsampledGaussianMechanism
+
+    mechanism = PoissonSubsampledGaussianMechanism(sampling_probability=sample_rate, noise_multiplier=noise_multiplier)
+    mechanism.rdp = functools.cache(mechanism.rdp)
+    return mechanism
+
+
+def _smooth_grid(half_width: float, eps_error: float, per_mesh: float) -> tuple[float, int]:
+    """Shrink ``eps_error`` until the grid's length has small prime factors only: the FFT is 10 to 20 times faster."""
+    from scipy.fft import next_fast_len
+
+    # The accountant's grid has 2·ceil(half_width / mesh) + 2 points.
+    points = 2 * math.ceil(half_width * per_mesh / eps_error) + 2
+    while (points := next_fast_len(points, real=True)) % 2:
+        points += 1
+    return half_width * per_mesh / (points / 2 - 1.5), points
+
+
+def _stand_in(noise_multiplier: float, sample_rate: float, steps: int, delta: float, reason: str) -> EpsilonBounds:
+
+    bounds = epsilon_pld_bounds(noise_multiplier, sample_rate, steps, delta)
+    return EpsilonBounds(bounds.lower, bounds.estimate, bounds.upper, f"by the PLD accountant, since {reason}")
+
 
 ACCOUNTANTS = ("prv", "pld", "rdp")
 
@@ -22,7 +172,6 @@ def epsilon_bounds(
     """
     check_accountant(accountant)
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
-    from groupwise.privacy.accountants import epsilon_revealed, nothing_shows
 
     if nothing_shows(noise_multiplier, sample_rate, steps, delta):
         return EpsilonBounds(0.0, 0.0, 0.0, "in closed form, since delta alone covers what so noisy steps release")
@@ -64,14 +213,9 @@ def _composed(noise_multiplier: float, sample_rate: float, steps: int, delta: fl
     elif accountant != "rdp" and steps > MOST_STEPS:
         reason = f"no grid of the {accountant.upper()} accountant is made for more than {MOST_STEPS:g} steps"
     elif accountant == "prv":
-        from groupwise.privacy.prv import epsilon_prv
-
         return epsilon_prv(noise_multiplier, sample_rate, steps, delta)
     elif accountant == "pld":
-        from groupwise.privacy.accountants import epsilon_pld_bounds
-
         return epsilon_pld_bounds(noise_multiplier, sample_rate, steps, delta)
-    from groupwise.privacy.accountants import epsilon_rdp
 
     upper = epsilon_rdp(noise_multiplier, sample_rate, steps, delta)
     return EpsilonBounds(0.0, upper, upper, reason and f"by the RDP accountant, since {reason}")

@@ -15,8 +15,19 @@ from groupwise.privacy.accountants import (
     epsilon_revealed,
     gaussian_epsilon,
 )
-from groupwise.privacy.accounting import CLOSED_ABOVE, MOST_STEPS, SMALLEST_DELTA, check_accountant, epsilon_bounds
-from groupwise.privacy.prv import LARGEST, LARGEST_DELTA, MAX_ERROR, RELATIVE_ERROR, SMALLEST, estimate_prv
+from groupwise.privacy.accounting import (
+    CLOSED_ABOVE,
+    LARGEST,
+    LARGEST_DELTA,
+    MAX_ERROR,
+    MOST_STEPS,
+    RELATIVE_ERROR,
+    SMALLEST,
+    SMALLEST_DELTA,
+    check_accountant,
+    epsilon_bounds,
+    estimate_prv,
+)
 
 TOLERANCE = 1e-3
 LEAST, MOST = 1e-9, 1e12

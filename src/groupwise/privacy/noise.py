@@ -1,14 +1,4 @@
-"""Draws Gaussian noise once, so that it can be replayed: a pure function of (key, step, stream).
-
-Threat model. The noise hides an example from whoever sees the released parameters and thresholds, as long as the key
-stays secret: whoever holds the key can subtract the noise. Checkpoints hold the key, so publish exported weights, not
-checkpoints. Replaying a step after a crash adds the very same noise, so a resumed run releases nothing new; that holds
-as long as the sums are the same too, so never use one key for two runs, or publish a step and its replay both.
-
-By default the generators are statistical ones, seeded through SHA-256 (with 128 bits on the CPU, 64 on other devices),
-and attacks on floating-point Gaussians (Mironov 2012; Jin et al. 2022) are not defended against. ``secure=True``
-answers both (:mod:`groupwise.privacy.secure`). Side channels are no goal of either.
-"""
+"""Draws Gaussian noise once, so that it can be replayed: a pure function of (key, step, stream); securely if asked."""
 
 import hashlib
 import math
@@ -20,6 +10,79 @@ import numpy as np
 import torch
 
 from groupwise.errors import UserError
+from groupwise.privacy.sampling import PoissonSampler
+
+CHUNK = 1 << 16
+_LATTICE_BITS = 40
+_SMALLEST = 1e-200
+
+
+class Keystream:
+    """The words of ChaCha20 under a key of 32 bytes, from the first on; one key serves one purpose."""
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+        except ImportError as error:
+            raise UserError(
+                "noise.secure=true needs the package cryptography: pip install cryptography, or leave it out."
+            ) from error
+        self._encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+
+    def words(self, count: int) -> np.ndarray:
+        """Return the next ``count`` words, uint64 of shape (count,)."""
+        return np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")
+
+    def normals(self, count: int) -> np.ndarray:
+        """Return ``count`` draws of N(0, 1), float64: a sign bit, and the inverse CDF at 63 bits of (0, ½)."""
+        from scipy.special import ndtri
+
+        words = self.words(count)
+        draws = ndtri(((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64)
+        return np.negative(draws, out=draws, where=(words & np.uint64(1)).astype(bool))
+
+
+class LatticeNoise:
+    """Adds N(0, ``std``²) to one tensor, part by part, on the lattice of its std.
+
+    Raises:
+        UserError: ``std`` is below 1e-200, where the lattice would leave the float64 numbers.
+    """
+
+    def __init__(self, key: bytes, std: float) -> None:
+        if std < _SMALLEST:
+            raise UserError(f"noise.secure=true was asked for noise of std {std}; give at least {_SMALLEST:g}.")
+        self._stream = Keystream(key)
+        self._spacing = lattice_spacing(std)
+        self._scale = std / math.sqrt(2.0) / self._spacing
+
+    def add_(self, part: torch.Tensor) -> None:
+        """Noise the next ``part``, in place; the one rounding to its dtype comes last, after the noise."""
+        draws = self._stream.normals(2 * part.numel())  # an entry's two lie side by side, so parts of any size agree
+        steps = np.rint((draws[::2] + draws[1::2]) * self._scale)
+        noise = torch.from_numpy(steps * self._spacing).view(part.shape).to(part.device)
+        part.copy_((part.double() / self._spacing).round_().mul_(self._spacing).add_(noise))
+
+
+def lattice_spacing(std: float) -> float:
+    """Return g, the power of two in (std·2⁻⁴¹, std·2⁻⁴⁰]."""
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _LATTICE_BITS)
+
+
+class SecurePoissonSampler(PoissonSampler):
+    """A Poisson sampler whose draws are words of ChaCha20: an example is in when its word is below ρ·2⁶⁴."""
+
+    def __init__(self, dataset_size: int, sample_rate: float, key: bytes) -> None:
+        super().__init__(dataset_size, sample_rate, key)
+        self._key = key
+
+    def indices(self, step: int) -> np.ndarray:
+        """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (key, step)."""
+        place = b"groupwise secure poisson\0" + int(step).to_bytes(8, "big")
+        words = Keystream(hashlib.sha256(place + self._key).digest()).words(self.dataset_size)
+        bound = int(self.sample_rate * 2.0**64)  # exact: ρ has 53 bits
+        return np.flatnonzero(words <= np.uint64(bound - 1)).astype(np.int64, copy=False)
+
 
 COUNT_STREAM = -1
 """Stream of the noise on the clip counts; parameters use streams 0, 1, 2, …"""
@@ -100,8 +163,6 @@ class NoiseSource:
     def _adder(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> tuple[_Add, int]:
         digest = self._digest(step, stream)
         if self.secure:
-            from groupwise.privacy.secure import CHUNK, LatticeNoise
-
             return LatticeNoise(digest, std).add_, CHUNK
         draw, chunk = _cpu_draw(tensor, digest) if tensor.device.type == "cpu" else _device_draw(tensor, digest)
         return lambda part: part.add_(draw(part.numel()).view(part.shape), alpha=std), chunk

@@ -1,6 +1,8 @@
 """Makes a private training out of a model, an optimiser and a dataset, in one call."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,133 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping import Partition, verify
 from groupwise.config.schema import ClipConfig
-from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.errors import UserError, did_you_mean
+from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
 from groupwise.privacy.mechanism import ALLOCATIONS
 from groupwise.private.batches import length_of
 from groupwise.private.loop import TAKEN, Private, check_parameters
-from groupwise.private.settings import settle_clip, settle_plan
 from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks
+
+MODES: dict[str, dict[str, Any]] = {
+    "flat": {"grouping": "flat", "policy": "fixed"},
+    "ghost": {"grouping": "flat", "norms": "ghost", "policy": "fixed"},
+    "fixed_layer": {"grouping": "layer", "policy": "fixed"},
+    "fixed_block": {"grouping": "block", "policy": "fixed"},
+    "adaptive_flat": {"grouping": "flat", "policy": "adaptive", "rescale": False},
+    "adaptive_layer": {"grouping": "layer", "policy": "adaptive"},
+    "adaptive_block": {"grouping": "block", "policy": "adaptive"},
+}
+"""The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
+
+
+def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
+    """The clipping that is meant by a mode's name, a configuration of it, or a partition of one's own.
+
+    Args:
+        clip: as `make_private` has it. threshold: C. settings: other fields of `ClipConfig`.
+
+    Raises:
+        UserError: an unknown mode or setting; no clipping at all.
+    """
+    if isinstance(clip, ClipConfig):
+        if settings or threshold != ClipConfig.threshold:
+            raise UserError("clip is a whole ClipConfig, so its settings are given twice: put them into it alone.")
+        if clip.grouping == "none":
+            raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
+        return clip
+    known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
+    for name in settings:
+        if name not in known:
+            raise UserError(f"make_private knows no setting {name!r}{did_you_mean(name, known)}.")
+    if not isinstance(clip, str):
+        several = {"rescale": len(clip) > 1}  # rescaling one group to C would pin it there
+        return ClipConfig(name="custom", grouping="custom", threshold=threshold, **{**several, **settings})
+    if clip not in MODES:
+        raise UserError(
+            f"clip={clip!r} is no clipping mode for a loop of your own{did_you_mean(clip, MODES)}: choose one of "
+            f"{', '.join(MODES)}, or give a partition."
+        )
+    return replace(ClipConfig(name=clip, threshold=threshold, **MODES[clip]), **settings)
+
+
+def settle_plan(
+    clip: ClipConfig,
+    dataset_size: int,
+    num_groups: int,
+    *,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    plan: PrivacyPlan | None,
+    delta: float | None,
+    epochs: float | None,
+    steps: int | None,
+    batch_size: float | None,
+    accountant: str,
+) -> PrivacyPlan:
+    """The plan of N examples and K groups: a new one, or the given one if it fits.
+
+    Raises:
+        UserError: too few or too many of the arguments; values out of range; a plan for something else.
+    """
+    given = [epsilon is not None, noise_multiplier is not None, plan is not None]
+    if sum(given) != 1:
+        raise UserError(
+            f"{sum(given)} of epsilon, noise_multiplier and plan were given: give exactly one of the three."
+        )
+    budget = clip.quantile_budget if clip.policy == "adaptive" else 0.0
+    if plan is not None:
+        if any(value is not None for value in (delta, epochs, steps, batch_size)):
+            raise UserError(
+                "plan says delta, steps and batch_size already: leave delta, epochs, steps, batch_size out."
+            )
+        _check_plan(plan, dataset_size, num_groups, budget)
+        return plan
+    if batch_size is None:
+        raise UserError("batch_size is missing: give the number of examples that a step draws in expectation.")
+    if (epochs is None) == (steps is None):
+        how = "neither" if steps is None else "both"
+        raise UserError(f"{how} of epochs and steps was given: give one, as epsilon depends on the number of steps.")
+    if not 0 < batch_size <= dataset_size:
+        raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
+    if steps is None:
+        if epochs is None or not 0 < epochs < math.inf:
+            raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
+        steps = max(1, round(epochs * dataset_size / batch_size))
+    if clip.policy == "adaptive" and not 0 < budget < 1:
+        raise UserError(f"quantile_budget={budget} pays for no counts, which adaptive thresholds need: give 0 < r < 1.")
+    return make_plan(
+        dataset_size=dataset_size,
+        expected_batch_size=batch_size,
+        steps=steps,
+        delta=dataset_size**-1.1 if delta is None else delta,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        num_groups=num_groups,
+        quantile_budget=budget,
+        accountant=accountant,
+    )
+
+
+def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, budget: float) -> None:
+    """Refuse a plan whose noise is that of other data, groups or releases."""
+    if plan.sampling != "poisson":
+        raise UserError(
+            f"the plan is for sampling={plan.sampling!r}, which guarantees nothing: make one for 'poisson'."
+        )
+    for name, planned, there in (
+        ("dataset_size", plan.dataset_size, dataset_size),
+        ("num_groups", plan.num_groups, num_groups),
+    ):
+        if planned != there:
+            raise UserError(f"the plan is for {name}={planned}, and here it is {there}: make a plan for this run.")
+    if (plan.quantile_budget > 0) != (budget > 0):
+        raise UserError(
+            f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
+            f"{'adaptive' if budget else 'fixed'} thresholds: they need {'some of the budget' if budget else '0'}."
+        )
+
 
 CHECKED = 5
 """Examples that `check` runs on."""

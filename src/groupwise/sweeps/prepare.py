@@ -9,9 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from groupwise.config.compose import Composer, to_run_config
+from groupwise.config.compose import COMPOSITION_ERRORS, Composer, in_one_sentence, to_run_config
 from groupwise.config.identity import config_hash
-from groupwise.config.mistakes import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Cell, Sweep, expand, text

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.tasks.padding import IGNORED, pad, predictions
-from groupwise.tasks.samples import Samples
+from groupwise.tasks.samples import IGNORED, Samples, pad, predictions
 from groupwise.tasks.text_task import longest_first
 from groupwise.training.task import Microbatch, fill, rounded
 

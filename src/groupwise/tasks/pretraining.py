@@ -18,7 +18,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.data.corpus import Corpus, read_corpus
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_masked
-from groupwise.tasks.padding import IGNORED
+from groupwise.tasks.samples import IGNORED
 from groupwise.tasks.text_task import check_length, find_tokenizer, save_network
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Split, Task

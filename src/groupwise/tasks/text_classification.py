@@ -18,8 +18,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.data.text import Labelled, LabelledText, load_labelled, synthetic_labelled
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
-from groupwise.tasks.padding import Rows
-from groupwise.tasks.samples import CHUNK
+from groupwise.tasks.samples import CHUNK, Rows
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,

@@ -21,9 +21,8 @@ from groupwise.errors import UserError
 from groupwise.models.language import load_causal, position_limit
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.beam_search import generate
-from groupwise.tasks.padding import predictions
 from groupwise.tasks.pipelined import TextFeed
-from groupwise.tasks.samples import PairEncoder, Samples
+from groupwise.tasks.samples import PairEncoder, Samples, predictions
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,

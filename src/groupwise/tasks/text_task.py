@@ -17,10 +17,10 @@ from groupwise.config.schema import RunConfig
 from groupwise.data.text import Data, hold_out, keep
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError
+from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import MeanPooled, position_limit
-from groupwise.models.tokenizers import load_tokenizer
 from groupwise.models.trainable import MovedAdapters
-from groupwise.tasks.padding import IGNORED, ModelInputs
+from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Task
 

@@ -26,7 +26,7 @@ from groupwise.privacy import (
     release_gradients,
     secret_randomness,
 )
-from groupwise.privacy.secure import SecurePoissonSampler
+from groupwise.privacy.noise import SecurePoissonSampler
 from groupwise.training.ranks import Alone, Ranks
 
 

@@ -1,16 +1,4 @@
-"""Keeps a run's folder, `results/runs/<hash>`: what lies in it, and when it counts as finished.
-
-config.yaml   the resolved configuration      data.json     sha256 and counts of the data
-config.hash   its hash, in full               seeds.json    every seed, and whether the noise had one
-git.json      commit, dirty or not            privacy.json  plan, executed steps, epsilon
-diff.patch    what was not committed          metrics.jsonl one line a record, {"step": ...}
-environment.json                              system.json   wall time, throughput, peak memory
-outputs-test.jsonl  texts that the model made, where it makes any
-weights-<step>.pt   weights on the way, where train.keep asks for them
-checkpoint.pt, and the one before it,         result.json   one flat row with all of the above
-  checkpoint-previous.pt                      SHA256SUMS    of all files that stay
-DONE          written last: a folder without it does not exist for the analysis
-"""
+"""Keeps a run's folder, `results/runs/<hash>`: what lies in it, when it is finished, and what of it may go out."""
 
 from __future__ import annotations
 
@@ -32,12 +20,51 @@ from groupwise.config.identity import (
     flatten,
     load_config,
     save_config,
+    stable_config,
 )
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.rows import row_of_data
+from groupwise.privacy import PrivacyPlan
+from groupwise.rows import HELD_OUT, row_of_data
 from groupwise.training.checkpoint import forget_checkpoints, previous
 from groupwise.training.provenance import environment, git_state
+
+
+def neighbours_of(config: RunConfig) -> str:
+    """Between which training sets ε is promised: those that differ by one example, after any choice of the N."""
+    chosen = [f"data.{key}={value}" for key in ("holdout", "train_limit") if (value := getattr(config.data, key))]
+    return (
+        "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
+    )
+
+
+def provenance_of(
+    config: RunConfig,
+    plan: PrivacyPlan,
+    private: bool,
+    git: Mapping[str, Any],
+    description: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> dict[str, Any]:
+    """What stands beside an exported model, field by field on an allow list.
+
+    Args:
+        private: whether ε is a guarantee.
+        git: of the record.
+        description: of the data; told in full only where no noise was added, as the weights then give them away anyhow.
+        metrics: the final ones. With noise those on held-out examples alone are told, and with `data.holdout`, where
+            these are a part of the training set, only those on the test set.
+    """
+    told: dict[str, Any] = {
+        "hash": config_hash(config),
+        "config": stable_config(config),
+        "git": {key: git[key] for key in ("sha", "dirty")},
+        "privacy": {"private": private, "neighbours_differ_by": neighbours_of(config), **plan.to_dict()},
+    }
+    if plan.noise_multiplier == 0.0:
+        return {**told, "data": dict(description), "metrics": dict(metrics)}
+    elsewhere = HELD_OUT[1:] if config.data.holdout else HELD_OUT
+    return {**told, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
 
 
 class RunRecord:

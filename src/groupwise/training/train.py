@@ -17,12 +17,10 @@ import torch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.training.disclosure import neighbours_of, provenance_of
-from groupwise.training.progress import Progress
+from groupwise.training.progress import Progress, result_lines
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.record import RunRecord
-from groupwise.training.result_lines import result_lines
+from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.task import Split, Task
 from groupwise.training.trackers import make_tracker
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_rows import read_companion, read_figure_rows, seeds_in_words, summary, with_settings
+from groupwise.analysis.figure_style import read_companion, read_figure_rows, seeds_in_words, summary, with_settings
 from groupwise.analysis.figures import NORMS
 from groupwise.errors import UserError
 

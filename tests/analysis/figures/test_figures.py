@@ -3,10 +3,9 @@
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_rows import with_settings
-from groupwise.analysis.figure_style import content
+from groupwise.analysis.accuracy_figures import chosen_layers
+from groupwise.analysis.figure_style import content, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, main, make
-from groupwise.analysis.norm_figures import chosen_layers
 
 
 def words(figure) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.analysis.claims import (
+from groupwise.analysis.findings import (
     AGREEMENT,
     ALIKE,
     CLAIMS,
@@ -16,9 +16,13 @@ from groupwise.analysis.claims import (
     UNDECIDED,
     Claim,
     decide,
+    fill,
+    full,
     judge,
+    main,
+    summary,
+    verdicts,
 )
-from groupwise.analysis.findings import fill, full, main, summary, verdicts
 from groupwise.analysis.paper import Folders, settings_of
 from groupwise.analysis.statistics import Contrast, differences, summarise
 from groupwise.errors import UserError

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.analysis.comparison import STATUSES
 from groupwise.analysis.paper import TABLES, Folders
-from groupwise.analysis.statistics import p_of_no_difference, summarise
-from groupwise.analysis.table_formats import anchor, tex
+from groupwise.analysis.statistics import STATUSES, p_of_no_difference, summarise
 from groupwise.analysis.table_lines import LINE, table_lines
-from groupwise.analysis.table_notes import ERRATA, errata_of, notes
+from groupwise.analysis.table_text import ERRATA, anchor, errata_of, notes, tex
 from groupwise.analysis.tables import main
 from groupwise.errors import UserError
 

@@ -9,7 +9,6 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from groupwise.analysis.comparison import STATUSES
 from groupwise.analysis.coverage import coverage
 from groupwise.analysis.figure_style import content
 from groupwise.analysis.figures import FIGURES, Drawn, make
@@ -17,9 +16,9 @@ from groupwise.analysis.figures import title as figure_title
 from groupwise.analysis.measured import read_all
 from groupwise.analysis.paper import HYPERPARAMETERS, TABLES, Folders, read_paper
 from groupwise.analysis.report.parts import COLUMNS, MARKS, Grid, inline, link, make_grid, promises, to_html
-from groupwise.analysis.table_formats import anchor
+from groupwise.analysis.statistics import STATUSES
 from groupwise.analysis.table_lines import table_lines
-from groupwise.analysis.table_notes import errata_of, notes
+from groupwise.analysis.table_text import anchor, errata_of, notes
 from groupwise.analysis.tables import SETTINGS
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import PAPER, read_sweep

@@ -13,9 +13,8 @@ import pandas as pd
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from groupwise.analysis.comparison import STATUSES
-from groupwise.analysis.table_formats import anchor, number
-from groupwise.analysis.table_notes import ADJACENCY, SAMPLING
+from groupwise.analysis.statistics import STATUSES
+from groupwise.analysis.table_text import ADJACENCY, SAMPLING, anchor, number
 
 COLOURS = {
     "#000000": "currentColor",

@@ -1,13 +1,8 @@
-"""Says what a layer rule must give the engine, and finds the rule of a module.
-
-A rule is stateless mathematics on (saved tensors, output gradient) of one call of one layer: it holds its module, and
-nothing of an engine or of a pass. Batch is the first axis of everything. `wanted` tells which of the layer's parameters
-train, in the order of `parameter_names`: only these count in norms and sums. What depends on the engine (working
-memory, choices, whether the layer is a group by itself) comes as a `RuleContext`.
-"""
+"""Says what a layer rule must give the engine, what it may use, and finds the rule of a module."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -15,10 +10,69 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from groupwise.clipping.context import RuleContext
-from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.cost_model import Choices, LastProducts, OuterProducts
 from groupwise.clipping.precision import sum_of_squares
 from groupwise.errors import UserError
+
+
+class BufferPool:
+    """One buffer for each purpose, which the layers of a backward pass take over from each other.
+
+    A buffer grows to the largest size that was asked for. On a CPU fresh memory is mapped page by page as it is first
+    written, which can cost more than the arithmetic on it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+
+    def take(self, purpose: str, like: Tensor, *shape: int) -> Tensor:
+        """Uninitialised memory of a shape, with dtype and device of `like`, until the purpose is asked for again.
+
+        Other devices than a CPU get fresh memory: their allocators keep it, and know about streams.
+        """
+        if like.device.type != "cpu":
+            return like.new_empty(shape)
+        size = 1
+        for length in shape:
+            size *= length
+        key = (purpose, like.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = like.new_empty(size)
+        return buffer[:size].view(shape)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+
+@dataclass(frozen=True)
+class RuleContext:
+    """What the rule of one layer works with; `RuleContext()` will do for a call outside of an engine."""
+
+    own_group: bool = False
+    """The layer is a group by itself, and each of its parameters is used once: clipped sums are fused with norms."""
+    save_memory: bool = False
+    """Nothing may be kept for the sake of speed (ghost clipping)."""
+    choices: Choices = field(default_factory=Choices)
+    """How the layer's norms are computed, decided once for each size."""
+    buffers: BufferPool = field(default_factory=BufferPool)
+    products: LastProducts = field(default_factory=LastProducts)
+
+    def for_layer(self, own_group: bool = False) -> "RuleContext":
+        """The context of another layer of the same engine: choices of its own, everything else shared."""
+        return replace(self, own_group=own_group, choices=Choices(self.choices.formula, self.choices.rates))
+
+    def clear(self) -> None:
+        """Give back what a backward pass has left behind."""
+        self.buffers.clear()
+        self.products.clear()
+
+
+def chunk_floats(like: Tensor) -> int:
+    """Numbers that a chunk of materialised gradients may hold: about a core's cache, or enough to fill a GPU."""
+    return 1 << 20 if like.device.type == "cpu" else 1 << 26
+
 
 Saved = tuple[Tensor | None, ...]
 Wanted = tuple[bool, ...]

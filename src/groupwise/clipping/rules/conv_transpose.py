@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.context import RuleContext
 from groupwise.clipping.factors import weigh_rows
 from groupwise.clipping.precision import upcast
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
+from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, register_rule
 from groupwise.clipping.rules.conv import ConvRule
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

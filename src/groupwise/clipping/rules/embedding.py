@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.context import RuleContext
+from groupwise.clipping.cost_model import OuterProducts
 from groupwise.clipping.factors import scale_rows
-from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
-from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
+from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
 from groupwise.clipping.rules.weights import Forward, Weights
 from groupwise.errors import UserError
 

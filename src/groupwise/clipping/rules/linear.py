@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.gram import OuterProducts
+from groupwise.clipping.cost_model import OuterProducts
 from groupwise.clipping.precision import upcast
 from groupwise.clipping.rules.base import Saved, register_rule
 from groupwise.clipping.rules.matrix import MatrixRule

@@ -21,12 +21,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from groupwise.clipping.context import RuleContext, chunk_floats
-from groupwise.clipping.cost_model import Work
+from groupwise.clipping.cost_model import Work, gram_norms
 from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows, weigh_rows
-from groupwise.clipping.gram import gram_norms
 from groupwise.clipping.precision import floor, second_product_slack, squared_row_norms
-from groupwise.clipping.rules.base import Clip, Finish, Gradients, LayerRule, Saved, Wanted, numbers
+from groupwise.clipping.rules.base import (
+    Clip,
+    Finish,
+    Gradients,
+    LayerRule,
+    RuleContext,
+    Saved,
+    Wanted,
+    chunk_floats,
+    numbers,
+)
 
 THIN = 1 << 18
 """Weights of so few numbers (low-rank adapters) are formed the faster way round, and turned when they are done."""

@@ -8,11 +8,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from groupwise.clipping.context import RuleContext
 from groupwise.clipping.factors import weigh_rows
 from groupwise.clipping.layouts import Layout
 from groupwise.clipping.precision import sum_of_squares, upcast
-from groupwise.clipping.rules.base import Clip, Finish, Gradients, LayerRule, Saved, Wanted, numbers
+from groupwise.clipping.rules.base import Clip, Finish, Gradients, LayerRule, RuleContext, Saved, Wanted, numbers
 from groupwise.errors import UserError
 
 

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.context import RuleContext
+from groupwise.clipping.cost_model import inner_products, norms_from_products, self_products
 from groupwise.clipping.factors import is_sync_free
-from groupwise.clipping.gram import inner_products, norms_from_products, self_products
 from groupwise.clipping.precision import rounding_slack, squared_row_norms, upcast
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
+from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
 STANDARDIZATION_EPS = 1e-4
