@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.clipping import Rates, WSConv2d, attach, explain, factors, flat, per_layer
+from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
 from groupwise.clipping import cost_model as costs
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
@@ -240,10 +240,7 @@ class NoQuestions(TorchDispatchMode):
     ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
 )
 def test_backward_asks_a_gpu_nothing(make_partition, norms, monkeypatch):
-    for module in (factors, conv):
-        if hasattr(module, "is_sync_free"):
-            monkeypatch.setattr(module, "is_sync_free", lambda t: False)
-    for name in ("counts", "rules.ws_conv"):
+    for name in ("factors", "rules.ws_conv"):
         monkeypatch.setattr(f"groupwise.clipping.{name}.is_sync_free", lambda t: False)
     model = nn.Sequential(
         nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6), nn.Unflatten(2, (6, 1)), nn.Flatten(2), nn.Linear(6, 6),

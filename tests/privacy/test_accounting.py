@@ -300,7 +300,7 @@ def test_pld_rounds_losses_as_finely_as_it_says(monkeypatch):
     coarse = epsilon_pld(*mechanism, interval=0.05)
     assert coarse > epsilon_pld(*mechanism) * 1.001
     for epsilon, interval in ((0.1, 1e-4), (9.9, 1e-4), (20.0, 4e-4), (90.0, 8.1e-3), (300.0, 0.03)):
-        monkeypatch.setattr("groupwise.privacy.accounting.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
+        monkeypatch.setattr("groupwise.privacy.accountants.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
         assert pld._interval(*mechanism) == pytest.approx(interval)
 
 
