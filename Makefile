@@ -93,6 +93,7 @@ view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a
 tables: $(STAMP) ## all tables, the list of all cells and the findings, from the committed rows
 	$(BIN)/python -m groupwise.analysis.tables all
 	$(BIN)/python -m groupwise.analysis.coverage
+	$(BIN)/python -m groupwise.analysis.searches
 	$(BIN)/python -m groupwise.analysis.findings
 
 table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: make table-cifar

@@ -15,8 +15,10 @@ import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
 from groupwise.analysis.benchmark_tables import markdown
-from groupwise.analysis.measured import SHOWN
+from groupwise.analysis.claims import CLAIMS
+from groupwise.analysis.measured import CONSTANT, SHOWN
 from groupwise.analysis.paper import MINUS, TABLES, Folders
+from groupwise.analysis.searches import searches
 from groupwise.analysis.statistics import (
     DIFFERS,
     INCOMPLETE,
@@ -25,6 +27,7 @@ from groupwise.analysis.statistics import (
     REDUCED,
     REPRODUCED,
     STATUSES,
+    UNINFORMATIVE,
     needs,
     why_not_run,
 )
@@ -76,7 +79,7 @@ def coverage(folders: Folders | None = None) -> pd.DataFrame:
 
 def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
     """The status of each cell of a table: the least favourable of its numbers'."""
-    order = (NOT_RUN, DIFFERS, INCOMPLETE, REDUCED, REPRODUCED)
+    order = (NOT_RUN, DIFFERS, INCOMPLETE, UNINFORMATIVE, REDUCED, REPRODUCED)
     found: dict[str, tuple[str, str]] = {}
     for line in table_lines(name, folders).to_dict("records"):
         if line["cell"] and MINUS not in line["cell"]:
@@ -117,6 +120,22 @@ def _seeds(sweep: Sweep, scale: str, folders: Folders, ending: str) -> dict[str,
     return {name: (there[name], total[name]) for name in total}
 
 
+def refuse_unread(folders: Folders) -> None:
+    """Refuse a file of rows that no table, figure, claim or search reads: what is committed is shown.
+
+    Raises:
+        UserError: naming the file.
+    """
+    endings = [(name, "") for name in TABLES]
+    endings += [(name, ending) for name, last in FIGURES.items() for ending in {"", last}]
+    endings += [(claim.contrast.sweep, "") for claim in CLAIMS]
+    read = {f"{name}_{scale}{ending}.csv" for name, ending in endings for scale in SHOWN} | {CONSTANT}
+    read |= {path.name for path in searches(folders.sweeps, folders.measured).values()}
+    for path in sorted(folders.measured.glob("*.csv")):
+        if path.name not in read:
+            raise UserError(f"{path} is read by no table, figure, claim or search: show its rows, or remove it.")
+
+
 def machines(measured: Path) -> list[str]:
     """The machine configurations that the speed benchmark was run on, in words."""
     path = measured / "benchmarks" / "throughput.csv"
@@ -128,7 +147,9 @@ def machines(measured: Path) -> list[str]:
 
 def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
     """The list as Markdown: counts for each sweep, what the words mean, then every cell."""
-    statuses = [word for word in (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, NOT_RUN) if word != QUOTED]
+    statuses = [
+        word for word in (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN) if word != QUOTED
+    ]
     counts = [
         [str(name), *(str(int((group["status"] == word).sum())) for word in statuses), str(len(group))]
         for name, group in lines.groupby("sweep", sort=False)
@@ -160,6 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
     try:
+        refuse_unread(Folders.given(given))
         lines = coverage(Folders.given(given))
         text = page(lines, machines(given.measured))
     except UserError as error:

@@ -1,51 +1,45 @@
-"""Tests the paper's claims as differences, and says what the measured rows say about each.
+"""Judges the paper's claims by the measured rows, and writes what they say:  python -m groupwise.analysis.findings
 
-A claim is judged by the mean of paired differences over budgets (and epochs, tasks) and seeds, with its 95 %
-t-interval; p is of the paired t-test that the mean is zero, not adjusted for the number of claims. "Alike" and "no
-worse" are claims of equivalence: they need a margin, and agreement means that the whole interval lies within it.
+A claim is judged by paired differences: of runs that differ in nothing but what the claim is about, and share a seed.
+Seeds are the clusters and budgets, epochs and tasks fixed effects, so the test is a t-test of the means over these, one
+number a seed. Where the effect has a trend over log ε (F-test at 5 %), each ε is judged by itself. All p values of the
+page are adjusted together by Holm's method. "Alike" and "no worse" are claims of equivalence and need a margin.
 """
 
 import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from groupwise.analysis.benchmark_tables import between_markers, markdown
-from groupwise.analysis.measured import SHOWN, file_of, read_measured
-from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper
-from groupwise.analysis.statistics import Contrast, Summary, differences, p_of_no_difference, summarise
+from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
+from groupwise.analysis.measured import LEARNT, SHOWN, file_of, read_floors, read_measured, why_uninformative
+from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper, settings_of
+from groupwise.analysis.statistics import (
+    SAME,
+    Contrast,
+    Differences,
+    Place,
+    Summary,
+    detectable,
+    differences,
+    holm,
+    p_beyond,
+    p_trend,
+    summarise,
+)
 from groupwise.analysis.table_text import number
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
-MARGIN = 1.0
-"""Points (all metrics are in percent) within which two ways of training count as alike."""
-LEARNT = 5.0
-"""Points by which the better of the compared cells must beat guessing for a verdict."""
-GUESSING = {"cifar": 10.0, "sst2": 50.9}
-"""Accuracy in percent of always saying the larger class."""
+LEVEL = 0.05
+"""Of all verdicts of the page together, and of the test whether an effect depends on ε."""
 AGREEMENT, DISAGREEMENT, UNDECIDED = "agreement", "disagreement", "not enough evidence"
-LESS, MORE, ALIKE, NO_WORSE = "less", "more", "alike", "no worse"
-KINDS = {
-    LESS: "the difference is below zero",
-    MORE: "the difference is above zero",
-    ALIKE: f"the difference is within ±{MARGIN:g} point",
-    NO_WORSE: f"the difference is above −{MARGIN:g} point",
-}
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What the paper says, and the difference that shows it."""
-
-    says: str
-    on: str
-    contrast: Contrast
-    kind: str
+BUDGET = "privacy.epsilon"
 
 
 @dataclass(frozen=True)
@@ -53,122 +47,38 @@ class Verdict:
     """A claim before the rows of one scale ("" where there are none).
 
     Attributes:
+        epsilon: the budget that it is about, where the effect depends on it; "" for all of them together.
         paper: the same difference between the paper's printed numbers; NaN where it prints none.
-        measured: over pairs.
-        p: NaN where there is no test.
+        measured: over seeds, of the mean over places.
+        places: other settings (budgets, epochs, tasks) that the mean is over.
+        supports: one-sided p against "the claim does not hold", and `opposes` against "it does"; NaN without a test.
+        p: two-sided, adjusted by Holm's method over the page.
         word: `AGREEMENT`, `DISAGREEMENT` or `UNDECIDED`.
         why: what kept it from a verdict, or what a reader should know.
     """
 
     claim: Claim
     scale: str
+    epsilon: str
     paper: float
     measured: Summary
-    p: float
-    word: str
-    why: str
+    places: int
+    supports: float = math.nan
+    opposes: float = math.nan
+    p: float = math.nan
+    word: str = UNDECIDED
+    why: str = ""
 
-
-CIFAR, SST2 = {"task": "cifar"}, {"task": "sst2", "model": "roberta_base"}
-
-
-def _clip(*names: str) -> tuple[Mapping[str, str], ...]:
-    return tuple({"clip": name} for name in names)
-
-
-def _both(says: str, sweep: str, plus: tuple[str, ...], minus: tuple[str, ...], kind: str) -> tuple[Claim, ...]:
-    tasks = {"CIFAR-10": CIFAR, "SST-2": SST2}
-    return tuple(
-        Claim(says, on, Contrast(sweep, _clip(*plus), _clip(*minus), where), kind) for on, where in tasks.items()
-    )
-
-
-NOISELESS = {"task": "cifar", "privacy": "noiseless"}
-CLAIMS = (
-    *_both("Fixed per-layer clipping loses to flat clipping", "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
-    Claim(
-        "Fixed per-layer clipping loses to flat clipping",
-        "CIFAR-10 without noise",
-        Contrast("adaptive_vs_fixed", _clip("fixed_layer"), _clip("flat"), NOISELESS),
-        LESS,
-    ),
-    *_both(
-        "Adaptive thresholds recover what fixed ones lose per layer",
-        "adaptivity",
-        ("adaptive_layer",),
-        ("fixed_layer",),
-        MORE,
-    ),
-    Claim(
-        "Adaptive thresholds recover what fixed ones lose per layer",
-        "CIFAR-10 without noise",
-        Contrast("adaptive_vs_fixed", _clip("adaptive_layer"), _clip("fixed_layer"), NOISELESS),
-        MORE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "CIFAR-10",
-        Contrast("cifar", _clip("adaptive_layer"), _clip("flat"), CIFAR),
-        ALIKE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "SST-2, RoBERTa-base, attention only",
-        Contrast("sst2_epochs", _clip("adaptive_layer"), _clip("flat"), SST2),
-        ALIKE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "SST-2, RoBERTa-large, attention only",
-        Contrast("sst2_epochs", _clip("adaptive_layer"), _clip("flat"), SST2 | {"model": "roberta_large"}),
-        ALIKE,
-    ),
-    *(
-        Claim(
-            "Adaptive per-layer clipping is on par with flat clipping",
-            f"E2E and DART, {label}",
-            Contrast("table2text", _clip("adaptive_layer"), _clip("flat"), metric=metric),
-            ALIKE,
-        )
-        for label, metric in (("BLEU", "test/bleu"), ("ROUGE-L", "test/rougeL"))
-    ),
-    *(
-        Claim(
-            "How the noise is shared among layers hardly matters",
-            f"SST-2, {label} against global",
-            Contrast("noise_allocation", ({"noise": noise},), ({"noise": "global"},), SST2),
-            ALIKE,
-        )
-        for noise, label in (("equal_budget", "equal budget"), ("weighted", "weighted"))
-    ),
-    *(
-        Claim(
-            "A small share r of the budget suffices for the quantiles",
-            f"SST-2, r = {share} % against 10 %",
-            Contrast("quantile_budget", ({"clip.quantile_budget": r},), ({"clip.quantile_budget": "0.1"},), SST2),
-            NO_WORSE,
-        )
-        for r, share in (("0.0001", "0.01"), ("0.001", "0.1"), ("0.01", "1"))
-    ),
-    *_both(
-        "Adaptivity helps flat clipping less than per-layer clipping",
-        "adaptivity",
-        ("adaptive_layer", "flat"),
-        ("fixed_layer", "adaptive_flat"),
-        MORE,
-    ),
-    *_both(
-        "Adaptive per-layer clipping is on par with adaptive flat clipping",
-        "adaptivity",
-        ("adaptive_layer",),
-        ("adaptive_flat",),
-        ALIKE,
-    ),
-)
+    @property
+    def alone(self) -> float:
+        """The two-sided p of this line by itself."""
+        return min(1.0, 2 * min(self.supports, self.opposes)) if not math.isnan(self.supports) else math.nan
 
 
 def judge(claim: Claim, folders: Folders) -> list[Verdict]:
-    """The claim at each scale that has a pair of runs for it, the paper's first; without any, one that says so.
+    """The claim at each scale that has a pair of runs for it, the paper's first, not decided yet: `decide` does that.
+
+    Without any pair, one that says so; where the effect depends on ε, one for each.
 
     Raises:
         UserError: no such sweep, or rows at fault.
@@ -178,51 +88,98 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     found = []
     for scale in SHOWN:
         if file_of(sweep, scale, folders.measured).is_file():
-            verdict = _verdict(claim, sweep, scale, paper, folders)
-            found += [verdict] if verdict.measured.n else []
-    nothing = Verdict(claim, "", paper, summarise([]), math.nan, UNDECIDED, "no pairs of runs")
+            found += _at_scale(claim, sweep, scale, paper, folders)
+    nothing = Verdict(claim, "", "", _mean(paper, paper.places), summarise([]), 0, why="no pairs of runs")
     return found or [nothing]
 
 
-def _verdict(claim: Claim, sweep: Sweep, scale: str, paper: float, folders: Folders) -> Verdict:
+def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folders: Folders) -> list[Verdict]:
     contrast = claim.contrast
-    used = [cell.name for cell in sweep.cells(scale) if contrast.uses(cell.name)]
+    planned = [(cell.name, cell.seed) for cell in sweep.cells(scale) if contrast.uses(cell.name)]
+    used = sorted({name for name, _ in planned})
     rows = read_measured(sweep, scale, folders.measured, {cell: [contrast.metric] for cell in used}).rows
     rows = rows[rows["cell"].isin(used)]
     values = dict(zip(zip(rows["cell"], rows["seed"], strict=True), rows.get(contrast.metric, ()), strict=True))
     pairs = differences(contrast, values)
-    measured = summarise(pairs.differences)
-    p = p_of_no_difference(pairs.differences)
-    word, why = decide(claim, measured, max(pairs.means, default=math.nan))
-    if pairs.unpaired:
-        why = f"{why}; {pairs.unpaired} runs without a partner left out".removeprefix("; ")
-    return Verdict(claim, scale, paper, measured, p, word, why)
+    if not pairs.pairs:
+        return []
+    wanted = differences(contrast, dict.fromkeys(planned, 0.0)).pairs
+    missing = sum(len(seeds) for seeds in wanted.values()) - sum(len(seeds) for seeds in pairs.pairs.values())
+    tasks = {settings_of(cell).get("task", "") for cell in used}
+    floors = read_floors(folders.measured)
+    weak = [why_uninformative(task, contrast.metric, max(pairs.means), floors) for task in sorted(tasks)]
+    why = next(filter(None, weak), "")
+    if missing:
+        why = f"{missing} of {sum(map(len, wanted.values()))} pairs were not run"
+    by_budget: dict[str, list[Place]] = {}
+    for place in pairs.places:
+        by_budget.setdefault(dict(place).get(BUDGET, ""), []).append(place)
+    parts = by_budget if not missing and _depends(pairs, by_budget) else {"": pairs.places}
+    return [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
 
 
-def decide(claim: Claim, measured: Summary, best: float) -> tuple[str, str]:
-    """Verdict and reason from a mean difference, its interval, and the mean of the best of the cells behind it."""
-    if measured.n < 2:
-        return UNDECIDED, "one pair" if measured.n else "no pairs of runs"
-    if measured.std < 1e-9:
-        return UNDECIDED, "all pairs differ by the same"
-    floor = GUESSING.get(claim.contrast.where.get("task", ""), -math.inf)
-    if claim.contrast.metric.endswith("accuracy") and best < floor + LEARNT:
-        return UNDECIDED, f"the runs hardly learn: {best:.1f} % at best, {floor:g} % by guessing"
-    low, high = measured.low, measured.high
-    holds, fails = {
-        LESS: (high < 0, low > 0),
-        MORE: (low > 0, high < 0),
-        ALIKE: (low >= -MARGIN and high <= MARGIN, high < -MARGIN or low > MARGIN),
-        NO_WORSE: (low >= -MARGIN, high < -MARGIN),
-    }[claim.kind]
-    if holds:
-        return AGREEMENT, ""
-    return (DISAGREEMENT, "") if fails else (UNDECIDED, "the interval is too wide")
+def _depends(pairs: Differences, by_budget: dict[str, list[Place]]) -> bool:
+    if "" in by_budget:
+        return False
+    p = p_trend([pairs.over_seeds(places) for places in by_budget.values()], [float(epsilon) for epsilon in by_budget])
+    return not math.isnan(p) and p < LEVEL
 
 
-def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> float:
+def _verdict(
+    claim: Claim, scale: str, epsilon: str, paper: Differences, pairs: Differences, places: list[Place], why: str
+) -> Verdict:
+    measured = summarise(pairs.over_seeds(places))
+    printed = [place for place in paper.places if not epsilon or dict(place).get(BUDGET) == epsilon]
+    verdict = Verdict(claim, scale, epsilon, _mean(paper, printed), measured, len(places))
+    if not why and measured.n < 2:
+        why = "one seed"
+    elif not why and measured.std < SAME:
+        why = "all seeds differ by the same"
+    if why:
+        return replace(verdict, why=why)
+    supports, opposes = _tests(claim.kind, measured)
+    return replace(verdict, supports=supports, opposes=opposes)
+
+
+def _tests(kind: str, measured: Summary) -> tuple[float, float]:
+    """One-sided p values for the claim and against it; of equivalence by two one-sided tests."""
+
+    def above(border: float) -> float:
+        return p_beyond(measured, border, above=True)
+
+    def below(border: float) -> float:
+        return p_beyond(measured, border, above=False)
+
+    return {
+        LESS: (below(0), above(0)),
+        MORE: (above(0), below(0)),
+        ALIKE: (max(above(-MARGIN), below(MARGIN)), min(below(-MARGIN), above(MARGIN))),
+        NO_WORSE: (above(-MARGIN), below(-MARGIN)),
+    }[kind]
+
+
+def decide(found: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of all claims, with p adjusted over all of them together."""
+    adjusted = holm([verdict.alone for verdict in found])
+    decided = []
+    for verdict, p in zip(found, adjusted, strict=True):
+        if math.isnan(p):
+            decided.append(verdict)
+        elif p >= LEVEL:
+            decided.append(replace(verdict, p=p, why="too few seeds or too much spread"))
+        else:
+            word = AGREEMENT if verdict.supports < verdict.opposes else DISAGREEMENT
+            decided.append(replace(verdict, p=p, word=word))
+    return decided
+
+
+def _mean(paper: Differences, places: Sequence[Place]) -> float:
+    return summarise(paper.over_seeds(places)).mean
+
+
+def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> Differences:
     if sweep.name not in TABLES:
-        return math.nan
+        return Differences({}, 0, [])
     paper = read_paper(sweep.name, folders.paper)
     paper = paper[(paper["metric"] == contrast.metric) & (paper["cell"] != "") & paper["value"].notna()]
     names = list(dict.fromkeys(cell.name for cell in sweep.cells(PAPER)))
@@ -231,15 +188,30 @@ def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> float:
         if MINUS not in cell:
             wanted = set(cell.split())
             values |= {(name, 0): value for name in names if wanted <= set(name.split())}
-    return summarise(differences(contrast, values).differences).mean
+    return differences(contrast, values)
 
 
-HEAD = ("claim", "on", "scale", "paper", "measured", "95 % interval", "pairs", "p", "verdict")
+HEAD = (
+    "claim",
+    "on",
+    "scale",
+    "ε",
+    "paper",
+    "measured",
+    "95 % interval",
+    "seeds × places",
+    "visible",
+    "p",
+    "Holm",
+    "verdict",
+)
 
 
 def verdicts(folders: Folders | None = None) -> list[Verdict]:
-    """Every claim, at each scale that has rows; faults as `judge`."""
-    return [verdict for claim in CLAIMS for verdict in judge(claim, folders or Folders())]
+    """Every claim, at each scale that has rows, decided; refuses rows that no claim compares. Faults as `judge`."""
+    folders = folders or Folders()
+    refuse_left_out(folders)
+    return decide([verdict for claim in CLAIMS for verdict in judge(claim, folders)])
 
 
 def findings_table(found: Sequence[Verdict]) -> str:
@@ -253,10 +225,13 @@ def findings_table(found: Sequence[Verdict]) -> str:
                 verdict.claim.says,
                 verdict.claim.on,
                 verdict.scale or "–",
+                verdict.epsilon or "all",
                 number(verdict.paper),
                 number(measured.mean),
                 span,
-                str(measured.n),
+                f"{measured.n} × {verdict.places}" if measured.n else "–",
+                number(detectable(measured)),
+                p_in_words(verdict.alone),
                 p_in_words(verdict.p),
                 verdict.word + (f" ({verdict.why})" if verdict.why else ""),
             ]
@@ -280,10 +255,17 @@ def summary(found: Sequence[Verdict]) -> str:
 
 def rules() -> str:
     """How a verdict is reached."""
-    lines = [f"- `{kind}`: agreement when {words}, with the whole interval." for kind, words in KINDS.items()]
+    lines = [
+        "- Seeds are clusters: the test is of one number a seed, its mean over the budgets, epochs and tasks (places).",
+        "- Where the effect has a trend over log ε (F-test at 5 %), each ε is judged by itself.",
+        f"- p: two-sided t-tests; Holm: adjusted over all lines together. A verdict needs the latter below {LEVEL:g}.",
+        "- visible: the true difference that such a test would have seen with probability 80 %, before adjustment.",
+        "- No verdict from one seed, nor while a pair that the sweep has was not run. Intervals are not adjusted.",
+        *(f"- `{kind}`: agreement when {words}." for kind, words in KINDS.items()),
+    ]
     kinds = "; ".join(f"{verdict}: `{kind}`" for verdict, kind in {c.says: c.kind for c in CLAIMS}.items())
     lines.append(f"- The claims: {kinds}.")
-    lines.append(f"- Nothing is decided where no compared cell beats guessing by {LEARNT:g} points.")
+    lines.append(f"- Nothing is decided where no compared cell beats one answer for every input by {LEARNT:g} points.")
     return "\n".join(lines)
 
 
@@ -299,7 +281,7 @@ def full(found: Sequence[Verdict]) -> str:
     parts = (
         "# The paper's claims, and what the measured rows say of them",
         "Made by `python -m groupwise.analysis.findings`. Rows below `scale=paper` are no reproduction. `paper` is the "
-        "same difference between the paper's printed numbers, p of the paired t-test that the mean is zero.",
+        "same difference between the paper's printed numbers.",
         summary(found),
         findings_table(found),
         "## How a verdict is reached",

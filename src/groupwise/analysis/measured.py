@@ -16,6 +16,10 @@ from groupwise.sweeps.cells import Sweep
 
 SHOWN = tuple(scale for scale in SCALES if scale != "smoke")
 """The scales whose rows are shown, the first that has any first; smoke is for tests."""
+CONSTANT = "constant_answers.csv"
+"""What one answer for every input scores, beside the measured rows; made by scripts/constant_answers.py."""
+LEARNT = 5.0
+"""Points by which a run must beat one answer for every input, to say anything about a claim."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,34 @@ class Measured:
         if nowhere := int((rows["git.sha"] == "").sum()):
             found.append(f"{nowhere} of {len(rows)} runs outside of a checkout")
         return found
+
+
+Floors = Mapping[tuple[str, str], float]
+"""What one answer for every input scores, in percent, by task and metric."""
+
+
+def read_floors(folder: Path) -> Floors:
+    """The scores of `CONSTANT`; none where the file is not there.
+
+    Raises:
+        UserError: the file does not parse.
+    """
+    path = folder / CONSTANT
+    if not path.is_file():
+        return {}
+    try:
+        rows = pd.read_csv(path, usecols=["task", "metric", "value"], dtype={"value": float})
+    except ValueError as error:
+        raise UserError(f"{path} does not parse ({str(error).splitlines()[0]}): make it again.") from error
+    return {(str(row.task), str(row.metric)): float(row.value) for row in rows.itertuples()}
+
+
+def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> str:
+    """Why the best of some cells says nothing about them, if it is hardly better than one answer for every input."""
+    floor = floors.get((task.removesuffix("_pipeline"), metric))
+    if floor is None or best >= floor + LEARNT:
+        return ""
+    return f"hardly learnt: {best:.1f} at best, {floor:.1f} by one answer for every input"
 
 
 def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None) -> list[Measured]:

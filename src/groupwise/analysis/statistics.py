@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from groupwise.analysis.measured import SHOWN
+from groupwise.analysis.measured import LEARNT, SHOWN
 from groupwise.analysis.paper import settings_of
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import PAPER, Sweep
 
-CONFIDENCE = 0.95
+CONFIDENCE, POWER = 0.95, 0.8
+SAME = 1e-9
+"""Numbers that differ by less do not vary."""
 
 
 class Summary(NamedTuple):
@@ -44,14 +46,63 @@ def quantile(degrees: int) -> float:
     return float(t.ppf((1 + CONFIDENCE) / 2, degrees))
 
 
-def p_of_no_difference(differences: Sequence[float]) -> float:
-    """Two-sided p of the paired t-test that the mean of `differences` is zero; NaN where they do not vary."""
-    from scipy.stats import ttest_1samp
+def p_beyond(values: Summary, border: float, above: bool) -> float:
+    """p of the one-sided t-test for a mean above (or below) `border`; NaN where the values do not vary."""
+    from scipy.stats import t
 
-    numbers = np.asarray(differences, dtype=float)
-    if len(numbers) < 2 or np.ptp(numbers) == 0:
+    if values.n < 2 or values.std < SAME:
         return math.nan
-    return float(ttest_1samp(numbers, 0.0).pvalue)
+    distance = (values.mean - border) / (values.std / math.sqrt(values.n))
+    return float(t.sf(distance if above else -distance, values.n - 1))
+
+
+def p_trend(table: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
+    """p of the F-test that an effect has no trend over the logarithm of `levels`: a row a level, a column a seed.
+
+    Seeds are random blocks of a two-way layout without replication; 1 and (L - 1)(S - 1) degrees of freedom. With two
+    levels it is the test that the effect is alike at both. NaN where there is one level or one seed, or nothing varies.
+    """
+    from scipy.stats import f
+
+    cells = np.asarray(table, dtype=float)
+    if min(cells.shape) < 2:
+        return math.nan
+    weights = np.log(levels) - np.log(levels).mean()
+    rest = cells - cells.mean(0) - cells.mean(1, keepdims=True) + cells.mean()
+    degrees = (cells.shape[0] - 1) * (cells.shape[1] - 1)
+    residual = float((rest**2).sum()) / degrees
+    trend = cells.shape[1] * float(weights @ cells.mean(1)) ** 2 / float(weights @ weights)
+    if max(trend, residual) < SAME**2:
+        return math.nan
+    return float(f.sf(trend / max(residual, SAME**2), 1, degrees))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's adjusted p values, in the order given: valid however the tests depend on each other; NaN are no tests."""
+    order = sorted((p, at) for at, p in enumerate(ps) if not math.isnan(p))
+    adjusted, least = [math.nan] * len(ps), 0.0
+    for rank, (p, at) in enumerate(order):
+        least = max(least, min(1.0, (len(order) - rank) * p))
+        adjusted[at] = least
+    return adjusted
+
+
+def detectable(values: Summary) -> float:
+    """The smallest true difference that a two-sided t-test at 5 % would have seen with probability `POWER`.
+
+    For the spread and the number that there are, before any adjustment; NaN for fewer than two values.
+    """
+    from scipy.optimize import brentq
+    from scipy.stats import nct
+
+    if values.n < 2 or values.std < SAME:
+        return math.nan
+    degrees, border = values.n - 1, quantile(values.n - 1)
+
+    def missed(shift: float) -> float:
+        return float(nct.cdf(border, degrees, shift)) - (1 - POWER)
+
+    return float(brentq(missed, 0.0, 10 * border)) * values.std / math.sqrt(values.n)
 
 
 Settings = Mapping[str, str]
@@ -85,24 +136,38 @@ class Contrast:
         return self.where.items() <= found and any(settings.items() <= found for _, settings in self.terms)
 
 
+Place = tuple[tuple[str, str], ...]
+"""The settings of a pair but its seed and what the contrast varies: budget, epochs, task, ..., sorted by key."""
+
+
 class Differences(NamedTuple):
     """What a contrast comes to: a difference for each pair, and what is behind them."""
 
-    differences: list[float]
+    pairs: dict[Place, dict[int, float]]
+    """By place and seed, sorted."""
     unpaired: int
-    """Places (other settings and seed) at which some of the cells have a value and others none."""
+    """Places and seeds at which some of the cells have a value and others none."""
     means: list[float]
     """Of each term, over the pairs."""
 
+    @property
+    def places(self) -> list[Place]:
+        return list(self.pairs)
+
+    def over_seeds(self, places: Sequence[Place]) -> list[float]:
+        """The mean difference over `places`, one number for each seed that all of them have: seeds are the clusters.
+
+        In a balanced design with fixed effects of places and a random effect of seeds, the t-test of these numbers is
+        exact for the mean effect, whatever the share of the variance that the seeds have.
+        """
+        seeds = set.intersection(*(set(self.pairs[place]) for place in places)) if places else set()
+        return [sum(self.pairs[place][seed] for place in places) / len(places) for seed in sorted(seeds)]
+
 
 def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> Differences:
-    """The contrast at each place where all of its cells have a value; `values` is by cell and seed.
-
-    A place is a seed with all settings but those that the contrast varies. Sorted by place, so the order of `values`
-    does not matter.
-    """
+    """The contrast at each place and seed where all of its cells have a value; `values` is by cell and seed."""
     varied = {key for _, settings in contrast.terms for key in settings}
-    places: dict[tuple[tuple[tuple[str, str], ...], int], dict[int, float]] = {}
+    places: dict[tuple[Place, int], dict[int, float]] = {}
     for (cell, seed), value in values.items():
         found = settings_of(cell)
         if not contrast.where.items() <= found.items():
@@ -111,13 +176,13 @@ def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> 
         for number, (_, settings) in enumerate(contrast.terms):
             if settings.items() <= found.items():
                 places.setdefault((rest, seed), {})[number] = value
-    whole = [places[at] for at in sorted(places) if len(places[at]) == len(contrast.terms)]
-    signs = [sign for sign, _ in contrast.terms]
-    return Differences(
-        [sum(sign * at[number] for number, sign in enumerate(signs)) for at in whole],
-        len(places) - len(whole),
-        [sum(at[number] for at in whole) / len(whole) for number in range(len(signs))] if whole else [],
-    )
+    whole = [at for at in sorted(places) if len(places[at]) == len(contrast.terms)]
+    pairs: dict[Place, dict[int, float]] = {}
+    for place, seed in whole:
+        terms = places[place, seed]
+        pairs.setdefault(place, {})[seed] = sum(sign * terms[at] for at, (sign, _) in enumerate(contrast.terms))
+    means = [sum(places[at][number] for at in whole) / len(whole) for number in range(len(contrast.terms)) if whole]
+    return Differences(pairs, len(places) - len(whole), means)
 
 
 OBSTACLES: tuple[tuple[dict[str, str], str], ...] = (
@@ -173,12 +238,14 @@ MARGIN = 1.0
 """Points (all metrics are in percent) by which a mean over seeds may differ from the paper's and still reproduce it."""
 REPRODUCED, DIFFERS, INCOMPLETE = "reproduced", "differs", "incomplete"
 REDUCED, NOT_RUN, QUOTED, UNPRINTED = "reduced only", "not run", "quoted", "not in the paper"
+UNINFORMATIVE = "uninformative"
 STATUSES = {
     REPRODUCED: f"scale=paper, all seeds, and the mean within {MARGIN:g} point of the paper's",
     DIFFERS: f"scale=paper, all seeds, and the mean further than {MARGIN:g} point from the paper's",
     INCOMPLETE: "scale=paper, and seeds are missing: no verdict",
     UNPRINTED: "scale=paper, and the paper measured nothing there",
     REDUCED: "smaller data, model or training, or another model: not to be compared with the paper's number",
+    UNINFORMATIVE: f"reduced, and not {LEARNT:g} points better than one answer for every input: it says nothing",
     NOT_RUN: "there is no row",
     QUOTED: "the paper took the number from elsewhere: not ours to reproduce",
 }
@@ -188,16 +255,25 @@ STAND_IN, UNMEASURED = "paper:", "not measured"
 
 
 def compare(
-    number: Mapping[Any, Any], measured: Summary, expected: int, scale: str, cells: Sequence[str], sweep: Sweep
+    number: Mapping[Any, Any],
+    measured: Summary,
+    expected: int,
+    scale: str,
+    cells: Sequence[str],
+    sweep: Sweep,
+    weak: str = "",
 ) -> tuple[str, str]:
     """Status and reason of one number of the paper (a line of `read_paper`), given what was measured at `scale`.
 
     `cells` are the cells it is of; with none, it is not ours to reproduce. Only rows at the paper's scale are compared.
+    `weak` says why they hardly learnt.
     """
     if not cells:
         return QUOTED, number["note"]
     if not measured.n:
         return NOT_RUN, why_not_run(sweep, cells)
+    if scale != PAPER and weak:
+        return UNINFORMATIVE, f"scale={scale}; {weak}"
     if scale != PAPER:
         return REDUCED, f"scale={scale}; {needs(cells)}"
     if number["note"].startswith(STAND_IN):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.measured import Measured, matching, read_all
-from groupwise.analysis.paper import MINUS, Folders, read_paper
+from groupwise.analysis.measured import Floors, Measured, matching, read_all, read_floors, why_uninformative
+from groupwise.analysis.paper import MINUS, Folders, read_paper, settings_of
 from groupwise.analysis.statistics import compare, summarise
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep
@@ -53,8 +53,10 @@ def table_lines(name: str, folders: Folders | None = None) -> pd.DataFrame:
     sweep = read_sweep(folders.sweeps / f"{name}.yaml")
     places = _places(paper, sweep, folders.paper / f"{name}.csv")
     scales = read_all(sweep, folders.measured, _wanted(paper, places))
+    floors = read_floors(folders.measured)
     lines = [
-        _line(number, cells, scales, sweep) for number, cells in zip(paper.to_dict("records"), places, strict=True)
+        _line(number, cells, scales, sweep, floors)
+        for number, cells in zip(paper.to_dict("records"), places, strict=True)
     ]
     return pd.DataFrame(lines, columns=list(LINE))
 
@@ -81,7 +83,9 @@ def _wanted(paper: pd.DataFrame, places: Sequence[Sequence[str]]) -> dict[str, l
     return {cell: sorted(set(metrics)) for cell, metrics in wanted.items()}
 
 
-def _line(number: Mapping[Any, Any], cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep) -> dict[str, Any]:
+def _line(
+    number: Mapping[Any, Any], cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, floors: Floors
+) -> dict[str, Any]:
     source = next((at for at in scales if cells and all(len(at.of(cell)) for cell in cells)), None)
     values, used, flags, expected = pd.Series(dtype=float), pd.DataFrame(), [], None
     if source is not None:
@@ -92,7 +96,13 @@ def _line(number: Mapping[Any, Any], cells: Sequence[str], scales: Sequence[Meas
         expected = min(sum(cell.name == name for cell in sweep.cells("paper")) for name in cells)
     summary = summarise(list(values))
     scale = source.scale if source is not None and summary.n else ""
-    status, why = compare(number, summary, expected or 0, scale, cells, sweep)
+    weak = ""
+    if len(used):
+        task = settings_of(cells[0]).get("task", "")
+        weak = why_uninformative(
+            task, number["metric"], float(used.groupby("cell")[number["metric"]].mean().max()), floors
+        )
+    status, why = compare(number, summary, expected or 0, scale, cells, sweep, weak)
     return {
         "row": number["row"],
         "column": number["column"],

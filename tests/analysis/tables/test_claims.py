@@ -1,20 +1,17 @@
 """Claims are judged by paired differences and their intervals; reduced, missing and useless rows say so."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from groupwise.analysis.claims import ALIKE, CLAIMS, LESS, MORE, NO_WORSE, Claim, refuse_left_out
 from groupwise.analysis.findings import (
     AGREEMENT,
-    ALIKE,
-    CLAIMS,
     DISAGREEMENT,
-    LESS,
-    MORE,
-    NO_WORSE,
     UNDECIDED,
-    Claim,
     decide,
     fill,
     full,
@@ -24,7 +21,7 @@ from groupwise.analysis.findings import (
     verdicts,
 )
 from groupwise.analysis.paper import Folders, settings_of
-from groupwise.analysis.statistics import Contrast, differences, summarise
+from groupwise.analysis.statistics import Contrast, detectable, differences, holm, p_trend, summarise
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
 
@@ -49,53 +46,132 @@ def test_differences_are_paired_over_all_else():
         ("clip=c privacy.epsilon=3 task=cifar", 0): 9.0,  # neither a nor b
     }
     found = differences(contrast, values)
-    assert found.differences == [-2.0] and found.unpaired == 2 and found.means == [1.0, 3.0]
-    assert differences(contrast, {}).differences == []
+    assert found.pairs == {(("privacy.epsilon", "3"), ("task", "cifar")): {0: -2.0}}
+    assert found.unpaired == 2 and found.means == [1.0, 3.0]
+    assert differences(contrast, {}).pairs == {}
 
 
 def test_a_difference_of_differences():
     contrast = Contrast("any", ({"clip": "a"}, {"clip": "d"}), ({"clip": "b"}, {"clip": "c"}))
     values = {(f"clip={name} x=1", 0): value for name, value in {"a": 7.0, "b": 4.0, "c": 5.0, "d": 4.5}.items()}
-    assert differences(contrast, values).differences == [2.5]
+    assert differences(contrast, values).pairs == {(("x", "1"),): {0: 2.5}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "word"),
+    ("kind", "center", "word"),
     [
-        (LESS, [-2.0, -2.1, -1.9], AGREEMENT),
-        (LESS, [2.0, 2.1, 1.9], DISAGREEMENT),
-        (LESS, [-2.0, 2.0, -1.0], UNDECIDED),
-        (MORE, [2.0, 2.1, 1.9], AGREEMENT),
-        (MORE, [-2.0, -2.1, -1.9], DISAGREEMENT),
-        (ALIKE, [0.1, 0.0, -0.1], AGREEMENT),
-        (ALIKE, [2.0, 2.1, 1.9], DISAGREEMENT),
-        (ALIKE, [-2.0, -2.1, -1.9], DISAGREEMENT),
-        (ALIKE, [0.9, 1.0, 1.1], UNDECIDED),
-        (NO_WORSE, [3.0, 3.1, 2.9], AGREEMENT),
-        (NO_WORSE, [-0.2, -0.1, 0.0], AGREEMENT),
-        (NO_WORSE, [-3.0, -3.1, -2.9], DISAGREEMENT),
+        (LESS, -2.0, AGREEMENT),
+        (LESS, 2.0, DISAGREEMENT),
+        (LESS, 0.1, UNDECIDED),
+        (MORE, 2.0, AGREEMENT),
+        (MORE, -2.0, DISAGREEMENT),
+        (ALIKE, 0.0, AGREEMENT),
+        (ALIKE, 2.0, DISAGREEMENT),
+        (ALIKE, -2.0, DISAGREEMENT),
+        (ALIKE, 0.9, UNDECIDED),
+        (NO_WORSE, 3.0, AGREEMENT),
+        (NO_WORSE, 0.0, AGREEMENT),
+        (NO_WORSE, -3.0, DISAGREEMENT),
+        (NO_WORSE, -1.0, UNDECIDED),
     ],
 )
-def test_the_whole_interval_decides(kind, values, word):
-    assert decide(claim(kind), summarise(values), best=60.0)[0] == word
+def test_a_verdict_needs_all_seeds_on_one_side(world, kind, center, word):
+    def value(cell, seed):
+        return 60.0 + (cell["clip"] == "fixed_layer") * (center + (-0.1, 0.0, 0.1)[seed])
+
+    world.write(world.rows("adaptivity", value=value), "adaptivity")
+    (verdict,) = decide(judge(claim(kind), world.folders))
+    assert verdict.word == word and verdict.measured.mean == pytest.approx(center)
+    assert (verdict.measured.n, verdict.places) == (3, 2)
 
 
-def test_what_cannot_be_decided():
-    alike = claim(ALIKE)
-    assert decide(alike, summarise([0.0]), best=60.0) == (UNDECIDED, "one pair")
-    assert decide(alike, summarise([0.0, 0.0, 0.0]), best=60.0) == (UNDECIDED, "all pairs differ by the same")
-    word, why = decide(alike, summarise([0.1, 0.0, -0.1]), best=12.0)
-    assert word == UNDECIDED and "hardly learn: 12.0 % at best, 10 % by guessing" in why
+def test_the_test_is_of_one_number_a_seed(world):
+    """Two budgets of three seeds are three witnesses, not six."""
+
+    def value(cell, seed):
+        return 60.0 - (cell["clip"] == "fixed_layer") * (1, 2, 6)[seed]
+
+    world.write(world.rows("adaptivity", value=value), "adaptivity")
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert verdict.word == UNDECIDED
+    assert verdict.measured.low == pytest.approx(-3 - 4.30265 * 2.64575 / 3**0.5, abs=1e-3)
+
+
+def test_an_effect_that_depends_on_epsilon_is_judged_at_each(world):
+    """A gain at ε = 3 and a loss at ε = 8 are not "alike" by their mean."""
+
+    def value(cell, seed):
+        sign = 1 if cell["privacy.epsilon"] == "3" else -1
+        return 60.0 + (cell["clip"] == "fixed_layer") * (3 * sign + (-0.1, 0.0, 0.1)[seed])
+
+    world.write(world.rows("adaptivity", value=value), "adaptivity")
+    found = decide(judge(claim(ALIKE), world.folders))
+    assert [(verdict.epsilon, verdict.word) for verdict in found] == [("3", DISAGREEMENT), ("8", DISAGREEMENT)]
+    assert [verdict.paper for verdict in found] == pytest.approx([60.6 - 63.1, 67.8 - 73.9])
+
+
+def test_what_cannot_be_decided(world):
+    rows = world.rows("adaptivity")
+    world.write(rows[rows["seed"] == 0], "adaptivity")
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert (verdict.word, verdict.why) == (UNDECIDED, "4 of 6 pairs were not run")
+    world.write(
+        world.rows("adaptivity", value=lambda cell, seed: 60.0 - 4 * (cell["clip"] == "fixed_layer")), "adaptivity"
+    )
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert (verdict.word, verdict.why) == (UNDECIDED, "all seeds differ by the same")
+    (world.folders.measured / "constant_answers.csv").write_text("task,metric,value\ncifar,valid/accuracy,58.5\n")
+    world.write(world.rows("adaptivity"), "adaptivity")
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert verdict.why == "hardly learnt: 61.0 at best, 58.5 by one answer for every input"
+
+
+def test_all_p_values_of_the_page_are_adjusted_together(world):
+    assert holm([0.01, math.nan, 0.04, 0.03, 0.005]) == pytest.approx([0.03, math.nan, 0.06, 0.06, 0.02], nan_ok=True)
+    world.write(world.rows("adaptivity"), "adaptivity")
+    (alone,) = decide(judge(claim(LESS), world.folders))
+    many = decide(judge(claim(LESS), world.folders) * 1000)
+    assert alone.word == AGREEMENT and {verdict.word for verdict in many} == {UNDECIDED}
+    assert many[0].p == pytest.approx(min(1, 1000 * alone.p))
+
+
+def test_a_trend_and_a_difference_that_could_be_seen():
+    assert math.isnan(p_trend([[1.0], [2.0]], [3, 8]))
+    # Two levels: the paired t-test of their differences over seeds.
+    from scipy.stats import ttest_1samp
+
+    assert p_trend([[1.0, 2.0, 3.0], [1.5, 2.0, 5.0]], [3, 8]) == pytest.approx(ttest_1samp([0.5, 0.0, 2.0], 0).pvalue)
+    # Tables of the t-test's power: 80 % at n = 17 needs 0.724 standard deviations.
+    values = [*np.linspace(-1, 1, 17)]
+    assert detectable(summarise(values)) == pytest.approx(0.7242 * summarise(values).std, rel=5e-3)
+    assert math.isnan(detectable(summarise([1.0])))
+
+
+def test_a_sweep_that_speaks_to_a_claim_may_not_be_left_out(world):
+    claims = (claim(LESS, sweep="adaptivity"),)
+    world.write(world.rows("adaptivity"), "adaptivity")
+    with pytest.raises(UserError, match=r"sweep adaptivity .* has pairs of runs that no claim compares.* task=sst2"):
+        refuse_left_out(world.folders, claims)
+    claims += (Claim("It is so", "SST-2", replace(claims[0].contrast, where={"task": "sst2"}), LESS),)
+    refuse_left_out(world.folders, claims)
+    world.write(world.rows("fixed_per_layer"), "fixed_per_layer")
+    with pytest.raises(UserError, match="sweep fixed_per_layer"):
+        refuse_left_out(world.folders, claims)
+    same = world.rows("adaptivity").set_index(["cell", "seed"])["hash"]
+    rows = world.rows("fixed_per_layer")
+    rows["hash"] = [same[cell, seed] for cell, seed in zip(rows["cell"], rows["seed"], strict=True)]
+    world.write(rows, "fixed_per_layer")
+    refuse_left_out(world.folders, claims)  # the very same runs
 
 
 def test_made_up_rows_are_judged(world):
     world.write(world.rows("adaptivity"), "adaptivity")
-    (loses,) = judge(claim(LESS), world.folders)
-    assert (loses.word, loses.scale, loses.measured.n) == (AGREEMENT, "mini", 6)
+    (loses,) = decide(judge(claim(LESS), world.folders))
+    assert (loses.word, loses.scale, loses.measured.n, loses.places) == (AGREEMENT, "mini", 3, 2)
     assert loses.measured.mean == pytest.approx(-3.91667, abs=1e-4)
     assert loses.paper == pytest.approx((60.6 - 63.1 + 67.8 - 73.9) / 2)
     assert loses.p < 1e-3
-    (recovers,) = judge(claim(ALIKE, ("adaptive_layer",)), world.folders)
+    (recovers,) = decide(judge(claim(ALIKE, ("adaptive_layer",)), world.folders))
     assert recovers.word == AGREEMENT
 
 
@@ -107,15 +183,15 @@ def test_scales_are_judged_apart_and_nothing_is_a_pair(world):
     world.write(rows[rows["cell"].str.contains("clip=flat")], "adaptivity", "paper")
     world.write(world.rows("adaptivity")[lambda table: table["seed"] != 1], "adaptivity")
     (verdict,) = judge(claim(LESS), world.folders)
-    assert (verdict.scale, verdict.measured.n) == ("mini", 4)
+    assert (verdict.scale, verdict.measured.n, verdict.why) == ("mini", 2, "2 of 6 pairs were not run")
 
 
-def test_a_run_without_a_partner_is_left_out_and_said(world):
+def test_a_run_without_a_partner_keeps_the_claim_undecided(world):
     rows = world.rows("adaptivity")
     gone = (rows["cell"] == "clip=flat privacy.epsilon=3 task=cifar") & (rows["seed"] == 0)
     world.write(rows[~gone], "adaptivity")
-    (verdict,) = judge(claim(LESS), world.folders)
-    assert verdict.measured.n == 5 and verdict.why == "1 runs without a partner left out"
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert (verdict.measured.n, verdict.word, verdict.why) == (2, UNDECIDED, "1 of 6 pairs were not run")
 
 
 def test_no_rows_is_not_enough_evidence(world):
@@ -138,11 +214,11 @@ def test_rows_at_fault_stop_the_page(world, tmp_path, capsys):
 
 def test_the_page_keeps_its_prose_and_is_the_same_twice(world, tmp_path):
     world.write(world.rows("adaptivity"), "adaptivity")
-    found = [*judge(claim(LESS), world.folders), *judge(claim(MORE), world.folders)]
+    found = decide([*judge(claim(LESS), world.folders), *judge(claim(MORE), world.folders)])
     once = fill(PAGE, tmp_path, found)
     assert once.count("prose\n") == 1 and "stale" not in once
     assert "Verdicts at scale=mini (reduced): 1 agreement, 1 disagreement." in once
-    assert "| It is so | CIFAR-10 | mini | −4.30 | −3.92 |" in full(found)
+    assert "| It is so | CIFAR-10 | mini | all | −4.30 | −3.92 |" in full(found)
     assert fill(once, tmp_path, found) == once
     with pytest.raises(UserError, match="begin summary"):
         fill(PAGE.replace("begin summary", "begin nothing"), tmp_path, found)

@@ -6,8 +6,11 @@ import pytest
 import yaml
 
 from groupwise.analysis import coverage as module
-from groupwise.analysis.coverage import coverage, machines, main, page
+from groupwise.analysis.coverage import coverage, machines, main, page, refuse_unread
 from groupwise.analysis.paper import Folders
+from groupwise.analysis.searches import main as list_searches
+from groupwise.analysis.searches import page as searches_page
+from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,7 +68,7 @@ def test_the_page_counts_and_is_the_same_twice(world, monkeypatch, tmp_path, cap
     assert "27 cells: 11 not run, 16 reduced only" in capsys.readouterr().out
     text = (tmp_path / "one" / "coverage.md").read_text()
     assert text == (tmp_path / "two" / "coverage.md").read_text()
-    assert "| all | 0 | 0 | 0 | 0 | 16 | 11 | 27 |" in text
+    assert "| all | 0 | 0 | 0 | 0 | 16 | 0 | 11 | 27 |" in text
     assert "Measured here on: nothing yet." in text
     assert "Measured here on: a; b." in page(coverage(world.folders), ["a", "b"])
 
@@ -88,3 +91,35 @@ def test_the_projects_list_shows_what_its_rows_hold():
     measured = ROOT / "results" / "measured"
     lines = coverage(Folders(ROOT / "results" / "paper", measured, ROOT / "sweeps"))
     assert page(lines, machines(measured)) == listed.read_text(), "run python -m groupwise.analysis.coverage"
+
+
+def test_rows_that_nothing_reads_stop_the_list(world):
+    world.write(world.rows("adaptivity"), "adaptivity")
+    refuse_unread(world.folders)
+    (world.folders.measured / "side_show_mini.csv").write_text("sweep,cell,seed\n")
+    with pytest.raises(UserError, match=r"side_show_mini.csv is read by no table, figure, claim or search"):
+        refuse_unread(world.folders)
+
+
+def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
+    measured, sweeps, out = tmp_path / "measured", tmp_path / "sweeps", tmp_path / "out"
+    measured.mkdir()
+    sweeps.mkdir()
+    (sweeps / "search_cifar.yaml").write_text("")
+    rates = {"2": 40.0, "4": 43.5, "8": 42.0}
+    cells = {f"clip=flat optim.learning_rate={rate} task=cifar": value for rate, value in rates.items()}
+    lines = [f"search_cifar,{cell},0,mini,{value}" for cell, value in cells.items()]
+    (measured / "search_cifar_mini.csv").write_text("\n".join(["sweep,cell,seed,scale,valid/accuracy", *lines, ""]))
+    options = ["--sweeps", str(sweeps), "--measured", str(measured), "--out", str(out)]
+    assert list_searches(options) == 0
+    text = (out / "searches.md").read_text()
+    assert "| `clip=flat optim.learning_rate=4 task=cifar` | 43.50 | 1 | best |" in text
+    assert text.count("| best |") == 1 and "learning_rate=8 task=cifar` | 42.00 | 1 |  |" in text
+    (measured / "search_cifar_mini.csv").write_text("sweep,cell,seed,scale\nsearch_cifar,clip=flat task=cifar,0,mini\n")
+    assert list_searches(options) == 2
+    assert "no row has valid/accuracy" in capsys.readouterr().err
+
+
+def test_the_projects_searches_are_listed():
+    listed = ROOT / "results" / "tables" / "searches.md"
+    assert searches_page(ROOT / "sweeps", ROOT / "results" / "measured") == listed.read_text(), "make tables"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from groupwise.analysis.paper import TABLES, Folders
-from groupwise.analysis.statistics import STATUSES, p_of_no_difference, summarise
+from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
 from groupwise.analysis.table_lines import LINE, table_lines
 from groupwise.analysis.table_text import ERRATA, anchor, errata_of, notes, tex
 from groupwise.analysis.tables import main
@@ -159,8 +159,8 @@ def test_a_summary_of_few_numbers():
     assert summarise([]).n == 0 and math.isnan(summarise([]).mean)
     one = summarise([2.0])
     assert (one.mean, one.n) == (2.0, 1) and math.isnan(one.std) and math.isnan(one.low)
-    assert math.isnan(p_of_no_difference([1.0])) and math.isnan(p_of_no_difference([1.0, 1.0]))
-    assert p_of_no_difference([1.0, 2.0, 3.0]) == pytest.approx(0.0742, abs=1e-4)
+    assert all(math.isnan(p_beyond(summarise(values), 0.0, above=True)) for values in ([1.0], [1.0, 1.0]))
+    assert p_beyond(summarise([1.0, 2.0, 3.0]), 0.0, above=True) == pytest.approx(0.0742 / 2, abs=1e-4)
 
 
 def test_no_such_table(capsys):

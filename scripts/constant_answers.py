@@ -1,0 +1,69 @@
+"""Measures what one answer for every input scores on each task, the least that a run must beat to say anything.
+
+    python scripts/constant_answers.py DATA [--out results/measured/constant_answers.csv]
+
+Classification: the larger class of the evaluated split. Generation: the best of `TRIES` training targets on the test
+split itself, which favours the constant answer.
+"""
+
+import argparse
+import csv
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+from random import Random
+
+from groupwise.atomic import write_text
+from groupwise.data.cifar10 import load_cifar10
+from groupwise.data.glue import load_glue
+from groupwise.data.samsum import load_samsum
+from groupwise.data.table_to_text import load_dart, load_e2e
+from groupwise.metrics import corpus_bleu, e2e_rouge_l, rouge
+
+TRIES = 30
+GLUE = ("sst2", "qnli")
+
+
+def majority(labels: list[int]) -> float:
+    return 100 * max(Counter(labels).values()) / len(labels)
+
+
+def best_constant(task: str, root: Path) -> dict[str, float]:
+    data = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}[task](
+        root, "webnlg2017-train.json" if task == "dart" else None
+    )
+    references = [request.references for request in data.test]
+    found: dict[str, float] = {}
+    for _, answer in Random(0).sample(data.train, TRIES):
+        said = [answer] * len(references)
+        scores = rouge(said, references) if task == "samsum" else {"rougeL": e2e_rouge_l(said, references)}
+        if task != "samsum":
+            scores["bleu"] = corpus_bleu(said, references)
+        for name, value in scores.items():
+            found[f"test/{name}"] = max(found.get(f"test/{name}", 0.0), value)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("results/measured/constant_answers.csv"))
+    given = parser.parse_args()
+    rows = [("cifar", "valid/accuracy", majority(load_cifar10(given.data).y_test.tolist()))]
+    for task in GLUE:
+        data = load_glue(
+            task, given.data, hub="nyu-mll/glue", train_file="dev.tsv"
+        )  # the split that is evaluated is all that counts
+        rows.append((task, "valid/accuracy", majority(list(next(iter(data.valid.values())).labels))))
+    for task in ("e2e", "dart", "samsum"):
+        rows += [(task, metric, value) for metric, value in sorted(best_constant(task, given.data).items())]
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("task", "metric", "value"))
+    writer.writerows((task, metric, f"{value:.2f}") for task, metric, value in rows)
+    write_text(given.out, text.getvalue())
+    print(text.getvalue(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Lists the paper's claims as differences between cells, and refuses to leave out rows that speak to one of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from groupwise.analysis.measured import SHOWN, file_of, read_measured
+from groupwise.analysis.paper import Folders, settings_of
+from groupwise.analysis.statistics import Contrast, differences
+from groupwise.errors import UserError
+from groupwise.sweeps.cells import read_sweep
+
+MARGIN = 1.0
+"""Points (all metrics are in percent) within which two ways of training count as alike."""
+LESS, MORE, ALIKE, NO_WORSE = "less", "more", "alike", "no worse"
+KINDS = {
+    LESS: "the difference is below zero",
+    MORE: "the difference is above zero",
+    ALIKE: f"the difference is within ±{MARGIN:g} point",
+    NO_WORSE: f"the difference is above −{MARGIN:g} point",
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says, and the difference that shows it."""
+
+    says: str
+    on: str
+    contrast: Contrast
+    kind: str
+
+
+SEARCH = "search_"
+"""How the sweeps begin that choose settings; their rows show no claim."""
+CIFAR, SST2 = {"task": "cifar"}, {"task": "sst2", "model": "roberta_base"}
+
+
+def _clip(*names: str) -> tuple[Mapping[str, str], ...]:
+    return tuple({"clip": name} for name in names)
+
+
+def _both(says: str, sweep: str, plus: tuple[str, ...], minus: tuple[str, ...], kind: str) -> tuple[Claim, ...]:
+    tasks = {"CIFAR-10": CIFAR, "SST-2": SST2}
+    return tuple(
+        Claim(says, on, Contrast(sweep, _clip(*plus), _clip(*minus), where), kind) for on, where in tasks.items()
+    )
+
+
+NOISELESS = {"task": "cifar", "privacy": "noiseless"}
+CLAIMS = (
+    *_both("Fixed per-layer clipping loses to flat clipping", "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
+    Claim(
+        "Fixed per-layer clipping loses to flat clipping",
+        "CIFAR-10 without noise",
+        Contrast("adaptive_vs_fixed", _clip("fixed_layer"), _clip("flat"), NOISELESS),
+        LESS,
+    ),
+    *_both(
+        "Adaptive thresholds recover what fixed ones lose per layer",
+        "adaptivity",
+        ("adaptive_layer",),
+        ("fixed_layer",),
+        MORE,
+    ),
+    Claim(
+        "Adaptive thresholds recover what fixed ones lose per layer",
+        "CIFAR-10 without noise",
+        Contrast("adaptive_vs_fixed", _clip("adaptive_layer"), _clip("fixed_layer"), NOISELESS),
+        MORE,
+    ),
+    Claim(
+        "Adaptive per-layer clipping is on par with flat clipping",
+        "CIFAR-10",
+        Contrast("cifar", _clip("adaptive_layer"), _clip("flat"), CIFAR),
+        ALIKE,
+    ),
+    Claim(
+        "Adaptive per-layer clipping is on par with flat clipping",
+        "CIFAR-10 without noise",
+        Contrast("adaptive_vs_fixed", _clip("adaptive_layer"), _clip("flat"), NOISELESS),
+        ALIKE,
+    ),
+    Claim(
+        "Adaptive per-layer clipping is on par with flat clipping",
+        "SST-2, RoBERTa-base, attention only",
+        Contrast("sst2_epochs", _clip("adaptive_layer"), _clip("flat"), SST2),
+        ALIKE,
+    ),
+    Claim(
+        "Adaptive per-layer clipping is on par with flat clipping",
+        "SST-2, RoBERTa-large, attention only",
+        Contrast("sst2_epochs", _clip("adaptive_layer"), _clip("flat"), SST2 | {"model": "roberta_large"}),
+        ALIKE,
+    ),
+    *(
+        Claim(
+            "Adaptive per-layer clipping is on par with flat clipping",
+            f"{on}, {label}",
+            Contrast(sweep, _clip("adaptive_layer"), _clip("flat"), metric=metric),
+            ALIKE,
+        )
+        for sweep, on in (("table2text", "E2E and DART"), ("runtime_metrics", "E2E, run for the figures of time"))
+        for label, metric in (("BLEU", "test/bleu"), ("ROUGE-L", "test/rougeL"))
+    ),
+    *(
+        Claim(
+            "How the noise is shared among layers hardly matters",
+            f"SST-2, {label} against global",
+            Contrast("noise_allocation", ({"noise": noise},), ({"noise": "global"},), SST2),
+            ALIKE,
+        )
+        for noise, label in (("equal_budget", "equal budget"), ("weighted", "weighted"))
+    ),
+    *(
+        Claim(
+            "A small share r of the budget suffices for the quantiles",
+            f"SST-2, r = {share} % against 10 %",
+            Contrast("quantile_budget", ({"clip.quantile_budget": r},), ({"clip.quantile_budget": "0.1"},), SST2),
+            NO_WORSE,
+        )
+        for r, share in (("0.0001", "0.01"), ("0.001", "0.1"), ("0.01", "1"))
+    ),
+    *_both(
+        "Adaptivity helps flat clipping less than per-layer clipping",
+        "adaptivity",
+        ("adaptive_layer", "flat"),
+        ("fixed_layer", "adaptive_flat"),
+        MORE,
+    ),
+    *_both(
+        "Adaptive per-layer clipping is on par with adaptive flat clipping",
+        "adaptivity",
+        ("adaptive_layer",),
+        ("adaptive_flat",),
+        ALIKE,
+    ),
+)
+
+
+def refuse_left_out(folders: Folders, claims: tuple[Claim, ...] = CLAIMS) -> None:
+    """Refuse rows of any sweep in which a claim's two sides can be compared, and which no claim compares.
+
+    Runs that a claim compares already, under another sweep's name, are the same evidence.
+
+    Raises:
+        UserError: naming the sweep and the first such pair; no such sweep, or rows at fault.
+    """
+    measured = {
+        (path.stem, scale): read_measured(read_sweep(path), scale, folders.measured).rows
+        for path in sorted(folders.sweeps.glob("*.yaml"))
+        if not path.stem.startswith(SEARCH)
+        for scale in SHOWN
+        if file_of(read_sweep(path), scale, folders.measured).is_file()
+    }
+    for sides in dict.fromkeys((str(c.contrast.plus), str(c.contrast.minus)) for c in claims):
+        same = [c.contrast for c in claims if (str(c.contrast.plus), str(c.contrast.minus)) == sides]
+        judged = {
+            run
+            for contrast in same
+            for (sweep, _), rows in measured.items()
+            if sweep == contrast.sweep
+            for run in _runs(contrast, rows)
+        }
+        for (sweep, scale), rows in measured.items():
+            left_out = _runs(Contrast(sweep, same[0].plus, same[0].minus), rows)
+            if rest := [cell for run, cell in left_out.items() if run not in judged]:
+                raise UserError(
+                    f"The sweep {sweep} at scale={scale} has pairs of runs that no claim compares, such as {rest[0]!r} "
+                    f"for {same[0]}: add a claim to analysis/claims.py."
+                )
+
+
+def _runs(contrast: Contrast, rows: pd.DataFrame) -> dict[str, str]:
+    """The hashes of the runs in pairs of the contrast, and their cells."""
+    at = {(cell, seed): run for cell, seed, run in zip(rows["cell"], rows["seed"], rows["hash"], strict=True)}
+    pairs = differences(contrast, dict.fromkeys(at, 0.0)).pairs
+    varied = {key for _, settings in contrast.terms for key in settings}
+    found = {}
+    for (cell, seed), run in at.items():
+        place = tuple(sorted((key, text) for key, text in settings_of(cell).items() if key not in varied))
+        if contrast.uses(cell) and seed in pairs.get(place, {}):
+            found[run] = cell
+    return found

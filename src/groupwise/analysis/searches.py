@@ -1,0 +1,67 @@
+"""Writes what each search measured, and which settings it chose:  python -m groupwise.analysis.searches"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from groupwise.analysis.benchmark_tables import markdown
+from groupwise.analysis.claims import SEARCH
+from groupwise.analysis.measured import SHOWN
+from groupwise.analysis.table_text import number
+from groupwise.atomic import write_text
+from groupwise.errors import UserError
+from groupwise.rows import read_table, table_path
+from groupwise.sweeps.best import HEADLINES, best, candidates
+
+
+def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
+    """The files of rows of the sweeps that choose settings, by sweep and scale."""
+    names = sorted(path.stem for path in sweeps.glob(f"{SEARCH}*.yaml"))
+    found = {(name, scale): table_path(measured, name, scale) for name in names for scale in SHOWN}
+    return {at: path for at, path in found.items() if path.is_file()}
+
+
+def page(sweeps: Path, measured: Path) -> str:
+    """Every cell of every search with its mean over seeds, in Markdown; the best among rivals says so.
+
+    Raises:
+        UserError: rows that do not parse, or have no headline metric.
+    """
+    parts = [
+        "# Searches: what was tried before settings were fixed",
+        "Made by `python -m groupwise.analysis.searches`. Rivals share task, model, mode and budget. A search on a "
+        "holdout of the training set (`data.holdout`) does not see the test set. Its privacy cost is not counted "
+        "([errata](../../docs/errata.md)).",
+    ]
+    for (name, scale), path in searches(sweeps, measured).items():
+        rows = read_table(path).rows
+        metric = next((metric for metric in HEADLINES if any(row.get(metric) for row in rows)), HEADLINES[0])
+        chosen = {candidate.name for candidate in best(rows, metric)[0]}
+        lines = [
+            [f"`{candidate.name}`", number(candidate.mean), str(candidate.seeds), "best" * (candidate.name in chosen)]
+            for candidate in candidates(rows, metric)
+        ]
+        parts += [f"## {name}, scale={scale}", markdown(["cell", metric, "seeds", "among its rivals"], lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.searches")
+    parser.add_argument("--sweeps", type=Path, default=Path("sweeps"))
+    parser.add_argument("--measured", type=Path, default=Path("results/measured"))
+    parser.add_argument("--out", type=Path, default=Path("results/tables"))
+    given = parser.parse_args(arguments)
+    try:
+        text = page(given.sweeps, given.measured)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_text(given.out / "searches.md", text)
+    print(f"{given.out / 'searches.md'}: {len(searches(given.sweeps, given.measured))} searches")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
