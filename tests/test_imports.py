@@ -104,3 +104,10 @@ def test_a_run_on_images_pays_for_no_language_model_and_no_pipeline():
     code = "import sys, groupwise.run, groupwise.tasks.image_classification; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"transformers", "peft", "datasets", "torch.distributed.pipelining"} & set(loaded)
+
+
+def test_what_starts_and_watches_processes_brings_no_torch():
+    """A started process would die of a SIGTERM while torch loads; who submits jobs or watches would hold its memory."""
+    code = "import sys, groupwise.processes.start, groupwise.sweeps.slurm; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "groupwise.run"} & set(loaded)

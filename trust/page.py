@@ -135,7 +135,7 @@ def mutants_summary(rows: Rows) -> str:
     return "\n".join(
         f"- `{row['package']}`: {row['tried']} of {row['mutants']} mutants tried, {row['survived']} survived beside "
         f"{row['equivalent']} equivalent ones; score {float(row['score']):.1%}, 95 % interval {float(row['low']):.1%} "
-        f"to {float(row['high']):.1%}."
+        f"to {float(row['high']):.1%} (at commit {row['commit']}, whose names of files the table has)."
         for row in rows
         if row["file"] == "all"
     )

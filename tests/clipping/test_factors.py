@@ -16,7 +16,7 @@ from groupwise.clipping.factors import (
     scale_rows,
     weigh_rows,
 )
-from groupwise.config.checks import CHOICES
+from groupwise.config.keys import CHOICES
 
 positive = st.floats(1e-20, 1e20)
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.processes.environment import Place, run_here
+from groupwise.processes.distributed import run_here
+from groupwise.processes.environment import Place
 from groupwise.processes.start import spawn
 from groupwise.run import run
 from tests.waiting import PATIENCE, until

@@ -105,6 +105,7 @@ def test_the_worst_norm_is_named() -> None:
 
 def test_a_package_has_one_line_and_its_files_none() -> None:
     line = {"package": "privacy", "file": "all", "mutants": "9", "tried": "8", "survived": "1", "equivalent": "2"}
-    line |= {"score": "0.8333", "low": "0.4", "high": "0.95"}
+    line |= {"score": "0.8333", "low": "0.4", "high": "0.95", "commit": "1ddd9e3"}
     said = mutants_summary([line, {**line, "file": "privacy/plan.py"}])
     assert said.count("\n") == 0 and "8 of 9 mutants tried, 1 survived" in said and "83.3%" in said
+    assert "commit 1ddd9e3" in said

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any, get_args
 
-from groupwise.config.checks import CHOICES, PLACES
-from groupwise.config.keys import groups, key_types
+from groupwise.config.checks import PLACES
+from groupwise.config.keys import CHOICES, groups, key_types
 from trust.bad_input.attempt import ROOT, Attempt
 from trust.bad_input.values import (
     EMPTY,

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from groupwise.training.provenance import git_state
 from trust.mutation.operators import Mutant, mutants
 from trust.mutation.table import Equivalent, records, table, write
 
@@ -66,7 +67,7 @@ def _run(options: argparse.Namespace, work: Path) -> int:
     rows = records(options.package, everything, verdicts, equivalent)
     print(table(rows))
     if not (options.file or options.skip):
-        write(RESULTS / "mutation.csv", options.package, rows)
+        write(RESULTS / "mutation.csv", options.package, rows, (git_state(ROOT)["sha"] or "")[:7])
     for mutant, verdict in verdicts:
         if verdict == "survived" and mutant.name not in equivalent:
             print(f"survived: {mutant.name}  (line {mutant.first})", file=sys.stderr)

@@ -11,6 +11,7 @@ from trust.mutation.operators import Mutant
 
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 COLUMNS = ("package", "file", "mutants", "tried", "killed", "timeout", "survived", "equivalent", "score", "low", "high")
+"""Of a row; the CSV adds the commit, whose names of files they are."""
 HEAD = ("file", "mutants", "tried", "killed", "timeout", "survived", "equivalent", "score", "95 % interval")
 
 
@@ -70,8 +71,8 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def write(file: Path, package: str, rows: Sequence[tuple[str, ...]]) -> None:
-    """Replace one package's rows in a CSV."""
+def write(file: Path, package: str, rows: Sequence[tuple[str, ...]], commit: str) -> None:
+    """Replace one package's rows in a CSV by these, tried at a commit (its short hash, or empty)."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept: list[tuple[str, ...]] = []
     if file.exists():
@@ -79,5 +80,5 @@ def write(file: Path, package: str, rows: Sequence[tuple[str, ...]]) -> None:
             kept = [tuple(row) for row in list(csv.reader(stream))[1:] if row[0] != package]
     with file.open("w", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(sorted([*kept, *rows]))
+        writer.writerow((*COLUMNS, "commit"))
+        writer.writerows(sorted([*kept, *((*row, commit) for row in rows)]))

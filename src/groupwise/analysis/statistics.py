@@ -1,4 +1,4 @@
-"""Compares means over seeds, with intervals and paired differences, and a measured number with the paper's."""
+"""Compares means over seeds, and a measured number with the paper's; says why cells have no number."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Finds norms of GᵀX from inner products between rows where that is cheapest, as this machine's costs predict."""
+"""Predicts by this machine's costs how a layer's norms are found fastest, and finds those of GᵀX by inner products."""
 
 import os
 import platform

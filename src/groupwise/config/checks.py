@@ -7,65 +7,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from groupwise.atomic import why_unwritable
-from groupwise.config.schema import RunConfig
+from groupwise.config.keys import CHOICES, LIMITS
+from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
-from groupwise.rows import SCALES
 
-CHOICES = {
-    "scale": SCALES,
-    "model.block_order": ("classic", "deepmind", "order3"),
-    "model.norm": ("group", "batch"),
-    "model.pool": ("first", "mean"),
-    "model.trains": ("all", "attention", "bias", "embeddings", "lora"),
-    "model.attention": ("sdpa", "eager"),
-    "model.frozen_dtype": ("float32", "bfloat16"),
-    "clip.grouping": ("none", "flat", "layer", "block", "device", "custom"),
-    "clip.norms": ("bookkeeping", "ghost"),
-    "clip.policy": ("fixed", "adaptive"),
-    "clip.rule": ("min", "automatic"),
-    "clip.count_at": ("raw", "rescaled"),
-    "clip.formula": ("auto", "gram", "materialize"),
-    "noise.allocation": ("global", "equal_budget", "weighted"),
-    "privacy.sampling": ("poisson", "shuffle"),
-    "privacy.accountant": ("prv", "pld", "rdp"),
-    "optim.name": ("sgd", "adam", "adamw"),
-    "optim.schedule": ("constant", "linear", "cosine"),
-    "train.token_loss": ("mean", "sum"),
-    "train.precision": ("float32", "bfloat16"),
-    "train.device": ("auto", "cpu", "cuda"),
-    "pipeline.schedule": ("1f1b", "gpipe"),
-    "pipeline.balance": ("parameters", "time"),
-    "parallel.kind": ("ddp", "fsdp"),
-    "tracker.name": ("files", "wandb", "tensorboard"),
-    "tracker.mode": ("offline", "online", "disabled"),
-}
-
-POSITIVE = (
-    "model.depth", "model.width", "model.norm_groups", "model.lora.rank", "model.lora.alpha",
-    "data.image_size", "data.train_limit", "data.max_length",
-    "clip.threshold", "clip.initial_threshold", "clip.quantile_learning_rate", "clip.minimum", "clip.maximum",
-    "privacy.epsilon", "optim.learning_rate", "optim.eps",
-    "train.batch_size", "train.sample_rate", "train.epochs", "train.steps", "train.microbatch", "train.threads",
-    "eval.every", "eval.train_limit", "eval.batch_size",
-    "eval.generate.beams", "eval.generate.max_new_tokens", "eval.generate.batch_size",
-    "pipeline.stages", "pipeline.timeout", "parallel.ranks",
-)  # fmt: skip
-MAY_BE_INFINITE = ("privacy.epsilon",)
-NOT_NEGATIVE = (
-    "privacy.noise_multiplier", "optim.weight_decay", "clip.gamma", "train.checkpoint_every", "seed",
-    "debug.noise_seed", "eval.generate.no_repeat_ngram", "eval.generate.limit", "eval.shots",
-)  # fmt: skip
-BELOW_ONE = (
-    "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
-    "model.dropout", "model.attention_dropout", "model.lora.dropout", "data.holdout",
-)  # fmt: skip
-MOST = {
-    "model.depth": 10_000, "model.width": 1_000, "train.threads": 1_000,
-    "pipeline.stages": 1_000, "parallel.ranks": 10_000,
-}  # fmt: skip
-"""More than any machine has, and libraries fall over it."""
 PLACES = (
     "paths.data", "paths.results", "resume", "export", "data.corpus", "data.hub", "data.train_file",
     "model.source", "model.tokenizer", "model.weights",
@@ -139,26 +87,20 @@ def _choices(config: RunConfig) -> Iterator[str]:
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
-    for key in POSITIVE:
-        value = value_at(config, key)
+    for key, says in LIMITS.items():
+        value: Any = value_at(config, key)
         if value is None:
             continue
-        if not value > 0:  # type: ignore[operator]
+        if says["within"] == POSITIVE and not value > 0:
             yield f"{key}={value} must be greater than zero."
-        if not math.isfinite(value) and key not in MAY_BE_INFINITE:  # type: ignore[arg-type]
+        if says["within"] == POSITIVE and not math.isfinite(value) and not says["infinite"]:
             yield f"{key}={value} must be finite."
-    for key in NOT_NEGATIVE:
-        value = value_at(config, key)
-        if value is not None and not 0 <= value < math.inf:  # type: ignore[operator]
+        if says["within"] == NOT_NEGATIVE and not 0 <= value < math.inf:
             yield f"{key}={value} must be zero or more, and finite."
-    for key in BELOW_ONE:
-        value = value_at(config, key)
-        if value is not None and not 0 <= value < 1:  # type: ignore[operator]
+        if says["within"] == BELOW_ONE and not 0 <= value < 1:
             yield f"{key}={value} must lie in [0, 1)."
-
-    for key, most in MOST.items():
-        if (value_at(config, key) or 0) > most:  # type: ignore[operator]
-            yield f"{key}={value_at(config, key)} is more than {most}: give less."
+        if says["most"] is not None and value > says["most"]:
+            yield f"{key}={value} is more than {says['most']}: give less."
 
 
 def _places(config: RunConfig) -> Iterator[str]:

@@ -1,15 +1,16 @@
-"""Lists every key of the command line and its type, read off the schema."""
+"""Lists every key of the command line, its type and what it takes, read off the schema."""
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from groupwise.config.checks import CHOICES
 from groupwise.config.schema import RunConfig
+from groupwise.rows import SCALES
 
 IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 FREE_KEYS = ("clip.mapping.", "model.shape.")
@@ -25,6 +26,21 @@ def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
         if is_dataclass(kind):
             found |= key_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
     return found
+
+
+def _said(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each key with what its field says of it."""
+    kinds = get_type_hints(schema)
+    for item in fields(schema):
+        yield prefix + item.name, item.metadata
+        if is_dataclass(kinds[item.name]):
+            yield from _said(kinds[item.name], f"{prefix}{item.name}.")
+
+
+CHOICES: dict[str, tuple[str, ...]] = {key: says["choices"] for key, says in _said() if "choices" in says}
+"""Key -> the words that it takes."""
+LIMITS = {key: says for key, says in _said() if "within" in says}
+"""Key -> the range of its number."""
 
 
 def expected(key: str) -> str:
@@ -57,4 +73,4 @@ def groups(conf: Path) -> dict[str, list[str]]:
         for folder in conf.iterdir()
         if folder.is_dir() and folder.name not in tables
     }
-    return dict(sorted({**files, "scale": sorted(CHOICES["scale"])}.items()))
+    return dict(sorted({**files, "scale": sorted(SCALES)}.items()))

@@ -1,7 +1,8 @@
 """Types a run: what `conf/` may say, and what every function past `run.py` receives.
 
 Plain dataclasses: importing this module costs nothing, and a run can be described in Python without Hydra.
-Every field is a key of the command line (``clip.target_quantile=0.7``).
+Every field is a key of the command line (``clip.target_quantile=0.7``), and says what it takes: one of some words, or a
+number in a range. What depends on several keys is in `groupwise.config.checks`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupwise.rows import SCALES
+
+POSITIVE, NOT_NEGATIVE, BELOW_ONE = "greater than zero", "zero or more", "in [0, 1)"
+
+
+def one_of(default: str, *choices: str) -> Any:
+    """A field that takes one of these words, in the order in which messages list them."""
+    return field(default=default, metadata={"choices": choices})
+
+
+def number(default: float | None, within: str, most: float | None = None, infinite: bool = False) -> Any:
+    """A field that takes a number within one of the ranges above, at most ``most`` where libraries fall over more."""
+    return field(default=default, metadata={"within": within, "most": most, "infinite": infinite})
+
 
 @dataclass
 class LoraConfig:
     """Low-rank adapters (`model.trains=lora`)."""
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: int = number(16, POSITIVE)
+    alpha: float = number(32.0, POSITIVE)
     """The adapter's output is multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: float = number(0.0, BELOW_ONE)
     targets: list[str] = field(default_factory=list)
     """Ends of the names of layers that get an adapter, such as c_attn; empty takes peft's choice for the model."""
 
@@ -40,30 +55,29 @@ class ModelConfig:
     """Text: arguments of that type's configuration, such as {n_layer: 2}."""
     tokenizer: str | None = None
     """Text: a folder or a name on the hub, or a folder with GPT-2's encoder.json and vocab.bpe; null takes `source`."""
-    trains: str = "all"
+    trains: str = one_of("all", "all", "attention", "bias", "embeddings", "lora")
     """Text: all | attention (self-attention and head) | bias (biases and head) | embeddings (of tokens, and head) |
     lora (adapters and head)."""
-    pool: str = "first"
+    pool: str = one_of("first", "first", "mean")
     """Classifiers: first | mean, the token or the mean of all tokens that the head reads."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     untie: bool = False
     """Text: give the head a copy of the token embedding, where the two are one parameter."""
-    dropout: float | None = None
+    dropout: float | None = number(None, BELOW_ONE)
     """Text: of embeddings and residuals; null keeps the model's own."""
-    attention_dropout: float | None = None
-    attention: str = "sdpa"
-    """Text: sdpa | eager."""
-    frozen_dtype: str = "float32"
-    """Text: float32 | bfloat16, of the parameters that do not train; those that train are float32."""
-    depth: int = 16
+    attention_dropout: float | None = number(None, BELOW_ONE)
+    attention: str = one_of("sdpa", "sdpa", "eager")
+    frozen_dtype: str = one_of("float32", "float32", "bfloat16")
+    """Text: of the parameters that do not train; those that train are float32."""
+    depth: int = number(16, POSITIVE, most=10_000)
     """Layers, 6n + 4."""
-    width: int = 4
+    width: int = number(4, POSITIVE, most=1_000)
     """Channels, as a multiple of 16, 32, 64."""
-    block_order: str = "deepmind"
-    """classic | deepmind | order3: the paper does not say which; they differ by points of accuracy."""
-    norm: str = "group"
-    """group | batch; batch is refused as soon as clipping is on, because it mixes examples."""
-    norm_groups: int = 16
+    block_order: str = one_of("deepmind", "classic", "deepmind", "order3")
+    """The paper does not say which; they differ by points of accuracy."""
+    norm: str = one_of("group", "group", "batch")
+    """batch is refused as soon as clipping is on, because it mixes examples."""
+    norm_groups: int = number(16, POSITIVE)
     weight_standardization: bool = True
 
 
@@ -74,9 +88,9 @@ class DataConfig:
     name: str = "cifar10"
     """Images: cifar10 | digits (embedded, no network). Text: files (or the hub, for GLUE) | synthetic (made up here, no
     network)."""
-    image_size: int | None = None
+    image_size: int | None = number(None, POSITIVE)
     """Side in pixels after average pooling; null keeps the images as they are."""
-    train_limit: int | None = None
+    train_limit: int | None = number(None, POSITIVE)
     """Keep only this many training examples, the first of each class (text: a fixed random choice); null keeps all."""
     train_file: str | None = None
     """Text: another training file, in the folder of the data set; null takes the usual name."""
@@ -84,9 +98,9 @@ class DataConfig:
     """Pretraining: a text file, or a folder of them (.txt, .gz, .xz); null takes corpus/ in `paths.data`."""
     hub: str = "nyu-mll/glue"
     """GLUE: the data set on the hub (or a local copy of its folder) that is read when there are no tsv files."""
-    holdout: float | None = None
+    holdout: float | None = number(None, BELOW_ONE)
     """Set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
-    max_length: int = 256
+    max_length: int = number(256, POSITIVE)
     """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
 
 
@@ -95,37 +109,36 @@ class ClipConfig:
     """One clipping mode: grouping x how norms are got x threshold policy."""
 
     name: str = "adaptive_layer"
-    grouping: str = "layer"
-    """none | flat | layer | block | device | custom: the partition of the layers into K groups; device is one group for
-    each stage of a pipeline, and so flat on a single one."""
-    norms: str = "bookkeeping"
+    grouping: str = one_of("layer", "none", "flat", "layer", "block", "device", "custom")
+    """The partition of the layers into K groups; device: one for each stage of a pipeline, flat on a single one."""
+    norms: str = one_of("bookkeeping", "bookkeeping", "ghost")
     """bookkeeping (one backward) | ghost (two backwards, nothing kept; one flat group only)."""
-    policy: str = "adaptive"
-    """fixed | adaptive: do the thresholds follow a private quantile?"""
-    rule: str = "min"
+    policy: str = one_of("adaptive", "fixed", "adaptive")
+    """Do the thresholds follow a private quantile?"""
+    rule: str = one_of("min", "min", "automatic")
     """min: min(1, C/norm) | automatic: C/(norm + gamma)."""
-    gamma: float = 0.01
+    gamma: float = number(0.01, NOT_NEGATIVE)
     """Stability constant of the automatic rule."""
-    threshold: float = 1.0
+    threshold: float = number(1.0, POSITIVE)
     """C, the norm of the whole clipped gradient; each of K groups gets C/sqrt(K)."""
-    initial_threshold: float | None = None
+    initial_threshold: float | None = number(None, POSITIVE)
     """Adaptive: where each C_k starts; null starts at C/sqrt(K)."""
     target_quantile: float = 0.6
     """q: the share of examples that a threshold should leave unclipped."""
-    quantile_learning_rate: float = 0.3
+    quantile_learning_rate: float = number(0.3, POSITIVE)
     """The step of the geometric threshold update (eta in the paper)."""
     quantile_budget: float = 0.01
     """r: the share of the privacy budget that pays for the counts."""
     rescale: bool = True
     """Adaptive: rescale the thresholds so that sqrt(sum C_k^2) = threshold."""
-    count_at: str = "raw"
-    """raw | rescaled: which threshold the counts are taken at; the paper does not say."""
-    minimum: float = 1e-8
+    count_at: str = one_of("raw", "raw", "rescaled")
+    """Which threshold the counts are taken at; the paper does not say."""
+    minimum: float = number(1e-8, POSITIVE)
     """No adaptive threshold falls below this."""
-    maximum: float = 1e8
+    maximum: float = number(1e8, POSITIVE)
     """No adaptive threshold rises above this."""
-    formula: str = "auto"
-    """auto | gram | materialize: how norms are computed, where a layer has the choice; the same to rounding."""
+    formula: str = one_of("auto", "auto", "gram", "materialize")
+    """How norms are computed, where a layer has the choice; the same to rounding."""
     mapping: dict[str, str] = field(default_factory=dict)
     """grouping=custom: glob of layer names -> group name; the first match counts."""
 
@@ -134,7 +147,7 @@ class ClipConfig:
 class NoiseConfig:
     """How the noise is shared out between the groups (gamma_k)."""
 
-    allocation: str = "global"
+    allocation: str = one_of("global", "global", "equal_budget", "weighted")
     """global (gamma_k = 1) | equal_budget (gamma_k = C_k) | weighted (gamma_k = C_k / sqrt(d_k))."""
     secure: bool = False
     """Draw noise and batches from a cipher, and add the noise on a lattice: several times slower; docs/security.md."""
@@ -144,34 +157,32 @@ class NoiseConfig:
 class PrivacyConfig:
     """The budget: either epsilon decides the noise, or noise_multiplier is given and epsilon follows."""
 
-    epsilon: float | None = 8.0
+    epsilon: float | None = number(8.0, POSITIVE, infinite=True)
     """inf means no noise and no guarantee."""
     delta: float | None = 1e-5
     """null: 1/N^1.1, N the number of training examples."""
-    noise_multiplier: float | None = None
-    sampling: str = "poisson"
-    """poisson | shuffle (as published: its epsilon is not a guarantee)."""
-    accountant: str = "prv"
-    """prv | pld | rdp."""
+    noise_multiplier: float | None = number(None, NOT_NEGATIVE)
+    sampling: str = one_of("poisson", "poisson", "shuffle")
+    """shuffle is as published: its epsilon is not a guarantee."""
+    accountant: str = one_of("prv", "prv", "pld", "rdp")
 
 
 @dataclass
 class OptimConfig:
     """An optimiser and its learning-rate schedule, both from torch."""
 
-    name: str = "sgd"
-    """sgd | adam | adamw."""
-    learning_rate: float = 1.0
-    momentum: float = 0.0
+    name: str = one_of("sgd", "sgd", "adam", "adamw")
+    learning_rate: float = number(1.0, POSITIVE)
+    momentum: float = number(0.0, BELOW_ONE)
     """sgd only."""
-    weight_decay: float = 0.0
-    beta1: float = 0.9
+    weight_decay: float = number(0.0, NOT_NEGATIVE)
+    beta1: float = number(0.9, BELOW_ONE)
     """adam and adamw only, as beta2 and eps."""
-    beta2: float = 0.999
-    eps: float = 1e-8
-    schedule: str = "constant"
-    """constant | linear | cosine (to zero at the last step)."""
-    warmup: float = 0.0
+    beta2: float = number(0.999, BELOW_ONE)
+    eps: float = number(1e-8, POSITIVE)
+    schedule: str = one_of("constant", "constant", "linear", "cosine")
+    """linear and cosine go to zero at the last step."""
+    warmup: float = number(0.0, BELOW_ONE)
     """Fraction of the steps that the learning rate takes to rise linearly."""
 
 
@@ -179,29 +190,28 @@ class OptimConfig:
 class TrainConfig:
     """The loop."""
 
-    batch_size: int | None = 4096
+    batch_size: int | None = number(4096, POSITIVE)
     """B: the expected logical batch size; one noisy update each. null: it follows from sample_rate."""
-    sample_rate: float | None = None
+    sample_rate: float | None = number(None, POSITIVE)
     """rho: the probability that an example is drawn at a step, B = rho N; instead of batch_size."""
-    epochs: float = 300.0
-    steps: int | None = None
+    epochs: float = number(300.0, POSITIVE)
+    steps: int | None = number(None, POSITIVE)
     """T: null means round(epochs * N / B)."""
-    microbatch: int | None = None
+    microbatch: int | None = number(None, POSITIVE)
     """Examples in memory at once; null chooses. It never changes the update."""
-    token_loss: str = "mean"
-    """Text: mean | sum of an example's losses over that example's own tokens; losses are summed over examples."""
-    precision: str = "float32"
-    """float32 | bfloat16 (autocast; norms, sums and noise stay float32)."""
+    token_loss: str = one_of("mean", "mean", "sum")
+    """Text: of an example's losses over that example's own tokens; losses are summed over examples."""
+    precision: str = one_of("float32", "float32", "bfloat16")
+    """bfloat16 is by autocast; norms, sums and noise stay float32."""
     compile: bool = False
-    device: str = "auto"
-    """auto | cpu | cuda."""
-    checkpoint_every: float = 60.0
+    device: str = one_of("auto", "auto", "cpu", "cuda")
+    checkpoint_every: float = number(60.0, NOT_NEGATIVE)
     """Seconds between checkpoints (0: after every step); when one is written never changes the result."""
     keep: list[float] = field(default_factory=list)
     """Epochs at which the weights are kept, as weights-<step>.pt in the run's folder; 0 is before the first step."""
     channels_last: bool = True
     """Memory layout of convolutions."""
-    threads: int | None = None
+    threads: int | None = number(None, POSITIVE, most=1_000)
     """CPU threads of torch; null leaves its default. One is fastest for small networks."""
 
 
@@ -209,13 +219,13 @@ class TrainConfig:
 class GenerateConfig:
     """Beam search on the inputs of the validation or test set, at the end of a run (E2E, DART, SAMSum)."""
 
-    beams: int = 4
-    max_new_tokens: int = 100
+    beams: int = number(4, POSITIVE)
+    max_new_tokens: int = number(100, POSITIVE)
     length_penalty: float = 1.0
-    no_repeat_ngram: int = 0
+    no_repeat_ngram: int = number(0, NOT_NEGATIVE)
     """No sequence of this many tokens twice; 0 allows it."""
-    batch_size: int = 16
-    limit: int | None = None
+    batch_size: int = number(16, POSITIVE)
+    limit: int | None = number(None, NOT_NEGATIVE)
     """Generate for the first inputs only; 0 for none; null for all."""
 
 
@@ -223,15 +233,15 @@ class GenerateConfig:
 class EvalConfig:
     """Evaluation on the training and the validation set, and on the test set where there is one."""
 
-    every: float | None = None
+    every: float | None = number(None, POSITIVE)
     """Epochs between evaluations; null evaluates only at the end, which always happens."""
     curve: bool = False
     """Every evaluation is as whole as the last one: test set and generated texts too."""
-    train_limit: int | None = None
+    train_limit: int | None = number(None, POSITIVE)
     """Evaluate on this many training examples only; null takes all."""
-    batch_size: int = 1000
+    batch_size: int = number(1000, POSITIVE)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-    shots: int | None = None
+    shots: int | None = number(None, NOT_NEGATIVE)
     """Train nothing, and generate from a prompt with this many training examples before the input; null trains."""
     prompt_set: int = 0
     """Which of the sets of examples is in the prompt (the paper averages over three)."""
@@ -241,17 +251,16 @@ class EvalConfig:
 class PipelineConfig:
     """The model cut into stages of consecutive blocks, a process and a device each (Algorithm 2)."""
 
-    stages: int = 1
+    stages: int = number(1, POSITIVE, most=1_000)
     """K of per-device clipping; 1 is no pipeline."""
-    schedule: str = "1f1b"
-    """1f1b | gpipe."""
-    balance: str = "parameters"
-    """parameters | time (measured on one microbatch): what is to be even between the stages."""
+    schedule: str = one_of("1f1b", "1f1b", "gpipe")
+    balance: str = one_of("parameters", "parameters", "time")
+    """What is to be even between the stages; time is measured on one microbatch."""
     blocks: list[int] = field(default_factory=list)
     """How many blocks each stage gets, by hand; empty balances."""
     rematerialize: bool = False
     """Keep only each block's input, and compute the block again in the backward pass."""
-    timeout: float = 600.0
+    timeout: float = number(600.0, POSITIVE)
     """Seconds that a process waits for another before it gives up."""
 
 
@@ -259,9 +268,9 @@ class PipelineConfig:
 class ParallelConfig:
     """Replicas of the model (or of the whole pipeline), each with its own share of every batch."""
 
-    ranks: int = 1
+    ranks: int = number(1, POSITIVE, most=10_000)
     """Replicas; 1 is no data parallelism."""
-    kind: str = "ddp"
+    kind: str = one_of("ddp", "ddp", "fsdp")
     """ddp: a whole copy each | fsdp: parameters in shards (FSDP2)."""
 
 
@@ -269,11 +278,10 @@ class ParallelConfig:
 class TrackerConfig:
     """Where metrics go beside the run's own files, which are always written."""
 
-    name: str = "files"
-    """files | wandb | tensorboard."""
+    name: str = one_of("files", "files", "wandb", "tensorboard")
     project: str = "groupwise"
-    mode: str = "offline"
-    """wandb only: offline | online | disabled."""
+    mode: str = one_of("offline", "offline", "online", "disabled")
+    """wandb only."""
 
 
 @dataclass
@@ -288,7 +296,7 @@ class PathsConfig:
 class DebugConfig:
     """For tests only."""
 
-    noise_seed: int | None = None
+    noise_seed: int | None = number(None, NOT_NEGATIVE)
     """Seeded noise can be repeated, so the run is stamped "not private"."""
 
 
@@ -297,9 +305,9 @@ class RunConfig:
     """One run, complete: two equal RunConfigs on the same machine are the same experiment."""
 
     task: str = "cifar"
-    scale: str = "paper"
-    """paper | midi | mini | demo | smoke: written into every result row."""
-    seed: int = 0
+    scale: str = one_of("paper", *SCALES)
+    """Written into every result row."""
+    seed: int = number(0, NOT_NEGATIVE)
     """Initial weights; never the noise nor, where there is noise, the batches: those come from a secret key."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -28,13 +28,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from groupwise.config.checks import CHOICES
 from groupwise.config.keys import FREE_KEYS, key_types
 from groupwise.errors import UserError, did_you_mean, reason
+from groupwise.rows import SCALES
 
 MODES, DEFAULT_MODEL = "modes", "default_model"
 """What a table says beside keys of the schema."""
-SCALES = CHOICES["scale"]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from groupwise.pipeline.stage import Stage
 from groupwise.pipeline.text_stage import TextStage
 from groupwise.training.task import Microbatch
 
+__all__ = ["Ranges", "Stage", "choose_ranges", "cut"]
 Ranges = tuple[tuple[int, int], ...]
 """Blocks [start, stop) of each stage."""
 
@@ -182,9 +183,6 @@ def _seconds(run: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tenso
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-__all__ = ["Ranges", "Stage", "choose_ranges", "cut"]
 
 
 def cut(

@@ -12,85 +12,11 @@ import torch
 from groupwise.errors import UserError
 from groupwise.privacy.sampling import PoissonSampler
 
-CHUNK = 1 << 16
-_LATTICE_BITS = 40
-_SMALLEST = 1e-200
-
-
-class Keystream:
-    """The words of ChaCha20 under a key of 32 bytes, from the first on; one key serves one purpose."""
-
-    def __init__(self, key: bytes) -> None:
-        try:
-            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-        except ImportError as error:
-            raise UserError(
-                "noise.secure=true needs the package cryptography: pip install cryptography, or leave it out."
-            ) from error
-        self._encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
-
-    def words(self, count: int) -> np.ndarray:
-        """Return the next ``count`` words, uint64 of shape (count,)."""
-        return np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")
-
-    def normals(self, count: int) -> np.ndarray:
-        """Return ``count`` draws of N(0, 1), float64: a sign bit, and the inverse CDF at 63 bits of (0, ½)."""
-        from scipy.special import ndtri
-
-        words = self.words(count)
-        draws = ndtri(((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64)
-        return np.negative(draws, out=draws, where=(words & np.uint64(1)).astype(bool))
-
-
-class LatticeNoise:
-    """Adds N(0, ``std``²) to one tensor, part by part, on the lattice of its std.
-
-    Raises:
-        UserError: ``std`` is below 1e-200, where the lattice would leave the float64 numbers.
-    """
-
-    def __init__(self, key: bytes, std: float) -> None:
-        if std < _SMALLEST:
-            raise UserError(f"noise.secure=true was asked for noise of std {std}; give at least {_SMALLEST:g}.")
-        self._stream = Keystream(key)
-        self._spacing = lattice_spacing(std)
-        self._scale = std / math.sqrt(2.0) / self._spacing
-
-    def add_(self, part: torch.Tensor) -> None:
-        """Noise the next ``part``, in place; the one rounding to its dtype comes last, after the noise."""
-        draws = self._stream.normals(2 * part.numel())  # an entry's two lie side by side, so parts of any size agree
-        steps = np.rint((draws[::2] + draws[1::2]) * self._scale)
-        noise = torch.from_numpy(steps * self._spacing).view(part.shape).to(part.device)
-        part.copy_((part.double() / self._spacing).round_().mul_(self._spacing).add_(noise))
-
-
-def lattice_spacing(std: float) -> float:
-    """Return g, the power of two in (std·2⁻⁴¹, std·2⁻⁴⁰]."""
-    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _LATTICE_BITS)
-
-
-class SecurePoissonSampler(PoissonSampler):
-    """A Poisson sampler whose draws are words of ChaCha20: an example is in when its word is below ρ·2⁶⁴."""
-
-    def __init__(self, dataset_size: int, sample_rate: float, key: bytes) -> None:
-        super().__init__(dataset_size, sample_rate, key)
-        self._key = key
-
-    def indices(self, step: int) -> np.ndarray:
-        """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (key, step)."""
-        place = b"groupwise secure poisson\0" + int(step).to_bytes(8, "big")
-        words = Keystream(hashlib.sha256(place + self._key).digest()).words(self.dataset_size)
-        bound = int(self.sample_rate * 2.0**64)  # exact: ρ has 53 bits
-        return np.flatnonzero(words <= np.uint64(bound - 1)).astype(np.int64, copy=False)
-
-
 COUNT_STREAM = -1
 """Stream of the noise on the clip counts; parameters use streams 0, 1, 2, …"""
-
 # The whole extra memory: noise is drawn into one scratch buffer of this many entries.
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 24
-
 _Add = Callable[[torch.Tensor], object]
 """Adds the next draws to a part of a tensor, in place."""
 
@@ -177,7 +103,7 @@ def _cpu_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.
     # generator is twice as fast still in float32 but keeps only 32 bits of its seed, few enough to try them all.
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
     dtype: Any = np.float32 if like.dtype == torch.float32 else np.float64
-    scratch: Any = np.empty(min(_CHUNK, like.numel()), dtype)
+    scratch: Any = np.empty(min(CHUNK, like.numel()), dtype)
     shared = torch.from_numpy(scratch)
 
     def draw(count: int) -> torch.Tensor:
@@ -207,3 +133,74 @@ def _in_chunks(tensor: torch.Tensor, add: _Add, chunk: int) -> None:
         for start in range(0, len(tensor), rows):
             part = tensor[start : start + rows]
             _in_chunks(part[0] if len(part) == 1 else part, add, chunk)
+
+
+_LATTICE_BITS = 40
+_SMALLEST = 1e-200
+
+
+class Keystream:
+    """The words of ChaCha20 under a key of 32 bytes, from the first on; one key serves one purpose."""
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+        except ImportError as error:
+            raise UserError(
+                "noise.secure=true needs the package cryptography: pip install cryptography, or leave it out."
+            ) from error
+        self._encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+
+    def words(self, count: int) -> np.ndarray:
+        """Return the next ``count`` words, uint64 of shape (count,)."""
+        return np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")
+
+    def normals(self, count: int) -> np.ndarray:
+        """Return ``count`` draws of N(0, 1), float64: a sign bit, and the inverse CDF at 63 bits of (0, ½)."""
+        from scipy.special import ndtri
+
+        words = self.words(count)
+        draws = ndtri(((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64)
+        return np.negative(draws, out=draws, where=(words & np.uint64(1)).astype(bool))
+
+
+class LatticeNoise:
+    """Adds N(0, ``std``²) to one tensor, part by part, on the lattice of its std.
+
+    Raises:
+        UserError: ``std`` is below 1e-200, where the lattice would leave the float64 numbers.
+    """
+
+    def __init__(self, key: bytes, std: float) -> None:
+        if std < _SMALLEST:
+            raise UserError(f"noise.secure=true was asked for noise of std {std}; give at least {_SMALLEST:g}.")
+        self._stream = Keystream(key)
+        self._spacing = lattice_spacing(std)
+        self._scale = std / math.sqrt(2.0) / self._spacing
+
+    def add_(self, part: torch.Tensor) -> None:
+        """Noise the next ``part``, in place; the one rounding to its dtype comes last, after the noise."""
+        draws = self._stream.normals(2 * part.numel())  # an entry's two lie side by side, so parts of any size agree
+        steps = np.rint((draws[::2] + draws[1::2]) * self._scale)
+        noise = torch.from_numpy(steps * self._spacing).view(part.shape).to(part.device)
+        part.copy_((part.double() / self._spacing).round_().mul_(self._spacing).add_(noise))
+
+
+def lattice_spacing(std: float) -> float:
+    """Return g, the power of two in (std·2⁻⁴¹, std·2⁻⁴⁰]."""
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _LATTICE_BITS)
+
+
+class SecurePoissonSampler(PoissonSampler):
+    """A Poisson sampler whose draws are words of ChaCha20: an example is in when its word is below ρ·2⁶⁴."""
+
+    def __init__(self, dataset_size: int, sample_rate: float, key: bytes) -> None:
+        super().__init__(dataset_size, sample_rate, key)
+        self._key = key
+
+    def indices(self, step: int) -> np.ndarray:
+        """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (key, step)."""
+        place = b"groupwise secure poisson\0" + int(step).to_bytes(8, "big")
+        words = Keystream(hashlib.sha256(place + self._key).digest()).words(self.dataset_size)
+        bound = int(self.sample_rate * 2.0**64)  # exact: ρ has 53 bits
+        return np.flatnonzero(words <= np.uint64(bound - 1)).astype(np.int64, copy=False)

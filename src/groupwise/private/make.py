@@ -31,6 +31,110 @@ MODES: dict[str, dict[str, Any]] = {
     "adaptive_block": {"grouping": "block", "policy": "adaptive"},
 }
 """The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
+CHECKED = 5
+"""Examples that `check` runs on."""
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Any,
+    *,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    plan: PrivacyPlan | None = None,
+    delta: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: float | None = None,
+    clip: str | ClipConfig | Partition = "adaptive_layer",
+    threshold: float = 1.0,
+    noise: str = "global",
+    accountant: str = "prv",
+    batch_axis: int = 0,
+    check: Callable[[Sequence[int] | np.ndarray], Tensor] | None = None,
+    noise_source: NoiseSource | None = None,
+    ranks: Alone | Ranks | None = None,
+    **settings: Any,
+) -> Private:
+    """Make the training of ``model`` on ``data`` private (Algorithm 1), in a loop of your own.
+
+    Formal guarantee: the weights and thresholds after all steps together are (ε, δ)-DP under adding or removing one
+    example of ``data``, N being public, as ``private.plan`` says it, if each loss given to ``private.backward`` is of
+    its own example alone. ``check`` tries that before training; without it, the engine refuses at every step what
+    bypasses clipping, but losses that mix examples are not seen (`groupwise.clipping.verify` says what is).
+
+    Args:
+        model: any that `groupwise.clipping.attach` takes; its own ``forward`` clips until ``private.detach()``.
+        optimizer: any of ``torch.optim`` over the model's trainable parameters.
+        data: N examples, with ``__len__`` and ``__getitem__``; ``private.batches`` draws from it.
+        epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a ready plan.
+        delta: δ; by default N^-1.1.
+        epochs, steps: one of the two, the length of the run; an epoch is N / batch_size steps.
+        batch_size: B, what a step draws in expectation.
+        clip: a mode by its name, a partition of the model's layers (adaptive, if ``policy="fixed"`` is not given), or a
+            whole configuration.
+        threshold: C, the norm to which a whole gradient is clipped: each of K groups gets C/√K (adaptive ones begin
+            there).
+        noise: "global", "equal_budget" or "weighted": how the noise is shared out between the groups.
+        accountant: "prv", "pld" or "rdp".
+        batch_axis: which axis of the model's first input counts examples, 0 or 1.
+        check: indices of examples -> their losses (n,), through the model; five are tried before training.
+        noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
+        ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
+            same time, and draws its share. Weights and key become those of the first.
+        **settings: other fields of `groupwise.config.schema.ClipConfig`: target_quantile, quantile_budget, rule, ….
+
+    Raises:
+        UserError: what cannot be clipped, accounted for or trained, in one sentence.
+    """
+    ranks = ranks or Alone()
+    _check_model(model, ranks)
+    check_parameters(model, optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
+    if noise not in ALLOCATIONS:
+        raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
+    dataset_size = length_of(data)
+    config = settle_clip(clip, threshold, settings)
+    partition = None if isinstance(clip, str | ClipConfig) else clip
+    engine = make_engine(model, config, partition=partition, batch_axis=batch_axis)
+    assert engine is not None
+    try:
+        agreed = settle_plan(
+            config,
+            dataset_size,
+            len(engine.groups),
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            plan=plan,
+            delta=delta,
+            epochs=epochs,
+            steps=steps,
+            batch_size=batch_size,
+            accountant=accountant,
+        )
+        thresholds = make_thresholds(config, agreed)
+        if check is not None:
+            verify(engine, check, np.linspace(0, dataset_size - 1, CHECKED).round().astype(int).tolist())
+    except BaseException:
+        engine.detach()
+        raise
+    source = noise_source or NoiseSource.fresh()
+    key, is_secret, secure = ranks.broadcast((source.key, source.is_secret, source.secure))
+    ranks.copy_([*model.parameters(), *model.buffers()])
+    mechanism = Mechanism(
+        model=model,
+        engine=engine,
+        thresholds=thresholds,
+        plan=agreed,
+        noise=NoiseSource.from_key(key, is_secret, secure),
+        allocation=noise,
+        optimizer=optimizer,
+        device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
+        ranks=ranks,
+    )
+    return Private(mechanism, data)
 
 
 def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
@@ -138,112 +242,6 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, budget: f
             f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
             f"{'adaptive' if budget else 'fixed'} thresholds: they need {'some of the budget' if budget else '0'}."
         )
-
-
-CHECKED = 5
-"""Examples that `check` runs on."""
-
-
-def make_private(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Any,
-    *,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    plan: PrivacyPlan | None = None,
-    delta: float | None = None,
-    epochs: float | None = None,
-    steps: int | None = None,
-    batch_size: float | None = None,
-    clip: str | ClipConfig | Partition = "adaptive_layer",
-    threshold: float = 1.0,
-    noise: str = "global",
-    accountant: str = "prv",
-    batch_axis: int = 0,
-    check: Callable[[Sequence[int] | np.ndarray], Tensor] | None = None,
-    noise_source: NoiseSource | None = None,
-    ranks: Alone | Ranks | None = None,
-    **settings: Any,
-) -> Private:
-    """Make the training of ``model`` on ``data`` private (Algorithm 1), in a loop of your own.
-
-    Formal guarantee: the weights and thresholds after all steps together are (ε, δ)-DP under adding or removing one
-    example of ``data``, N being public, as ``private.plan`` says it, if each loss given to ``private.backward`` is of
-    its own example alone. ``check`` tries that before training; without it, the engine refuses at every step what
-    bypasses clipping, but losses that mix examples are not seen (`groupwise.clipping.verify` says what is).
-
-    Args:
-        model: any that `groupwise.clipping.attach` takes; its own ``forward`` clips until ``private.detach()``.
-        optimizer: any of ``torch.optim`` over the model's trainable parameters.
-        data: N examples, with ``__len__`` and ``__getitem__``; ``private.batches`` draws from it.
-        epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a ready plan.
-        delta: δ; by default N^-1.1.
-        epochs, steps: one of the two, the length of the run; an epoch is N / batch_size steps.
-        batch_size: B, what a step draws in expectation.
-        clip: a mode by its name, a partition of the model's layers (adaptive, if ``policy="fixed"`` is not given), or a
-            whole configuration.
-        threshold: C, the norm to which a whole gradient is clipped: each of K groups gets C/√K (adaptive ones begin
-            there).
-        noise: "global", "equal_budget" or "weighted": how the noise is shared out between the groups.
-        accountant: "prv", "pld" or "rdp".
-        batch_axis: which axis of the model's first input counts examples, 0 or 1.
-        check: indices of examples -> their losses (n,), through the model; five are tried before training.
-        noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
-        ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
-            same time, and draws its share. Weights and key become those of the first.
-        **settings: other fields of `groupwise.config.schema.ClipConfig`: target_quantile, quantile_budget, rule, ….
-
-    Raises:
-        UserError: what cannot be clipped, accounted for or trained, in one sentence.
-    """
-    ranks = ranks or Alone()
-    _check_model(model, ranks)
-    check_parameters(model, optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
-    if noise not in ALLOCATIONS:
-        raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
-    dataset_size = length_of(data)
-    config = settle_clip(clip, threshold, settings)
-    partition = None if isinstance(clip, str | ClipConfig) else clip
-    engine = make_engine(model, config, partition=partition, batch_axis=batch_axis)
-    assert engine is not None
-    try:
-        agreed = settle_plan(
-            config,
-            dataset_size,
-            len(engine.groups),
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            plan=plan,
-            delta=delta,
-            epochs=epochs,
-            steps=steps,
-            batch_size=batch_size,
-            accountant=accountant,
-        )
-        thresholds = make_thresholds(config, agreed)
-        if check is not None:
-            verify(engine, check, np.linspace(0, dataset_size - 1, CHECKED).round().astype(int).tolist())
-    except BaseException:
-        engine.detach()
-        raise
-    source = noise_source or NoiseSource.fresh()
-    key, is_secret, secure = ranks.broadcast((source.key, source.is_secret, source.secure))
-    ranks.copy_([*model.parameters(), *model.buffers()])
-    mechanism = Mechanism(
-        model=model,
-        engine=engine,
-        thresholds=thresholds,
-        plan=agreed,
-        noise=NoiseSource.from_key(key, is_secret, secure),
-        allocation=noise,
-        optimizer=optimizer,
-        device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
-        ranks=ranks,
-    )
-    return Private(mechanism, data)
 
 
 def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:

@@ -30,43 +30,6 @@ from groupwise.training.checkpoint import forget_checkpoints, previous
 from groupwise.training.provenance import environment, git_state
 
 
-def neighbours_of(config: RunConfig) -> str:
-    """Between which training sets ε is promised: those that differ by one example, after any choice of the N."""
-    chosen = [f"data.{key}={value}" for key in ("holdout", "train_limit") if (value := getattr(config.data, key))]
-    return (
-        "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
-    )
-
-
-def provenance_of(
-    config: RunConfig,
-    plan: PrivacyPlan,
-    private: bool,
-    git: Mapping[str, Any],
-    description: Mapping[str, Any],
-    metrics: Mapping[str, float],
-) -> dict[str, Any]:
-    """What stands beside an exported model, field by field on an allow list.
-
-    Args:
-        private: whether ε is a guarantee.
-        git: of the record.
-        description: of the data; told in full only where no noise was added, as the weights then give them away anyhow.
-        metrics: the final ones. With noise those on held-out examples alone are told, and with `data.holdout`, where
-            these are a part of the training set, only those on the test set.
-    """
-    told: dict[str, Any] = {
-        "hash": config_hash(config),
-        "config": stable_config(config),
-        "git": {key: git[key] for key in ("sha", "dirty")},
-        "privacy": {"private": private, "neighbours_differ_by": neighbours_of(config), **plan.to_dict()},
-    }
-    if plan.noise_multiplier == 0.0:
-        return {**told, "data": dict(description), "metrics": dict(metrics)}
-    elsewhere = HELD_OUT[1:] if config.data.holdout else HELD_OUT
-    return {**told, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
-
-
 class RunRecord:
     """The record of one run. `open` looks, `begin` starts to write, `finish` closes it."""
 
@@ -308,6 +271,43 @@ class RunRecord:
         if diff:
             write_text(self.folder / "diff.patch", diff)
         write_json(self.folder / "environment.json", environment())
+
+
+def neighbours_of(config: RunConfig) -> str:
+    """Between which training sets ε is promised: those that differ by one example, after any choice of the N."""
+    chosen = [f"data.{key}={value}" for key in ("holdout", "train_limit") if (value := getattr(config.data, key))]
+    return (
+        "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
+    )
+
+
+def provenance_of(
+    config: RunConfig,
+    plan: PrivacyPlan,
+    private: bool,
+    git: Mapping[str, Any],
+    description: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> dict[str, Any]:
+    """What stands beside an exported model, field by field on an allow list.
+
+    Args:
+        private: whether ε is a guarantee.
+        git: of the record.
+        description: of the data; told in full only where no noise was added, as the weights then give them away anyhow.
+        metrics: the final ones. With noise those on held-out examples alone are told, and with `data.holdout`, where
+            these are a part of the training set, only those on the test set.
+    """
+    told: dict[str, Any] = {
+        "hash": config_hash(config),
+        "config": stable_config(config),
+        "git": {key: git[key] for key in ("sha", "dirty")},
+        "privacy": {"private": private, "neighbours_differ_by": neighbours_of(config), **plan.to_dict()},
+    }
+    if plan.noise_multiplier == 0.0:
+        return {**told, "data": dict(description), "metrics": dict(metrics)}
+    elsewhere = HELD_OUT[1:] if config.data.holdout else HELD_OUT
+    return {**told, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
 
 
 def _unwritable(folder: Path, reason: str) -> str:
