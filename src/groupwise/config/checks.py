@@ -44,7 +44,7 @@ CHOICES = {
 
 POSITIVE = (
     "model.depth", "model.width", "model.norm_groups", "model.lora.rank", "model.lora.alpha",
-    "data.image_size", "data.train_limit", "data.max_length",
+    "data.image_size", "data.train_limit", "data.max_length", "data.views",
     "clip.threshold", "clip.initial_threshold", "clip.quantile_learning_rate", "clip.minimum", "clip.maximum",
     "privacy.epsilon", "optim.learning_rate", "optim.eps",
     "train.batch_size", "train.sample_rate", "train.epochs", "train.steps", "train.microbatch", "train.threads",
@@ -55,7 +55,7 @@ POSITIVE = (
 MAY_BE_INFINITE = ("privacy.epsilon",)
 NOT_NEGATIVE = (
     "privacy.noise_multiplier", "optim.weight_decay", "clip.gamma", "train.checkpoint_every", "seed",
-    "debug.noise_seed", "eval.generate.no_repeat_ngram", "eval.generate.limit", "eval.shots",
+    "debug.noise_seed", "data.crop", "eval.generate.no_repeat_ngram", "eval.generate.limit", "eval.shots",
 )  # fmt: skip
 BELOW_ONE = (
     "optim.momentum", "optim.beta1", "optim.beta2", "optim.warmup",
@@ -89,6 +89,7 @@ def validate(config: RunConfig) -> None:
         _batch,
         _precision,
         _weights,
+        _augmentation,
         _evaluation,
         _privacy,
         _clipping,
@@ -290,6 +291,18 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
             f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
         )
+
+
+def _augmentation(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    asked = [f"data.{key}={getattr(data, key)}" for key, off in (("flip", False), ("crop", 0), ("views", 1))
+             if getattr(data, key) != off]  # fmt: skip
+    if asked and config.model.name != "wide_resnet":
+        yield f"{asked[0]} is of images, and model.name={config.model.name} sees none: leave it out."
+    if asked and config.pipeline.stages > 1:
+        yield f"{asked[0]} is not for pipeline.stages={config.pipeline.stages}: leave it out, or give one stage."
+    if asked == [f"data.views={data.views}"]:
+        yield f"{asked[0]} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
