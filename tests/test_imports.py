@@ -24,7 +24,12 @@ ORDER = (
     {"audit", "analysis", "cli"},
 )
 """Each may import what stands above it, and itself."""
-ALONE = {"clipping": {"cache", "errors"}, "privacy": {"cache", "errors"}, "data": {"errors"}, "metrics": {"errors"}}
+ALONE = {
+    "clipping": {"cache", "errors"},
+    "privacy": {"cache", "errors"},
+    "data": {"atomic", "cache", "errors"},
+    "metrics": {"errors"},
+}
 """What these may import besides themselves."""
 BESIDE = {
     "config": {"rows", "atomic", "errors"},

@@ -37,6 +37,7 @@ def validate(config: RunConfig) -> None:
         _batch,
         _precision,
         _weights,
+        _augmentation,
         _evaluation,
         _privacy,
         _clipping,
@@ -232,6 +233,18 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
             f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
         )
+
+
+def _augmentation(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    asked = [f"data.{key}={getattr(data, key)}" for key, off in (("flip", False), ("crop", 0), ("views", 1))
+             if getattr(data, key) != off]  # fmt: skip
+    if asked and config.model.name != "wide_resnet":
+        yield f"{asked[0]} is of images, and model.name={config.model.name} sees none: leave it out."
+    if asked and config.pipeline.stages > 1:
+        yield f"{asked[0]} is not for pipeline.stages={config.pipeline.stages}: leave it out, or give one stage."
+    if asked == [f"data.views={data.views}"]:
+        yield f"{asked[0]} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:

@@ -42,7 +42,7 @@ class ModelConfig:
     """The network: a wide residual network from scratch, or a language model of the transformers library."""
 
     name: str = "wide_resnet"
-    """wide_resnet for images; for text a label, such as roberta_base, that recipes and tables go by."""
+    """wide_resnet or scatter_cnn for images; for text a label, such as roberta_base, that recipes and tables go by."""
     source: str | None = None
     """Text: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub."""
     fresh: bool = False
@@ -100,6 +100,12 @@ class DataConfig:
     """GLUE: the data set on the hub (or a local copy of its folder) that is read when there are no tsv files."""
     holdout: float | None = number(None, BELOW_ONE)
     """Set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
+    flip: bool = False
+    """Images: mirror a training image, left to right, with probability a half, anew each time it is drawn."""
+    crop: int = number(0, NOT_NEGATIVE)
+    """Images: shift a training image by up to this many pixels each way, reflected at the edges."""
+    views: int = number(1, POSITIVE)
+    """Images: K augmented views of an example, whose losses are averaged before clipping (De et al., 2022)."""
     max_length: int = number(256, POSITIVE)
     """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
 

@@ -10,15 +10,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.config.schema import RunConfig
+from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
+from groupwise.data.augmentation import augment
+from groupwise.data.scattering import scattering
 from groupwise.errors import UserError
-from groupwise.models import wide_resnet
+from groupwise.models import scatter_cnn, wide_resnet
 from groupwise.tasks.pipelined import ImageFeed
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Feed, Split, Task
 
 Images = tuple[Tensor, Tensor]
+NETWORKS = ("wide_resnet", "scatter_cnn")
+
+
+class ManyViews(nn.Module):
+    """Runs a network on K views of each example at once, so that the engine sees K rows as one example.
+
+    The mean of an example's K losses has the mean of its views' gradients, which is clipped as a whole: one example,
+    one norm, whatever K (De et al., 2022). Sensitivity and account are those of K = 1.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(n, K, C, H, W) -> (n, K, classes); (n, C, H, W) -> (n, classes)."""
+        if images.dim() == 4:
+            return self.network(images)  # type: ignore[no-any-return]
+        logits: Tensor = self.network(images.flatten(0, 1))
+        return logits.unflatten(0, images.shape[:2])
 
 
 class ImageClassification(Task):
@@ -33,18 +55,27 @@ class ImageClassification(Task):
         description: dict[str, Any],
         precision: Callable[[], AbstractContextManager[Any]],
         compiled: bool = False,
+        views: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model = model
         self.train_size = len(train[0])
         self._splits: dict[Split, Images] = {"train": train, "valid": valid}
         self._prepare, self._description, self._precision = prepare, description, precision
+        self._views = views
+        """(n, C, H, W) -> (n, K, C, H, W), in training; None shows images as they are."""
         self._network = torch.compile(model) if compiled else model
 
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
-        """Cross-entropy of each example, (n,)."""
+        """Cross-entropy of each example, (n,); of K views the mean."""
         images, labels = self._splits["train"]
         rows = torch.as_tensor(np.asarray(examples, dtype=np.int64), device=images.device)
-        return F.cross_entropy(self._logits(images[rows]), labels[rows], reduction="none")
+        if self._views is None:
+            return F.cross_entropy(self._logits(images[rows]), labels[rows], reduction="none")
+        logits = self._logits(self._views(images[rows]))
+        if logits.dim() == 2:
+            return F.cross_entropy(logits, labels[rows], reduction="none")
+        repeated = labels[rows, None].expand(logits.shape[:2])
+        return F.cross_entropy(logits.flatten(0, 1), repeated.flatten(), reduction="none").view_as(repeated).mean(1)
 
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Microbatches of a split for a pipeline."""
@@ -93,29 +124,29 @@ def image_outcomes(logits: Tensor, labels: Tensor) -> Tensor:
 
 def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:
     """The CIFAR-10 task, or the same network on scikit-learn's digits (`data.name=digits`)."""
+    settings = config.model
+    if settings.name not in NETWORKS:
+        raise UserError(f"model.name={settings.name} is not known for images: choose {' or '.join(NETWORKS)}.")
     data = load_images(config.data.name, Path(config.paths.data).expanduser(), image_size=config.data.image_size)
+    if settings.name == "scatter_cnn":
+        data = scattering(data)
     if config.data.holdout:
         data = hold_out(data, config.data.holdout)
     chosen = _first_of_each_class(data.y_train, config.data.train_limit)
-    settings = config.model
-    if settings.name != "wide_resnet":
-        raise UserError(f"model.name={settings.name} is not known for images: choose wide_resnet.")
-    model = wide_resnet(
-        depth=settings.depth,
-        width=settings.width,
-        num_classes=data.num_classes,
-        in_channels=data.channels,
-        block_order=settings.block_order,
-        norm=settings.norm,
-        norm_groups=settings.norm_groups,
-        weight_standardization=settings.weight_standardization,
-    ).to(device)
+    model = _network(settings, data).to(device)
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
     model = model.to(memory_format=layout)  # type: ignore[call-overload]
     mean, std = channel_statistics(config.data.name)
 
     def prepare(images: Tensor) -> Tensor:
-        return normalize(images, mean, std).contiguous(memory_format=layout)
+        shape, images = images.shape, images.flatten(0, -4)
+        pixels = images.dtype == torch.uint8  # else features, which the network normalises itself
+        images = (normalize(images, mean, std) if pixels else images.float()).contiguous(memory_format=layout)
+        return images.unflatten(0, shape[:-3])
+
+    views = _views(config, data)
+    if config.data.views > 1:
+        model = ManyViews(model)
 
     return ImageClassification(
         model,
@@ -125,6 +156,36 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
         _describe(config, data, len(chosen)),
         autocast(config.train.precision, device),
         compiled=config.train.compile,
+        views=views,
+    )
+
+
+def _views(config: RunConfig, data: ImageData) -> Callable[[Tensor], Tensor] | None:
+    views, flip, crop = config.data.views, config.data.flip, config.data.crop
+    if views == 1 and not flip and not crop:
+        return None
+    if crop >= data.image_size:
+        raise UserError(f"data.crop={crop} shifts images of {data.image_size} pixels out of sight: give less.")
+
+    def draw(images: Tensor) -> Tensor:
+        drawn = augment(images, views, flip, crop)
+        return drawn if views > 1 else drawn[:, 0]
+
+    return draw
+
+
+def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
+    if settings.name == "scatter_cnn":
+        return scatter_cnn(data.num_classes, data.channels, data.image_size, settings.norm_groups)
+    return wide_resnet(
+        depth=settings.depth,
+        width=settings.width,
+        num_classes=data.num_classes,
+        in_channels=data.channels,
+        block_order=settings.block_order,
+        norm=settings.norm,
+        norm_groups=settings.norm_groups,
+        weight_standardization=settings.weight_standardization,
     )
 
 

@@ -1,0 +1,52 @@
+"""Scattering features: of one image each, kept on disk by what they are of, and made anew where a file is broken."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.data import load_images, scattering
+from groupwise.data.images import ImageData
+from groupwise.errors import UserError
+
+
+def images(count=3, side=8) -> ImageData:
+    pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
+    labels = torch.zeros(count, dtype=torch.int64)
+    return ImageData(pixels, labels, pixels[:1], labels[:1], 10, "made up")
+
+
+def test_features_are_of_one_image_each(own_cache):
+    data = images()
+    together = scattering.scattering(data)
+    assert together.x_train.shape == (3, 243, 2, 2) and together.x_train.dtype == torch.float16
+    assert torch.equal(together.x_train[:1], together.x_test)
+    assert "scattering features" in together.source
+    # The first coefficient of a channel is its average, some 0.5 of uniform pixels; all are of one scale.
+    assert 0.3 < float(together.x_train[:, ::81].float().mean()) < 0.7
+    assert float(together.x_train.float().abs().max()) <= 1
+
+
+def test_features_are_computed_once(own_cache, monkeypatch):
+    data = images()
+    first = scattering.scattering(data)
+    monkeypatch.setattr(scattering, "_transform", None)
+    assert torch.equal(scattering.scattering(data).x_train, first.x_train)
+
+
+def test_a_broken_file_is_made_anew(own_cache):
+    data = images()
+    first = scattering.scattering(data)
+    for path in Path(own_cache, "scattering").glob("*.npy"):
+        path.write_bytes(path.read_bytes()[:100])
+    assert torch.equal(scattering.scattering(data).x_train, first.x_train)
+    for path in Path(own_cache, "scattering").glob("*.npy"):
+        np.save(path, np.zeros(3, dtype=np.float16))
+    assert torch.equal(scattering.scattering(data).x_train, first.x_train)
+
+
+def test_sides_that_do_not_halve_twice_are_refused():
+    with pytest.raises(UserError, match="6 pixels a side"):
+        scattering.scattering(images(side=6))
+    assert load_images("digits", Path()).image_size == 8
