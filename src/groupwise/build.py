@@ -22,7 +22,7 @@ from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut, measure_
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
-from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.ranks import Alone, Ranks
@@ -60,7 +60,7 @@ def build_trainer(
         microbatch = choose_microbatch(task.losses, task.model, device, task.order(np.arange(task.train_size)))
         microbatch = min(ranks.gather(microbatch))
     if engine is not None:
-        coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
+        coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
         verify(engine, task.losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
     make: type[Trainer] = Trainer
@@ -232,7 +232,7 @@ def build_pipeline_trainer(
     feed = task.feed("train", device)  # type: ignore[attr-defined]
     examples = feed.order(np.arange(len(feed)))
     if engine is not None:
-        coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
+        coarse = tolerances(config.train.precision)
         chosen = np.array(examples_to_check(examples))
         some = feed.microbatches(chosen, len(chosen))[0]
         rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))

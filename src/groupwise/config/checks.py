@@ -33,7 +33,7 @@ CHOICES = {
     "optim.name": ("sgd", "adam", "adamw"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "train.token_loss": ("mean", "sum"),
-    "train.precision": ("float32", "bfloat16"),
+    "train.precision": ("float32", "tf32", "bfloat16"),
     "train.device": ("auto", "cpu", "cuda"),
     "pipeline.schedule": ("1f1b", "gpipe"),
     "pipeline.balance": ("parameters", "time"),

@@ -191,7 +191,9 @@ class TrainConfig:
     token_loss: str = "mean"
     """Text: mean | sum of an example's losses over that example's own tokens; losses are summed over examples."""
     precision: str = "float32"
-    """float32 | bfloat16 (autocast; norms, sums and noise stay float32)."""
+    """float32 | tf32 (the forward pass, on a GPU) | bfloat16 (autocast); norms, sums and noise are float32 in all."""
+    deterministic: bool = False
+    """On a GPU: only algorithms that give the same bits each time; slower. A CPU's do anyway."""
     compile: bool = False
     device: str = "auto"
     """auto | cpu | cuda."""

@@ -6,7 +6,7 @@
 else.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from groupwise.privacy import (
     secret_randomness,
 )
 from groupwise.privacy.noise import SecurePoissonSampler
+from groupwise.training.arithmetic import products
 from groupwise.training.ranks import Alone, Ranks
 
 
@@ -126,10 +127,11 @@ class Mechanism:
         return secret_randomness(self.noise, step, start, process=process, device=self.device)
 
     def backward(self, losses: Tensor) -> None:
-        """Add the clipped sums of a microbatch with losses (b,) to the gradients."""
+        """Add the clipped sums of a microbatch with losses (b,) to the gradients; on a GPU without TF32."""
         if self.engine is None:
             losses.sum().backward()
-        else:
+            return
+        with products(tf32=False) if self.device.type == "cuda" else nullcontext():
             self.engine.backward(losses)
 
     def close(self) -> Released:
