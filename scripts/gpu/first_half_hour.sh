@@ -53,6 +53,7 @@ done
 export PYTHONPATH=$root/src:$root${PYTHONPATH:+:$PYTHONPATH}
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
+export KINETO_LOG_LEVEL=${KINETO_LOG_LEVEL:-9}
 if [ -n "$kit" ]; then
     "$python" "$root/scripts/gpu/install.py" "$kit/wheels" "$kit/packages" || exit 2
     export PYTHONPATH=$PYTHONPATH:$kit/packages

@@ -1,4 +1,4 @@
-"""Every layer rule on a device equals a float64 loop: in either memory layout, in float32 and under bfloat16 autocast."""
+"""Every layer rule on a device equals a float64 loop: in both memory layouts, in float32 and bfloat16 autocast."""
 
 from __future__ import annotations
 

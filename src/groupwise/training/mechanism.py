@@ -93,7 +93,7 @@ class Mechanism:
 
     def use_key(self, noise: NoiseSource) -> None:
         """Draw batches, masks and noise from this source from now on."""
-        self.noise = self.gradient_noise = self.count_noise = noise
+        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
         if self._in_shards():  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         self.sampler = sampler_of(self.plan, noise)
@@ -198,6 +198,7 @@ class Mechanism:
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "noise_key": self.noise.key,
             "noise_is_secret": self.noise.is_secret,
+            "noise_counted": self.noise.counted,
             "plan": self.plan.to_dict(),
         }
 
