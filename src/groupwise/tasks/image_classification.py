@@ -17,6 +17,7 @@ from groupwise.models import wide_resnet
 from groupwise.tasks.pipelined import ImageFeed
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Feed, Split, Task
+from groupwise.training.transfer import row_numbers
 
 Images = tuple[Tensor, Tensor]
 
@@ -43,7 +44,7 @@ class ImageClassification(Task):
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """Cross-entropy of each example, (n,)."""
         images, labels = self._splits["train"]
-        rows = torch.as_tensor(np.asarray(examples, dtype=np.int64), device=images.device)
+        rows = row_numbers(examples, images.device)
         return F.cross_entropy(self._logits(images[rows]), labels[rows], reduction="none")
 
     def feed(self, split: Split, device: torch.device) -> Feed:
