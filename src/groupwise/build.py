@@ -22,6 +22,7 @@ from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut, measure_
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
+from groupwise.training.averaging import WeightAverage
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
@@ -77,6 +78,7 @@ def build_trainer(
         mechanism=_mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks),
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=microbatch or 1,
+        average=WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None,
     )
 
 

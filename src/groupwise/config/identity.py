@@ -36,6 +36,7 @@ LATER = {
     "data.crop": 0,
     "data.views": 1,
     "train.deterministic": False,
+    "train.ema": 0.0,
 }
 """Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
 

@@ -211,6 +211,8 @@ class TrainConfig:
     """tf32 is of the forward pass, on a GPU; bfloat16 is by autocast; norms, sums and noise are float32 in all."""
     deterministic: bool = False
     """On a GPU: only algorithms that give the same bits each time; slower. A CPU's do anyway."""
+    ema: float = number(0.0, BELOW_ONE)
+    """Evaluate and save an exponential moving average of the weights, with this decay (0.9999 in De et al., 2022)."""
     compile: bool = False
     device: str = one_of("auto", "auto", "cpu", "cuda")
     checkpoint_every: float = number(60.0, NOT_NEGATIVE)
