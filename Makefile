@@ -18,13 +18,16 @@ LAUNCHER ?= local
 ARGS ?=
 LAUNCH_local := hydra/launcher=joblib hydra.launcher.n_jobs=$(WORKERS)
 LAUNCH_slurm := hydra/launcher=slurm
+# Of make gpu-kit: the folder with CIFAR-10, and what else it is told (--help lists it).
+DATA ?= $(or $(GROUPWISE_DATA),data)
+KIT ?=
 # Which norms the two figures of gradient norms show.
 NORMS_gradnorm_cifar := --examples 32
 NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layers '*word_embeddings' '*value' '*out_proj'
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	figure-throughput figure-runtime_breakdown pretrain status view tables figures report audit verify trust api coverage lint format types clean
+	figure-throughput figure-runtime_breakdown gpu-kit pretrain status view tables figures report audit verify trust api coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +147,9 @@ format: $(STAMP) ## ruff: mend what it can
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+gpu-kit: $(STAMP) ## what a GPU machine without a network needs, in results/gpu-kit: make gpu-kit DATA=folder KIT="python=3.12"
+	$(BIN)/python -m scripts.gpu.make_kit data=$(DATA) $(KIT)
 
 clean: ## remove caches and .venv; results stay
 	rm -rf $(VENV) build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info

@@ -18,6 +18,8 @@ from groupwise.errors import UserError
 SAME_SUMS = 1e-3  # relative; float32 sums of the same method in two memory formats differ by far less
 
 Say = Callable[[str], None]
+Start = Callable[[Job, float], Any]
+"""From a job and seconds to what answers questions, such as `Process`, as a context manager."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,16 @@ class Measured:
         return self.facts.get("refused")
 
 
-def run(case: Job, methods: Sequence[str], rounds: int, steps: int, limit: float, say: Say) -> list[dict[str, Any]]:
+def run(
+    case: Job,
+    methods: Sequence[str],
+    rounds: int,
+    steps: int,
+    limit: float,
+    say: Say,
+    start: Start | None = None,
+    until: Callable[[], bool] = lambda: False,
+) -> list[dict[str, Any]]:
     """Rows of one workload: one a round for each method and format, one alone for what does not run.
 
     Args:
@@ -43,18 +54,23 @@ def run(case: Job, methods: Sequence[str], rounds: int, steps: int, limit: float
         steps: steps on the clock in a turn.
         limit: seconds that a turn may take.
         say: gets a line of progress.
+        start: what a job runs in; by default a process of its own.
+        until: asked between methods and between rounds: stop with what is there?
 
     Raises:
         UserError: plain training itself does not run, so there is nothing to compare with.
     """
+    start = start or Process
     chosen: list[Measured] = []
     for method in methods:
+        if chosen and until():
+            break
         say(f"{case.workload}: memory and operations of {method}")
         jobs = [
             replace(case, method=method, memory_format=memory_format)
             for memory_format in formats(method, WORKLOADS[case.workload].channels_last)
         ]
-        measured = [_measure(job, limit) for job in jobs]
+        measured = [_measure(job, limit, start) for job in jobs]
         if method == "none" and all(one.refused for one in measured):
             raise UserError(f"workload={case.workload} does not run here without clipping: {measured[0].refused}.")
         if method == "none":  # the sizes that the workload has by itself hold for all methods
@@ -63,11 +79,11 @@ def run(case: Job, methods: Sequence[str], rounds: int, steps: int, limit: float
             case = replace(case, **sizes)
             measured = [Measured(replace(one.job, **sizes), one.facts) for one in measured]
         chosen += [_faster(measured)] if is_peer(method) else measured
-    return _rounds(chosen, rounds, steps, limit, say)
+    return _rounds(chosen, rounds, steps, limit, say, start, until)
 
 
-def _measure(job: Job, limit: float) -> Measured:
-    with Process(job, limit) as process:
+def _measure(job: Job, limit: float, start: Start) -> Measured:
+    with start(job, limit) as process:
         return Measured(job, process.ask(do="measure"))
 
 
@@ -83,11 +99,21 @@ def _faster(formats: list[Measured]) -> Measured:
     return min(running, key=lambda candidate: candidate.facts["seconds"], default=first)
 
 
-def _rounds(chosen: list[Measured], rounds: int, steps: int, limit: float, say: Say) -> list[dict[str, Any]]:
-    rows = []
+def _rounds(
+    chosen: list[Measured],
+    rounds: int,
+    steps: int,
+    limit: float,
+    say: Say,
+    start: Start,
+    until: Callable[[], bool],
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        running = [(one, stack.enter_context(Process(one.job, limit))) for one in chosen if not one.refused]
+        running = [(one, stack.enter_context(start(one.job, limit))) for one in chosen if not one.refused]
         for number in range(rounds):
+            if rows and until():
+                break
             for one, process in list(running):
                 say(f"{one.job.workload}: round {number + 1} of {rounds}, {one.job.method}")
                 answer = process.ask(do="round", steps=steps)

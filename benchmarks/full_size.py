@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import command
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, read, split
+from benchmarks.options import check_above_zero, check_device, read, split
 from benchmarks.process import Process
 from groupwise.errors import UserError, did_you_mean
 
@@ -38,6 +38,7 @@ One update (losses, clipped backward, thresholds, noise, AdamW) beside the non-p
   tokens=128       of each example; default 128, of gpt2 100, of gpt2_xl 256
   layers=12        transformer blocks; default the model's own
   threads=1        threads of each process; processes run one at a time
+  device=cpu       or cuda
   planned=false    true: bytes of weights, gradients, optimiser and activations, without an update (no rows are written)
   limit=1800       seconds for all that one process does; what takes longer is planned instead
   out=results/measured/benchmarks   the folder of full_size.csv
@@ -75,6 +76,7 @@ class FullOptions:
     tokens: int | None = None
     layers: int | None = None
     threads: int = 1
+    device: str = "cpu"
     planned: bool = False
     limit: float = 1800.0
     out: str = "results/measured/benchmarks"
@@ -96,6 +98,7 @@ def parse(arguments: Sequence[str]) -> FullOptions:
 
     options = read(FullOptions, arguments)
     check_above_zero(options, "threads", "limit")
+    check_device(options.device)
     for name in options.models:
         if name not in MODELS:
             raise UserError(f"model={name} is unknown{did_you_mean(name, MODELS)}: give all, or {', '.join(MODELS)}.")
@@ -112,6 +115,7 @@ def job(name: str, method: str, options: FullOptions) -> Job:
         batch=options.batch or (None if options.tiny else full.batch),
         layers=options.layers or (None if options.tiny else full.layers),
         tokens=options.tokens or (None if options.tiny else full.tokens),
+        device=options.device,
         dtype=full.dtype,
         threads=options.threads,
         tiny=options.tiny,
@@ -177,7 +181,7 @@ def run(options: FullOptions) -> None:
     for name in options.models:
         rows = [] if options.planned else measure(name, options)
         if rows:
-            source = provenance("cpu")
+            source = provenance(options.device)
             written = [row | {key: source[key] for key in COLUMNS if key in source} for row in rows]
             merge(Path(options.out) / FILE, written, COLUMNS, KEY)
             print(table(rows), flush=True)

@@ -25,6 +25,7 @@ from benchmarks.memory import Step, peak_bytes
 from benchmarks.methods import Method, prepare
 from benchmarks.stopwatch import Seconds, Stopwatch
 from benchmarks.workloads import Workload
+from groupwise.training.arithmetic import arithmetic
 
 LEARNING_RATE = 1e-4  # of `update`, where nothing is learned
 
@@ -140,8 +141,9 @@ def main() -> None:
     job = Job.load(sys.argv[1])
     torch.set_num_threads(job.threads)
     bench = Bench(job)
-    for line in sys.stdin:
-        answers.write(json.dumps(answer(bench, json.loads(line))) + "\n")
+    with arithmetic(torch.device(job.device)):
+        for line in sys.stdin:
+            answers.write(json.dumps(answer(bench, json.loads(line))) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut, measure_
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
-from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.averaging import WeightAverage
+from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.ranks import Alone, Ranks
@@ -60,7 +61,7 @@ def build_trainer(
         microbatch = choose_microbatch(task.losses, task.model, device, task.order(np.arange(task.train_size)))
         microbatch = min(ranks.gather(microbatch))
     if engine is not None:
-        coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
+        coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
         verify(engine, task.losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
     make: type[Trainer] = Trainer
@@ -77,6 +78,7 @@ def build_trainer(
         mechanism=_mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks),
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=microbatch or 1,
+        average=WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None,
     )
 
 
@@ -131,13 +133,14 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     noise = _noise_source(config, plan, state)
-    key, is_secret = ranks.broadcast((noise.key, noise.is_secret))
-    return NoiseSource.from_key(key, is_secret, config.noise.secure)
+    key, is_secret, counted = ranks.broadcast((noise.key, noise.is_secret, noise.counted))
+    return NoiseSource.from_key(key, is_secret, config.noise.secure, counted)
 
 
 def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:
     if state is not None:
-        return NoiseSource.from_key(state["noise_key"], state["noise_is_secret"])
+        counted = state.get("noise_counted", False)  # older checkpoints are of runs on a CPU
+        return NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], counted=counted)
     if config.debug.noise_seed is not None:
         return NoiseSource.from_seed(config.debug.noise_seed)
     return NoiseSource.fresh() if plan.noise_multiplier > 0 else NoiseSource.from_seed(config.seed)
@@ -232,7 +235,7 @@ def build_pipeline_trainer(
     feed = task.feed("train", device)  # type: ignore[attr-defined]
     examples = feed.order(np.arange(len(feed)))
     if engine is not None:
-        coarse = {"tolerance": 0.3, "loss_tolerance": 0.05} if config.train.precision == "bfloat16" else {}
+        coarse = tolerances(config.train.precision)
         chosen = np.array(examples_to_check(examples))
         some = feed.microbatches(chosen, len(chosen))[0]
         rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))

@@ -18,6 +18,7 @@ from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan, make_plan
 from groupwise.privacy.plan import WIDTH
 from groupwise.tasks import make_task
+from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_newest
 from groupwise.training.from_config import make_engine
 from groupwise.training.memory import memory_told
@@ -54,6 +55,13 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     if not resumable:
         require_gpu_for_the_paper(config)
     device = choose_device(config.train.device)
+    with arithmetic(device, config.train.deterministic):
+        return _run(config, record, device, ranks, resumable)
+
+
+def _run(
+    config: RunConfig, record: RunRecord, device: torch.device, ranks: Alone | Ranks, resumable: bool
+) -> dict[str, Any]:
     pipelined = ranks.stages > 1
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)

@@ -157,6 +157,16 @@ class TestCache:
         calibrate(*self.SETTING)
         assert len(searches) == 2
 
+    def test_what_other_versions_found_is_kept_where_it_is_proven_here(self, monkeypatch, own_cache):
+        first = calibrate(*self.SETTING)
+        real = calibration._version
+        monkeypatch.setattr(calibration, "_version", lambda name: f"another {real(name)}")
+        monkeypatch.setattr(calibration, "_search", None)
+        moved = calibrate(*self.SETTING)
+        assert moved.noise_multiplier == first.noise_multiplier
+        monkeypatch.setattr(calibration, "_proven", None)
+        assert calibrate(*self.SETTING) == moved
+
     @pytest.mark.parametrize("text", ["", "{", "null", "[1, 2]", '{"key": 1}', '"text"', "\\xff"])
     def test_a_broken_file_is_searched_for_and_mended(self, searches, own_cache, text):
         first = calibrate(*self.SETTING)
@@ -167,7 +177,17 @@ class TestCache:
         assert len(searches) == 2
 
     @pytest.mark.parametrize(
-        "value", [["nan", 1.0, ""], [-1.0, 1.0, ""], [0.0, 1.0, ""], [1.0, 2.5, ""], [1.0], 3.0, None]
+        "value",
+        [
+            ["nan", 1.0, "", {}],
+            [-1.0, 1.0, "", {}],
+            [0.0, 1.0, "", {}],
+            [1.0, 2.5, "", {}],
+            [1.0, 1.0, ""],
+            [1.0],
+            3.0,
+            None,
+        ],
     )
     def test_a_value_that_proves_nothing_is_not_believed(self, monkeypatch, searches, value):
         monkeypatch.setattr(calibration, "read_cache", lambda kind, key: value)
@@ -188,7 +208,8 @@ class TestCache:
         assert len(searches) == 2
 
     def test_what_was_found_exactly_at_the_target_is_believed(self, monkeypatch, searches):
-        monkeypatch.setattr(calibration, "read_cache", lambda kind, key: [0.25, 2.0, "kept"])
+        versions = {name: calibration._version(name) for name in calibration.LIBRARIES}
+        monkeypatch.setattr(calibration, "read_cache", lambda kind, key: [0.25, 2.0, "kept", versions])
         assert calibrate(*self.SETTING) == Calibration(0.25, 2.0, "kept")
         assert not searches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,3 +186,16 @@ def test_the_largest_examples_are_weighed_and_the_weights_are_not(monkeypatch):
 
     assert choose_microbatch(losses, model, torch.device("cpu"), np.arange(64)[::-1]) == 64
     assert asked == [[63, 62]]
+
+
+def test_a_gpus_budget_is_of_all_its_memory_less_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = SimpleNamespace(total_memory=1_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)  # what is free changes from one start to the next
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+    device = torch.device("cuda", 0)
+    assert memory.gpu_budget(model, device) == pytest.approx(0.6 * (1_000_000 - 2 * 4 * 40_000))
+    model[0].requires_grad_(False)
+    assert memory.gpu_budget(model, device) == pytest.approx(0.6 * (1_000_000 - 5 * 40_000))
+    total.total_memory = 10
+    assert memory.gpu_budget(model, device) == 0

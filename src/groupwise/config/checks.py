@@ -269,8 +269,9 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             )
         if clip.policy == "adaptive" and clip.rescale:
             yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
-    if config.train.compile:
-        yield f"train.compile=true is not for {several}: leave it out."
+    if config.train.compile or config.train.ema:
+        what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
+        yield f"{what} is not for {several}: leave it out."
     if config.eval.shots is not None:
         yield f"eval.shots is not for {several}: nothing trains, so one process is enough; give pipeline.stages=1."
     if config.explain:
@@ -292,6 +293,8 @@ def _parallel(config: RunConfig) -> Iterator[str]:
     if sharded and (config.train.compile or config.export is not None):
         what = "train.compile=true" if config.train.compile else "export"
         yield f"{what} is not for parallel.kind=fsdp: leave it out (model.pt is in the run's folder), or use ddp."
+    if sharded and config.train.ema:
+        yield f"train.ema={config.train.ema} is not for parallel.kind=fsdp: leave it out, or use ddp."
     if sharded and config.task.startswith("pretrain"):
         yield f"task={config.task} runs parts of its model alone, which shards cannot: use parallel.kind=ddp."
     if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":

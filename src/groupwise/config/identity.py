@@ -30,7 +30,14 @@ VOLATILE = (
 as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
 
 
-LATER = {"noise.secure": False, "data.flip": False, "data.crop": 0, "data.views": 1}
+LATER = {
+    "noise.secure": False,
+    "data.flip": False,
+    "data.crop": 0,
+    "data.views": 1,
+    "train.deterministic": False,
+    "train.ema": 0.0,
+}
 """Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
 
 FREE_MAPPINGS = ("clip.mapping", "model.shape")

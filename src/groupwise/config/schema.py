@@ -207,8 +207,12 @@ class TrainConfig:
     """Examples in memory at once; null chooses. It never changes the update."""
     token_loss: str = one_of("mean", "mean", "sum")
     """Text: of an example's losses over that example's own tokens; losses are summed over examples."""
-    precision: str = one_of("float32", "float32", "bfloat16")
-    """bfloat16 is by autocast; norms, sums and noise stay float32."""
+    precision: str = one_of("float32", "float32", "tf32", "bfloat16")
+    """tf32 is of the forward pass, on a GPU; bfloat16 is by autocast; norms, sums and noise are float32 in all."""
+    deterministic: bool = False
+    """On a GPU: only algorithms that give the same bits each time; slower. A CPU's do anyway."""
+    ema: float = number(0.0, BELOW_ONE)
+    """Evaluate and save an exponential moving average of the weights, with this decay (0.9999 in De et al., 2022)."""
     compile: bool = False
     device: str = one_of("auto", "auto", "cpu", "cuda")
     checkpoint_every: float = number(60.0, NOT_NEGATIVE)

@@ -1,6 +1,7 @@
 """Holds labelled images in memory: checked as they come from a file, and normalised by public constants."""
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -161,7 +162,14 @@ def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
             f"images of shape {tuple(images.shape)} were given with {len(mean)} means and {len(std)} "
             "deviations; normalize takes (N, C, H, W) and one of each for every channel."
         )
-    shape = (1, -1, 1, 1)
-    centre = torch.tensor(mean, device=images.device).view(shape) * 255
-    spread = torch.tensor(std, device=images.device).view(shape) * 255
+    centre, spread = _scales(mean, std, images.device)
     return (images - centre) / spread
+
+
+@lru_cache(maxsize=16)
+def _scales(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """255·mean and 255·std, (1, C, 1, 1), copied to a device once: each copy would wait for all that it has to do."""
+    centre, spread = (
+        torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1) * 255 for values in (mean, std)
+    )
+    return centre, spread

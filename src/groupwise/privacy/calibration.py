@@ -34,7 +34,9 @@ LEAST, MOST = 1e-9, 1e12
 """Between these a σ is looked for."""
 PATIENCE, CLOSEST = 10, 1e-6
 """After so many tries the bracket is halved, until its ends are no further apart than this share: as good as one."""
-_CODE_VERSION = 1
+_CODE_VERSION = 2
+LIBRARIES = ("prv-accountant", "dp-accounting", "numpy", "scipy")
+"""Those whose version may change what is proven."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def calibrate_noise_multiplier(
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
     above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 2 to 4 evaluations;
-    the answer is cached on disk under all arguments and the libraries' versions.
+    the answer is cached on disk under all arguments and the libraries' versions; what other versions of them found is
+    taken where one evaluation here proves it.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
     return calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache).noise_multiplier
@@ -79,14 +82,25 @@ def calibrate(
         "sample_rate": sample_rate,
         "steps": int(steps),
         "accountant": accountant,
-        "libraries": {name: _version(name) for name in ("prv-accountant", "dp-accounting", "numpy", "scipy")},
     }
-    if cache and (found := _from_cache(key, epsilon)) is not None:
-        return found
-    result = _search(epsilon, delta, sample_rate, int(steps), accountant)
+    libraries = {name: _version(name) for name in LIBRARIES}
+    found = _from_cache(key, epsilon) if cache else None
+    if found is not None and found[1] == libraries:
+        return found[0]
+    known = found and _proven(found[0].noise_multiplier, epsilon, delta, sample_rate, int(steps), accountant)
+    result = known or _search(epsilon, delta, sample_rate, int(steps), accountant)
     if cache:
-        write_cache("noise_multiplier", key, [result.noise_multiplier, result.epsilon_upper, result.note])
+        write_cache("noise_multiplier", key, [result.noise_multiplier, result.epsilon_upper, result.note, libraries])
     return result
+
+
+def _proven(
+    sigma: float, epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str
+) -> Calibration | None:
+    """A σ that other versions of the libraries found, where these prove it too: so a run that moves keeps its plan."""
+    bounds = epsilon_bounds(sigma, sample_rate, steps, delta, accountant)
+    near = (1.0 - TOLERANCE) * epsilon <= bounds.upper <= epsilon
+    return Calibration(sigma, bounds.upper, bounds.note) if near else None
 
 
 def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str) -> Calibration:
@@ -167,14 +181,16 @@ def _first_guess(curve: Callable[[float], float], epsilon: float) -> float:
     return math.exp(high)
 
 
-def _from_cache(key: dict[str, object], epsilon: float) -> Calibration | None:
+def _from_cache(key: dict[str, object], epsilon: float) -> tuple[Calibration, dict[str, str]] | None:
+    """What was found, and by which versions of the libraries."""
     value: Any = read_cache("noise_multiplier", key)
     try:
         found = Calibration(float(value[0]), float(value[1]), str(value[2]))
+        libraries = dict(value[3])
     except (TypeError, ValueError, IndexError, KeyError):
         return None
     sound = math.isfinite(found.noise_multiplier) and found.noise_multiplier > 0 and found.epsilon_upper <= epsilon
-    return found if sound else None
+    return (found, libraries) if sound else None
 
 
 def _version(name: str) -> str:

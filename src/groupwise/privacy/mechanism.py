@@ -87,13 +87,16 @@ def release_gradients(
     sizes = [sum(parameter.numel() for parameter in group) for group in groups]
     thresholds = sensitivity.thresholds
     stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
-    stream = 0
-    for group, std in zip(groups, stds.tolist(), strict=True):
+    sums: list[torch.Tensor] = []
+    for group in groups:
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            noise.add_gaussian_(_local(parameter.grad), std, step, stream).div_(expected_batch_size)
-            stream += 1
+            sums.append(_local(parameter.grad))
+    each = [std for group, std in zip(groups, stds.tolist(), strict=True) for _ in group]
+    noise.add_gaussians_(sums, each, step)
+    for noisy in sums:
+        noisy.div_(expected_batch_size)
     return stds
 
 

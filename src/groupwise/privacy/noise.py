@@ -3,20 +3,21 @@
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from groupwise.errors import UserError
+from groupwise.privacy.counted_noise import CHUNK as COUNTED_CHUNK
+from groupwise.privacy.counted_noise import CountedNoise, batches
 from groupwise.privacy.sampling import PoissonSampler
 
 COUNT_STREAM = -1
 """Stream of the noise on the clip counts; parameters use streams 0, 1, 2, …"""
 # The whole extra memory: noise is drawn into one scratch buffer of this many entries.
 CHUNK = 1 << 16
-_DEVICE_CHUNK = 1 << 24
 _Add = Callable[[torch.Tensor], object]
 """Adds the next draws to a part of a tensor, in place."""
 
@@ -29,14 +30,18 @@ class NoiseSource:
     noise: replicas (DDP) stay equal and noise is added once; owners of different shards take a :meth:`child` each.
 
     ``secure`` draws from a cipher and adds on a lattice, on the CPU: for the same key another noise, of the same law.
+    ``counted`` draws by counting (`groupwise.privacy.counted_noise`), the same on every device; False draws as the CPU
+    always did, wherever the tensor is; None counts for tensors that are not on the CPU. A run settles it as it begins
+    (:meth:`settled`), and its checkpoint keeps it, so that replayed steps repeat their noise on any machine.
     """
 
-    def __init__(self, key: bytes, is_secret: bool, secure: bool = False) -> None:
+    def __init__(self, key: bytes, is_secret: bool, secure: bool = False, counted: bool | None = None) -> None:
         if not isinstance(key, bytes) or len(key) < 16:
             raise UserError("the noise key is shorter than 16 bytes; make one with NoiseSource.fresh().")
         self.key = key
         self.is_secret = is_secret
         self.secure = secure
+        self.counted = counted
 
     @classmethod
     def fresh(cls, secure: bool = False) -> Self:
@@ -44,9 +49,9 @@ class NoiseSource:
         return cls(os.urandom(32), True, secure)
 
     @classmethod
-    def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False) -> Self:
+    def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False, counted: bool | None = None) -> Self:
         """Return the source of a key kept from before (at least 16 bytes); pass on what else it had."""
-        return cls(key, is_secret, secure)
+        return cls(key, is_secret, secure, counted)
 
     @classmethod
     def from_seed(cls, seed: int, secure: bool = False) -> Self:
@@ -59,7 +64,12 @@ class NoiseSource:
 
     def child(self, purpose: str) -> Self:
         """Return a source of the same kind whose noise is independent of this one's: a stage's, or a shard's."""
-        return type(self)(self.derive(purpose), self.is_secret, self.secure)
+        return type(self)(self.derive(purpose), self.is_secret, self.secure, self.counted)
+
+    def settled(self, device: torch.device) -> Self:
+        """Return this source with ``counted`` decided: as it is, or else by the device that a run begins on."""
+        counted = device.type != "cpu" if self.counted is None else self.counted
+        return type(self)(self.key, self.is_secret, self.secure, counted)
 
     def derive(self, purpose: str) -> bytes:
         """Return a 32-byte key for another secret draw, such as the Poisson sampler's; it tells nothing of this key."""
@@ -69,33 +79,66 @@ class NoiseSource:
         """Add N(0, ``std``²) to every entry of ``tensor``, in place, and return it.
 
         The noise is float64 for a float64 tensor, float32 for a float32 one, independent between entries, steps and
-        streams, and on the CPU the same whatever the tensor's memory layout. One (step, stream) serves one tensor only:
+        streams, and the same whatever the tensor's memory layout. One (step, stream) serves one tensor only:
         used twice, the noises are equal and the guarantee is lost. Raises :class:`UserError` for a narrower dtype (its
         rounding is wider than the noise's law allows for), a distributed tensor, or a ``std`` that is negative or not
         finite.
         """
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise UserError(f"noise was asked for on a {type(tensor).__name__}; give this rank's local torch.Tensor.")
-        if tensor.dtype not in (torch.float32, torch.float64):
-            raise UserError(f"noise was asked for on {tensor.dtype}; convert the summed gradient to float32 first.")
-        if not 0.0 <= std < math.inf:
-            raise UserError(f"the noise's std is {std}; give a finite number of at least 0.")
+        _check(tensor, std)
         if std > 0.0 and tensor.numel():
             add, chunk = self._adder(tensor, std, step, stream)
             with torch.no_grad():
                 _in_chunks(tensor, add, chunk)
         return tensor
 
+    def add_gaussians_(self, tensors: Sequence[torch.Tensor], stds: Sequence[float], step: int) -> None:
+        """:meth:`add_gaussian_` for a whole release: N(0, ``stds[j]``²) on tensor j, from stream j.
+
+        Neighbours whose noise is counted are drawn together, which takes few kernels and gives each the same.
+        """
+        for places in batches([tensor.numel() for tensor in tensors]):
+            some = [tensors[place] for place in places]
+            if len(some) == 1 or not all(self._counts(each) and each.device == some[0].device for each in some):
+                for place in places:
+                    self.add_gaussian_(tensors[place], stds[place], step, place)
+                continue
+            for place in places:
+                _check(tensors[place], stds[place])
+            if any(stds[place] > 0.0 for place in places):
+                CountedNoise(self._counted_digest(step)).add_together_(some, [stds[place] for place in places], places)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return not self.secure and (tensor.device.type != "cpu" if self.counted is None else self.counted)
+
     def _adder(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> tuple[_Add, int]:
+        if self._counts(tensor):
+            return CountedNoise(self._counted_digest(step)).adder(tensor, std, stream), COUNTED_CHUNK
         digest = self._digest(step, stream)
         if self.secure:
             return LatticeNoise(digest, std).add_, CHUNK
-        draw, chunk = _cpu_draw(tensor, digest) if tensor.device.type == "cpu" else _device_draw(tensor, digest)
-        return lambda part: part.add_(draw(part.numel()).view(part.shape), alpha=std), chunk
+        draw, chunk = _cpu_draw(tensor, digest)
+        device = tensor.device
+        return lambda part: part.add_(draw(part.numel()).to(device).view(part.shape), alpha=std), chunk
 
     def _digest(self, step: int, stream: int) -> bytes:
         place = int(step).to_bytes(8, "big", signed=True) + int(stream).to_bytes(8, "big", signed=True)
         return hashlib.sha256(b"groupwise noise\0" + place + self.key).digest()
+
+    def _counted_digest(self, step: int) -> bytes:
+        """Of the step alone: the stream is a word of the counter."""
+        return hashlib.sha256(
+            b"groupwise counted noise\0" + int(step).to_bytes(8, "big", signed=True) + self.key
+        ).digest()
+
+
+def _check(tensor: torch.Tensor, std: float) -> None:
+    """Refuse what cannot be noised, as `NoiseSource.add_gaussian_` says."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise UserError(f"noise was asked for on a {type(tensor).__name__}; give this rank's local torch.Tensor.")
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"noise was asked for on {tensor.dtype}; convert the summed gradient to float32 first.")
+    if not 0.0 <= std < math.inf:
+        raise UserError(f"the noise's std is {std}; give a finite number of at least 0.")
 
 
 def _cpu_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.Tensor], int]:
@@ -111,13 +154,6 @@ def _cpu_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.
         return shared[:count]
 
     return draw, len(scratch)
-
-
-def _device_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.Tensor], int]:
-    generator = torch.Generator(like.device)
-    generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    scratch = torch.empty(min(_DEVICE_CHUNK, like.numel()), dtype=like.dtype, device=like.device)
-    return lambda count: scratch[:count].normal_(generator=generator), scratch.numel()
 
 
 def _in_chunks(tensor: torch.Tensor, add: _Add, chunk: int) -> None:

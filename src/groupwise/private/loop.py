@@ -299,7 +299,8 @@ class Private:
         self._leave()
         self._loop += 1
         mechanism = self.mechanism
-        mechanism.use_key(NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], mechanism.noise.secure))
+        secret, counted = state["noise_is_secret"], state.get("noise_counted", False)
+        mechanism.use_key(NoiseSource.from_key(state["noise_key"], secret, mechanism.noise.secure, counted))
         mechanism.model.load_state_dict(state["model"])
         mechanism.optimizer.load_state_dict(state["optimizer"])
         mechanism.load_state_dict(state, state["step"])

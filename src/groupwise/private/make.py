@@ -121,14 +121,14 @@ def make_private(
         engine.detach()
         raise
     source = noise_source or NoiseSource.fresh()
-    key, is_secret, secure = ranks.broadcast((source.key, source.is_secret, source.secure))
+    parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.counted))
     ranks.copy_([*model.parameters(), *model.buffers()])
     mechanism = Mechanism(
         model=model,
         engine=engine,
         thresholds=thresholds,
         plan=agreed,
-        noise=NoiseSource.from_key(key, is_secret, secure),
+        noise=NoiseSource.from_key(*parts),
         allocation=noise,
         optimizer=optimizer,
         device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),

@@ -19,6 +19,7 @@ from groupwise.models import scatter_cnn, wide_resnet
 from groupwise.tasks.pipelined import ImageFeed
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Feed, Split, Task
+from groupwise.training.transfer import row_numbers
 
 Images = tuple[Tensor, Tensor]
 NETWORKS = ("wide_resnet", "scatter_cnn")
@@ -68,7 +69,7 @@ class ImageClassification(Task):
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """Cross-entropy of each example, (n,); of K views the mean."""
         images, labels = self._splits["train"]
-        rows = torch.as_tensor(np.asarray(examples, dtype=np.int64), device=images.device)
+        rows = row_numbers(examples, images.device)
         if self._views is None:
             return F.cross_entropy(self._logits(images[rows]), labels[rows], reduction="none")
         logits = self._logits(self._views(images[rows]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from groupwise.tasks.samples import IGNORED, Samples, pad, predictions
 from groupwise.tasks.text_task import longest_first
 from groupwise.training.task import Microbatch, fill, rounded
+from groupwise.training.transfer import row_numbers, to_device
 
 
 class TextFeed:
@@ -62,7 +63,9 @@ class TextFeed:
         }
         first = _widen(pad(tokens, self._pad_token), self._pad_token, length)
         return Microbatch(
-            first.to(self._device), {name: value.to(self._device) for name, value in made.items()}, absent
+            to_device(first, self._device),
+            {name: to_device(value, self._device) for name, value in made.items()},
+            absent,
         )
 
 
@@ -94,14 +97,14 @@ class ImageFeed:
             return []
         filling = fill(examples, size, least)
         return [
-            self._microbatch(torch.from_numpy(rows).to(self._images.device), absent)
+            self._microbatch(row_numbers(rows, self._images.device), absent)
             for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True)
         ]
 
     def _microbatch(self, rows: Tensor, absent: int) -> Microbatch:
         made = {"labels": self._labels[rows], "weights": _weights(len(rows), absent)}
-        images = self._prepare(self._images[rows]).to(self._device)
-        return Microbatch(images, {name: value.to(self._device) for name, value in made.items()}, absent)
+        images = to_device(self._prepare(self._images[rows]), self._device)
+        return Microbatch(images, {name: to_device(value, self._device) for name, value in made.items()}, absent)
 
 
 def _weights(size: int, absent: int) -> Tensor:

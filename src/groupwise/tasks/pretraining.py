@@ -22,6 +22,7 @@ from groupwise.tasks.samples import IGNORED
 from groupwise.tasks.text_task import check_length, find_tokenizer, save_network
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Split, Task
+from groupwise.training.transfer import row_numbers
 
 MASKED = 0.3
 """The share of tokens that are to be predicted: more than RoBERTa's 15 %, as a short training learns more from it. Of
@@ -54,7 +55,7 @@ class Pretraining(Task):
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """Mean cross-entropy over the predicted tokens of each chunk, (n,)."""
         chunks = self._chunks["train"]
-        return self._losses(chunks[torch.as_tensor(np.asarray(examples, dtype=np.int64), device=chunks.device)])
+        return self._losses(chunks[row_numbers(examples, chunks.device)])
 
     @torch.no_grad()
     def evaluate(

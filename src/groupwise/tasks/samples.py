@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
+from groupwise.training.transfer import to_device
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
@@ -100,7 +101,9 @@ class ModelInputs:
         if self._types:
             use_own = token_types is not None and self._types > 1
             made["token_type_ids"] = pad(token_types, 0) if use_own else torch.zeros_like(tokens)  # type: ignore[arg-type]
-        inputs: dict[str, Any] = {name: value.to(device) for name, value in made.items() if name in self.accepts}
+        inputs: dict[str, Any] = {
+            name: to_device(value, device) for name, value in made.items() if name in self.accepts
+        }
         return inputs | ({"use_cache": False} if "use_cache" in self.accepts else {})
 
 

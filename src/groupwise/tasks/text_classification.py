@@ -28,6 +28,7 @@ from groupwise.tasks.text_task import (
     find_tokenizer,
 )
 from groupwise.training.task import Split
+from groupwise.training.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class TextClassification(TextTask):
     def _losses(self, part: Examples, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         types = None if part.types is None else [part.types[i] for i in rows]
         logits = self.logits(self.inputs([part.tokens[i] for i in rows], self.device, types))
-        labels = torch.from_numpy(part.labels[np.asarray(rows)]).to(self.device)
+        labels = to_device(part.labels[np.asarray(rows)], self.device)
         return F.cross_entropy(logits, labels, reduction="none"), logits
 
 

@@ -35,6 +35,7 @@ from groupwise.tasks.text_task import (
     token_losses,
 )
 from groupwise.training.task import Feed, Split
+from groupwise.training.transfer import to_device
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
@@ -151,7 +152,9 @@ class TextGeneration(TextTask):
     def _token_losses(self, samples: Samples, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Losses and labels of the targets' tokens, (n, P) each; the head is asked at the P places that predict one."""
         tokens = [samples.tokens[i] for i in rows]
-        places, labels = (part.to(self.device) for part in predictions(tokens, samples.starts[np.asarray(rows)]))
+        places, labels = (
+            to_device(part, self.device) for part in predictions(tokens, samples.starts[np.asarray(rows)])
+        )
         inputs = self.inputs(tokens, self.device)
         if "logits_to_keep" in self.inputs.accepts:
             return token_losses(self.logits(inputs | {"logits_to_keep": places}), labels), labels

@@ -18,6 +18,7 @@ from groupwise.clipping.factors import CLIP_RULES
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
+from groupwise.training.arithmetic import PRECISIONS, products
 
 _PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
 
@@ -131,9 +132,26 @@ def rate_factor(step: int, steps: int, schedule: str, warmup: float) -> float:
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of contexts for the forward pass in `precision`; no loss scaling, which would break the clipping."""
+    """A maker of contexts for the forward pass in `precision`; no loss scaling, which would break the clipping.
+
+    With "tf32" the backward pass, whose products norms and sums are made of, is float32.
+    """
     if precision == "float32":
         return nullcontext
     if precision == "bfloat16":
         return partial(torch.autocast, device.type, torch.bfloat16)
-    raise UserError(f"train.precision={precision} is not known: choose float32 or bfloat16.")
+    if precision == "tf32":
+        if device.type != "cuda":
+            raise UserError(
+                f"train.precision=tf32 is for NVIDIA's GPUs, and this run is on {device.type}: give float32."
+            )
+        return partial(products, tf32=True)
+    raise UserError(f"train.precision={precision} is not known: choose {', '.join(PRECISIONS)}.")
+
+
+def tolerances(precision: str) -> dict[str, float]:
+    """What the check before training allows for, where losses and norms are those of shortened factors."""
+    return {
+        "tf32": {"tolerance": 0.1, "loss_tolerance": 0.01},
+        "bfloat16": {"tolerance": 0.3, "loss_tolerance": 0.05},
+    }.get(precision, {})

@@ -6,7 +6,7 @@
 else.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from groupwise.privacy import (
     secret_randomness,
 )
 from groupwise.privacy.noise import SecurePoissonSampler
+from groupwise.training.arithmetic import products
 from groupwise.training.ranks import Alone, Ranks
 
 
@@ -92,7 +93,7 @@ class Mechanism:
 
     def use_key(self, noise: NoiseSource) -> None:
         """Draw batches, masks and noise from this source from now on."""
-        self.noise = self.gradient_noise = self.count_noise = noise
+        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
         if self._in_shards():  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         self.sampler = sampler_of(self.plan, noise)
@@ -126,10 +127,11 @@ class Mechanism:
         return secret_randomness(self.noise, step, start, process=process, device=self.device)
 
     def backward(self, losses: Tensor) -> None:
-        """Add the clipped sums of a microbatch with losses (b,) to the gradients."""
+        """Add the clipped sums of a microbatch with losses (b,) to the gradients; on a GPU without TF32."""
         if self.engine is None:
             losses.sum().backward()
-        else:
+            return
+        with products(tf32=False) if self.device.type == "cuda" else nullcontext():
             self.engine.backward(losses)
 
     def close(self) -> Released:
@@ -196,6 +198,7 @@ class Mechanism:
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "noise_key": self.noise.key,
             "noise_is_secret": self.noise.is_secret,
+            "noise_counted": self.noise.counted,
             "plan": self.plan.to_dict(),
         }
 

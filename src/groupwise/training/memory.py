@@ -15,6 +15,7 @@ PROBE = 2
 """Examples of the forward pass that is measured."""
 OVERHEAD = 3.0
 """Peak over saved activations: output gradients that book-keeping holds, and temporaries."""
+GPU_SHARE = 0.6
 CPU_BUDGET = 2 << 30
 CPU_MOST = 256
 """More examples at once leave the caches and make a CPU no faster."""
@@ -29,7 +30,8 @@ def choose_microbatch(
     """The largest power of two whose activations fit the budget, from the bytes that a small forward pass saves.
 
     The budget is an eighth of the machine's memory and at most 2 GiB on a CPU (never what happens to be free, so that
-    the choice is the same each time), and three fifths of what is free on a GPU.
+    the choice is the same each time), and three fifths of a GPU's memory less what the model takes there with its
+    gradients and two moments of an optimiser. Where others use the GPU too, the first step may halve it.
 
     Args:
         losses_of: indices of training examples -> losses, with gradients on.
@@ -54,12 +56,18 @@ def choose_microbatch(
         losses = losses_of(examples[:PROBE])
     per_example = max(sum(held.values()) / losses.shape[0], 1.0)
     if device.type == "cuda":
-        budget, limit = 0.6 * torch.cuda.mem_get_info(device)[0], most
+        budget, limit = gpu_budget(model, device), most
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget, limit = min(CPU_BUDGET, memory / 8), min(most, CPU_MOST)
     fits = max(1, min(limit, int(budget / (OVERHEAD * per_example))))
     return 1 << (fits.bit_length() - 1)
+
+
+def gpu_budget(model: nn.Module, device: torch.device) -> float:
+    """Bytes for activations: of all that the GPU has, never of what happens to be free."""
+    held = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
+    return GPU_SHARE * max(torch.cuda.get_device_properties(device).total_memory - held, 0)
 
 
 WORDS = ("DefaultCPUAllocator", "could not create a primitive", "ALLOC_FAILED", "Cannot allocate memory")

@@ -6,6 +6,7 @@ explicit sum is what DistributedDataParallel with `no_sync` would do, and a repl
 """
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, PrivacyPlan
+from groupwise.training.averaging import WeightAverage
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import ran_out
@@ -34,6 +36,8 @@ class Trainer:
     mechanism: Mechanism
     schedule: torch.optim.lr_scheduler.LRScheduler
     microbatch: int
+    average: WeightAverage | None = None
+    """What is evaluated and saved in the place of the last weights, if anything."""
     _loss: torch.Tensor = field(init=False)
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -74,6 +78,8 @@ class Trainer:
         released = self.mechanism.close()
         self.schedule.step()
         self._check_update(step)
+        if self.average is not None:
+            self.average.update(step)
         self._known = {"learning_rate": rate, "nonprivate/batch_size": float(released.drawn)}
         if self.engine is None or released.noise_norm is None:
             return [float(self._loss)]
@@ -129,6 +135,7 @@ class Trainer:
             "model": self._model_state(),
             "optimizer": self.mechanism.optimizer.state_dict(),
             "microbatch": self.microbatch,
+            **({} if self.average is None else {"average": self.average.state_dict()}),
             **self.mechanism.state_dict(),
         }
 
@@ -141,6 +148,8 @@ class Trainer:
         self.schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
         self.mechanism.load_state_dict(state, step)
         self.microbatch = state["microbatch"]
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
 
     # -- what a session asks for beside steps: every process calls these, and the main one writes -----------------
 
@@ -148,7 +157,8 @@ class Trainer:
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
         """The task's own metrics; replicas are equal, and each works them out for itself."""
-        return self.task.evaluate(split, batch_size, limit, final=final)
+        with self._averaged():
+            return self.task.evaluate(split, batch_size, limit, final=final)
 
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
         """Texts that the last final evaluation made."""
@@ -173,9 +183,13 @@ class Trainer:
 
     def save_model(self, path: Path) -> None:
         """Write the weights alone."""
-        state = self._model_state()
-        if self.ranks.main:
-            save_checkpoint(path, state)
+        with self._averaged():
+            state = self._model_state()
+            if self.ranks.main:
+                save_checkpoint(path, state)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.average is None else self.average.applied()
 
     def _model_state(self) -> dict[str, Any]:
         return self.task.model.state_dict()
@@ -183,7 +197,8 @@ class Trainer:
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Write the model for other programs."""
         if self.ranks.main:
-            self.task.export(folder, provenance)
+            with self._averaged():
+                self.task.export(folder, provenance)
 
     def machine(self) -> dict[str, Any]:
         """Nothing to add to what the row says of the main process's machine."""

@@ -17,6 +17,7 @@ import torch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.training.arithmetic import arithmetic_told
 from groupwise.training.progress import Progress, result_lines
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.ranks import Alone, Ranks
@@ -268,6 +269,7 @@ def export(record: RunRecord, trainer: AnyTrainer, final: dict[str, float], priv
 def _system(trainer: AnyTrainer, seconds: float, throughput: float) -> dict[str, Any]:
     return {
         **resources(trainer.device, seconds),
+        **arithmetic_told(trainer.device),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "microbatch": trainer.microbatch,

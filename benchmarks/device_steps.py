@@ -1,0 +1,155 @@
+"""One private step of WRN16-4 by microbatch and precision, with profiles:  python -m benchmarks.device_steps out=FOLDER
+
+Each row is the forward and clipped backward pass of one microbatch (adaptive per layer, channels_last): seconds, peak
+memory, kernels or operations. The profile of the operations lies beside the rows. What is in the file is not measured
+again. `--help` lists the options.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import command
+from benchmarks.options import check_above_zero, check_device, read, split
+
+FILE = "device_steps.csv"
+KEY = ("microbatch", "precision", "method", "device", "hardware")
+COLUMNS = (
+    *("workload", "microbatch", "precision", "method", "device", "hardware", "seconds", "examples_per_second"),
+    *("peak_bytes", "launches", "status", "commit", "dirty", "torch", "python", "date"),
+)
+HELP = """python -m benchmarks.device_steps [key=value ...]
+
+  out=results/measured/benchmarks   the folder of device_steps.csv and the profiles
+  device=cuda      or cpu
+  microbatch=256,512,1024           examples
+  precision=float32,tf32,bfloat16   tf32 is on a GPU alone
+  method=adaptive_layer             or none, flat, ghost; several by commas
+  repeats=5        timed steps, after two to warm up; the median counts
+  limit=240        seconds; what is not begun by then is left out
+  tiny=false       true: the smallest network, to see that everything runs"""
+
+
+@dataclass
+class StepOptions:
+    """What the command line may say; see `HELP`."""
+
+    out: str = "results/measured/benchmarks"
+    device: str = "cuda"
+    microbatch: str = "256,512,1024"
+    precision: str = "float32,tf32,bfloat16"
+    method: str = "adaptive_layer"
+    repeats: int = 5
+    limit: float = 240.0
+    tiny: bool = False
+
+
+def step_row(microbatch: int, precision: str, method: str, options: StepOptions, folder: Path) -> dict[str, Any]:
+    """Measure one combination and write its profile; a refusal is a row too."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.job import Job
+    from benchmarks.memory import peak_bytes
+    from benchmarks.methods import prepare
+    from benchmarks.stopwatch import Stopwatch
+    from groupwise.training.arithmetic import arithmetic
+    from groupwise.training.from_config import autocast
+    from groupwise.training.memory import ran_out
+
+    device = torch.device(options.device)
+    row: dict[str, Any] = {"workload": "wrn16_4_ws (tiny)" if options.tiny else "wrn16_4_ws", "microbatch": microbatch}
+    row |= {"precision": precision, "method": method, "device": options.device}
+    job = Job("wrn16_4_ws", method, "channels_last", microbatch, device=options.device, tiny=options.tiny)
+    try:
+        precise = autocast(precision, device)
+        with arithmetic(device):
+            workload, prepared = prepare(job)
+            plain = workload.loss
+
+            def loss() -> torch.Tensor:
+                with precise():
+                    return plain()
+
+            workload.loss = loss
+            peak, step = peak_bytes(lambda: prepared.step, options.device)
+            taken = []
+            for _ in range(options.repeats):
+                watch = Stopwatch(device)
+                step()
+                taken.append(watch.read(1).wall)
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+            with profile(activities=activities) as profiler:
+                step()
+    except Exception as error:  # a device that runs out, or refuses, is told and the others go on
+        first = "out of memory" if ran_out(error) else next(iter(str(error).splitlines()), type(error).__name__)
+        return row | {"status": f"refused: {first}"}
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    found = profiler.key_averages()
+    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    told = found.table(sort_by=order, row_limit=40, max_name_column_width=70)
+    (folder / f"profile-{method}-{microbatch}-{precision}.txt").write_text(told)
+    seconds = statistics.median(taken)
+    launches = sum(
+        each.count for each in found if each.key in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
+    )
+    if device.type != "cuda":
+        launches = sum(each.count for each in found if each.key.startswith("aten::"))
+    return row | {
+        "seconds": seconds,
+        "examples_per_second": microbatch / seconds,
+        "peak_bytes": peak,
+        "launches": launches,
+        "status": "ok",
+    }
+
+
+def run(options: StepOptions) -> None:
+    """Measure what the file lacks; each row is written and printed as soon as it is there."""
+    from benchmarks.results import merge, provenance
+
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, source, began = folder / FILE, provenance(options.device), time.monotonic()
+    done = set()
+    if path.exists():
+        with path.open(newline="") as lines:
+            done = {tuple(row[name] for name in KEY) for row in csv.DictReader(lines)}
+    sizes = [int(size) for size in split(options.microbatch)]
+    for microbatch, precision, method in product(sizes, split(options.precision), split(options.method)):
+        if (str(microbatch), precision, method, options.device, str(source["hardware"])) in done:
+            continue
+        if time.monotonic() - began > options.limit:
+            print(f"time is up before microbatch={microbatch} precision={precision}", file=sys.stderr)
+            return
+        row = step_row(microbatch, precision, method, options, folder)
+        row |= {name: source[name] for name in COLUMNS if name in source}
+        merge(path, [row], COLUMNS, KEY)
+        told = row["status"] if row["status"] != "ok" else f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches"
+        print(f"microbatch {microbatch:5d}  {precision:9s} {method:15s} {told}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+
+    def work(given: list[str]) -> None:
+        options = read(StepOptions, given)
+        check_above_zero(options, "repeats", "limit")
+        check_device(options.device)
+        run(options)
+
+    return command(work, HELP, "the rows that were done are written", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Commands of a checkout that no run needs."""

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Runs the first half hour on a GPU, in four commands of at most ten minutes:
+#
+#     bash scripts/gpu/first_half_hour.sh STEP [OUT]
+#
+#   1  is it right?   the tests marked cuda; one private step of WRN16-4 by microbatch and precision, with profiles
+#   2  how fast?      the speed table, what matters most first
+#   3  the paper's CIFAR-10 cell: adaptive per layer, epsilon 3, seed 0, until the time is up
+#   4  the same, from where 3 stopped; give it again, here or on another machine with OUT, until it is done
+#
+# Everything goes to OUT (default: $OUT, else results/first-half-hour): rows, logs, the checkpoint. A step that is given
+# again goes on from there. Where the parts of `make gpu-kit` lie (beside the code, or in results/gpu-kit), they are unpacked and
+# used; what the machine's own Python has is taken from it. Settings: LIMIT (seconds of a step, 570), DEVICE (cuda or cpu),
+# PRECISION (of the cell: float32), SCALE (paper), TINY (true: smallest sizes), PYTHON, GROUPWISE_DATA.
+#
+# Exit codes: 0 the step is done; 4 time was up, and the same command goes on; 2 a mistake, told in one sentence; 1 a failure.
+set -u -o pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+step=${1:-}
+out=${2:-${OUT:-$root/results/first-half-hour}}
+began=$SECONDS
+limit=${LIMIT:-570} device=${DEVICE:-cuda} precision=${PRECISION:-float32} scale=${SCALE:-paper} tiny=${TINY:-false}
+python=${PYTHON:-}
+
+fail() { echo "error: $1" >&2; exit 2; }
+left() { local rest=$((limit - SECONDS + began)); echo $((rest > 5 ? rest : 5)); }
+
+case $step in 1 | 2 | 3 | 4) ;; *) fail "step '$step' was given: give 1, 2, 3 or 4." ;; esac
+if [ -z "$python" ]; then
+    if [ -x "$root/.venv/bin/python" ]; then python=$root/.venv/bin/python; else python=$(command -v python3 || command -v python); fi
+fi
+[ -n "$python" ] || fail "there is no Python here: name one, PYTHON=/path/to/python."
+mkdir -p "$out" || fail "$out cannot be made: give another folder."
+out=$(cd "$out" && pwd)
+log=$out/step-$step.log
+cd "$root" || exit 1
+
+# The kit: its parts lie beside the code, or in results/gpu-kit. Each is unpacked once.
+kit=
+for folder in "$root/.." "$root/results/gpu-kit"; do
+    for part in "$folder"/{wheels,noise,data-[0-9]*}.tar; do
+        [ -f "$part" ] || continue
+        kit=$(cd "$folder" && pwd)
+        if [ ! "$part.unpacked" -nt "$part" ]; then
+            tar -xf "$part" -C "$kit" || fail "$part cannot be unpacked: bring it again."
+            touch "$part.unpacked"
+        fi
+    done
+    [ -d "$folder/wheels" ] && [ -z "$kit" ] && kit=$(cd "$folder" && pwd)
+done
+
+export PYTHONPATH=$root/src:$root${PYTHONPATH:+:$PYTHONPATH}
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
+export KINETO_LOG_LEVEL=${KINETO_LOG_LEVEL:-9}
+if [ -n "$kit" ]; then
+    "$python" "$root/scripts/gpu/install.py" "$kit/wheels" "$kit/packages" || exit 2
+    export PYTHONPATH=$PYTHONPATH:$kit/packages
+    [ -d "$kit/noise" ] && export GROUPWISE_CACHE=${GROUPWISE_CACHE:-$kit/noise}
+    [ -d "$kit/data" ] && export GROUPWISE_DATA=${GROUPWISE_DATA:-$kit/data}
+fi
+"$python" "$root/scripts/gpu/install.py" check || exit 2
+
+say() { echo "$@" | tee -a "$log"; }
+timed() { # seconds command…: interrupted when they are up, killed half a minute later
+    local seconds=$1
+    shift
+    timeout --signal=INT --kill-after=30 "$seconds" "$@" 2>&1 | tee -a "$log"
+}
+
+say "step $step, $(date -u +%Y-%m-%dT%H:%MZ), device $device, limit $limit s, into $out"
+code=0
+case $step in
+1)
+    export GROUPWISE_TEST_DEVICE=$device
+    timed $(($(left) / 2)) "$python" -m pytest -m cuda tests/device -q -p no:cacheprovider -rfs --junitxml="$out/cuda-tests.xml" ${TESTS:-} ||
+        code=$?
+    timed "$(left)" "$python" -m benchmarks.device_steps out="$out" device="$device" limit=$(($(left) - 30)) tiny="$tiny" ${STEPS:-} || code=$?
+    ;;
+2)
+    code=3
+    while [ $code = 3 ] && [ "$(left)" -gt 30 ]; do # 3: a kernel broke the GPU for that process; the rest goes on in another
+        code=0
+        timed "$(left)" "$python" -m benchmarks.device_table out="$out" device="$device" limit=$(($(left) - 30)) tiny="$tiny" ${TABLE:-} || code=$?
+    done
+    ;;
+3 | 4)
+    [ "$step" = 4 ] && [ -z "$(ls "$out"/runs/*/checkpoint*.pt "$out"/runs/*/DONE 2>/dev/null)" ] &&
+        fail "$out has no run to go on with: give step 3 first, or the folder that it wrote to."
+    [ "$device" = cuda ] && wanted=auto || wanted=$device # as a sweep's cell has it, so that it is the same run
+    timed "$(left)" "$python" run.py task=cifar clip=adaptive_layer privacy.epsilon=3 seed=0 scale="$scale" \
+        train.precision="$precision" train.device="$wanted" train.checkpoint_every=20 paths.results="$out" ${CELL:-} || code=$?
+    ;;
+esac
+case $code in
+124 | 130) say "time was up: the same command goes on from here"; code=4 ;;
+4) say "some is left: the same command goes on from here" ;;
+0) say "step $step is done in $((SECONDS - began)) s" ;;
+*) say "step $step ended with exit code $code after $((SECONDS - began)) s; $log has what was said" ;;
+esac
+exit $code

@@ -1,0 +1,214 @@
+"""Makes the kit: what a machine without a network needs, beside a PyTorch image, to run `first_half_hour.sh`.
+
+    python -m scripts.gpu.make_kit data=FOLDER [python=3.12] [extra=scipy,pandas] [noise=true] [out=results/gpu-kit]
+
+`out` then holds parts of at most 60 MB, each a tar archive that can be unpacked by itself, and their SHA-256:
+
+    code.tar     the last commit, with what git says of it        wheels.tar   packages that such an image lacks
+    noise.tar    every noise multiplier of the sweeps             data-1.tar … CIFAR-10, as the project reads it
+
+Unpacked beside each other they are the folders groupwise/, wheels/, noise/ and data/; `first_half_hour.sh` does that by
+itself. What was not committed is not in the kit. The network is needed here, and never there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from benchmarks.command import command
+from benchmarks.options import read, split
+from groupwise.atomic import write_text
+from groupwise.data.cifar10 import BATCHES_FOLDER, MOSAIC_FOLDER, MOSAIC_TEST, MOSAIC_TRAIN, NPZ_FILE
+from groupwise.errors import UserError
+from groupwise.training.provenance import RECORDED, git_state
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 60_000_000
+"""Bytes of a part, and of what it holds: mail, clipboards and small disks take that much."""
+PACKAGES = (
+    *("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3"),
+    *("prv-accountant", "dp-accounting", "dm-tree", "absl-py", "attrs", "wrapt"),
+    *("rouge-score", "nltk", "sacrebleu", "portalocker", "tabulate", "colorama", "six"),
+    *("opacus", "opt-einsum", "peft", "accelerate", "psutil", "tqdm"),
+    *("pytest", "pluggy", "iniconfig", "pygments", "packaging"),
+)
+"""What an image with torch, numpy, scipy, pandas, pillow and transformers lacks; pinned by requirements.txt."""
+SOURCE_ONLY = ("antlr4-python3-runtime", "rouge-score")
+"""Published as source of pure Python: a wheel of them is made here, and fits every version."""
+PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
+HELP = (__doc__ or "").partition("\n\n")[2]
+
+
+@dataclass
+class KitOptions:
+    """What the command line may say; see `HELP`."""
+
+    data: str | None = None
+    python: str = "3.12"
+    extra: str | None = None
+    noise: bool = True
+    out: str = "results/gpu-kit"
+
+
+def make(options: KitOptions) -> list[Path]:
+    """Write all parts and `SHA256SUMS`; returns their paths.
+
+    Raises:
+        UserError: no CIFAR-10 in the folder, a file above `MOST`, or packages that cannot be had.
+    """
+    if options.data is None:
+        raise UserError("no data= was given: name the folder with CIFAR-10 in it, as paths.data of a run does.")
+    files = cifar_files(Path(options.data).expanduser())
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*.tar"):
+        old.unlink()
+    parts = [code(out / "code.tar")]
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = Path(folder)
+        download(wheels, options.python, split(options.extra or ""))
+        parts.append(archive(out / "wheels.tar", ((file, f"wheels/{file.name}") for file in sorted(wheels.iterdir()))))
+    if options.noise:
+        parts.append(noise(out / "noise.tar", out / "noise"))
+    for number, some in enumerate(in_parts(files), start=1):
+        named = ((path, f"data/{name}") for name, path in some)
+        parts.append(archive(out / f"data-{number}.tar", named))
+    sums = "".join(f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}\n" for part in parts)
+    write_text(out / "SHA256SUMS", sums)
+    for part in parts:
+        told = "" if part.stat().st_size <= MOST else f" (above {MOST / 1e6:.0f} MB: name fewer packages in extra=)"
+        print(f"{part.stat().st_size / 1e6:8.1f} MB  {part}{told}")
+    return parts
+
+
+def cifar_files(root: Path) -> list[tuple[str, Path]]:
+    """(name below the data folder, path) of the first layout of CIFAR-10 that is there, in the order of the loader.
+
+    Raises:
+        UserError: none is, or it is not whole.
+    """
+    folder = root / BATCHES_FOLDER
+    if folder.is_dir():
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        return [(f"{BATCHES_FOLDER}/{file.name}", file) for file in files]
+    if (root / NPZ_FILE).is_file():
+        return [(NPZ_FILE, root / NPZ_FILE)]
+    names = [f"{MOSAIC_FOLDER}/{name}" for name in (*MOSAIC_TRAIN, MOSAIC_TEST)]
+    if missing := [name for name in names if not (root / name).is_file()]:
+        raise UserError(f"data={root} has neither {BATCHES_FOLDER}/ nor {NPZ_FILE}, and lacks {missing[0]}.")
+    return [(name, root / name) for name in names]
+
+
+def in_parts(files: Sequence[tuple[str, Path]]) -> list[list[tuple[str, Path]]]:
+    """The files in their order, as many together as `MOST` allows.
+
+    Raises:
+        UserError: one file is larger than that by itself.
+    """
+    parts: list[list[tuple[str, Path]]] = []
+    room = 0
+    for name, path in files:
+        size = path.stat().st_size + 2 * tarfile.BLOCKSIZE
+        if size > MOST - tarfile.RECORDSIZE:
+            raise UserError(
+                f"{path} has {size / 1e6:.0f} MB, and a part of the kit at most {MOST / 1e6:.0f}: give a data= folder "
+                f"with {BATCHES_FOLDER}/ or the mosaics {MOSAIC_FOLDER}/*.webp."
+            )
+        if size > room:
+            parts.append([])
+            room = MOST - tarfile.RECORDSIZE
+        parts[-1].append((name, path))
+        room -= size
+    return parts
+
+
+def archive(path: Path, files: Iterable[tuple[Path, str]]) -> Path:
+    """Write a tar of (file, name in it); returns its path."""
+    with tarfile.open(path, "w") as made:
+        for file, name in files:
+            made.add(file, name, recursive=False)
+    return path
+
+
+def code(path: Path) -> Path:
+    """The last commit as groupwise/, with what a record says of where code came from."""
+    tar = subprocess.run(["git", "-C", str(ROOT), "archive", "--prefix=groupwise/", "HEAD"], capture_output=True)
+    if tar.returncode:
+        raise UserError(f"git archive failed ({tar.stderr.decode().strip()}): make the kit in a checkout.")
+    path.write_bytes(tar.stdout)
+    state = {**git_state(ROOT), "dirty": False, "untracked": [], "diff": ""}  # of the commit, which is what is packed
+    content = json.dumps(state).encode()
+    with tarfile.open(path, "a") as made:
+        entry = tarfile.TarInfo(f"groupwise/{RECORDED}")
+        entry.size = len(content)
+        made.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def download(folder: Path, python: str, extra: Sequence[str]) -> None:
+    """Fill a folder with wheels for that version of Python on Linux (x86-64).
+
+    Raises:
+        UserError: a package is not to be had.
+    """
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    pins = ["--constraint", str(ROOT / "requirements.txt"), "--no-deps"]
+    wanted = [*PACKAGES, *extra]
+    pure = [name for name in wanted if name.startswith(SOURCE_ONLY)]
+    built = [name for name in wanted if not name.startswith(SOURCE_ONLY)]
+    platforms = [f"--platform={name}" for name in PLATFORMS]
+    target = ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
+    for action, names in (
+        (["download", *target, "--dest", str(folder)], built),
+        (["wheel", "--wheel-dir", str(folder)], pure),
+    ):
+        done = subprocess.run([*pip, *action, *pins, *names], capture_output=True, text=True)
+        if done.returncode:
+            why = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip())
+            raise UserError(
+                f"the wheels for Python {python} cannot be had ({why}): mend that, or name another python=."
+            )
+    if bound := [
+        file.name for file in folder.glob("*") if file.name.startswith("antlr4") and "-none-any" not in file.name
+    ]:
+        raise UserError(f"{bound[0]} is bound to this machine's Python: a pure wheel was expected.")
+
+
+def noise(path: Path, folder: Path) -> Path:
+    """Every σ of the sweeps at the paper's scale, found in the cache `folder`, which stays for the next kit."""
+    from scripts.gpu.sweep_noise import find_all
+
+    with patch.dict(os.environ, GROUPWISE_CACHE=str(folder)):
+        count = sum(1 for _ in find_all(ROOT))
+    print(f"{count} noise multipliers of the sweeps")
+    return archive(path, ((file, f"noise/{file.relative_to(folder)}") for file in sorted(folder.rglob("*.json"))))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    return command(
+        lambda given: print_made(read(KitOptions, given)), HELP, "the parts that were done are there", arguments
+    )
+
+
+def print_made(options: KitOptions) -> None:
+    """Make the kit, and say how to use it."""
+    parts = make(options)
+    total = sum(part.stat().st_size for part in parts) / 1e6
+    print(f"{total:8.1f} MB in all. There: put the parts into one folder, unpack code.tar, and give")
+    print("             bash groupwise/scripts/gpu/first_half_hour.sh 1     (then 2, 3 and 4)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

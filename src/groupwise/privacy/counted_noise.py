@@ -1,0 +1,121 @@
+"""Draws Gaussian noise by counting: an entry is a function of (key, stream, its place), the same on every device.
+
+A generator of a GPU hands its numbers out to as many threads as that model has, so another model draws other noise from
+the same seed. Here the numbers come from Philox4x32-10 (Salmon et al., 2011), a keyed permutation of a counter of 128
+bits, in whole numbers of torch: equal bits everywhere. Entries 2j and 2j + 1 of stream s are the Box-Muller pair of
+the block (j, s, c2, c3), where c2, c3 and Philox's key of 64 bits are 128 secret bits. Radius and angle take 64 bits
+each and are computed in float64, whose last bits may differ between devices: so a draw is the same up to about 1e-15,
+and rounded to float32 it is the same number but once in some ten million times, when it differs by its last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from groupwise.errors import UserError
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+WORD = 0xFFFFFFFF
+CHUNK = 1 << 21
+"""Entries that are drawn at once, from half as many blocks: about 100 bytes an entry while it lasts."""
+LARGEST = 1 << 33
+"""Entries of a tensor: two for each value of the counter's first word."""
+COUNTING = ("cpu", "cuda")
+"""Devices that compute with int64 and float64; for others the noise is drawn on the CPU."""
+
+Word = Tensor | int
+
+
+def philox(counter: Sequence[Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
+    """Philox4x32-10 of counters of four words, tensors of int64 in [0, 2³²) that broadcast, or numbers: four words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        even, odd = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((odd >> 32) ^ c1 ^ k0) & WORD, _low(odd), ((even >> 32) ^ c3 ^ k1) & WORD, _low(even)
+        k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
+    return c0, c1 & WORD, c2, c3 & WORD
+
+
+def _low(product: Word) -> Word:
+    """The lower word of a product, for a sum that is cut to 32 bits itself. In a tensor's int64 a product of two words
+    wraps around: its 64 bits are right, and >> only repeats the highest. Numbers of Python know no end."""
+    return product & WORD if isinstance(product, int) else product
+
+
+class CountedNoise:
+    """The noise of one step.
+
+    Args:
+        digest: at least 16 secret bytes, of this step alone.
+    """
+
+    def __init__(self, digest: bytes) -> None:
+        words = [int.from_bytes(digest[at : at + 4], "little") for at in range(0, 16, 4)]
+        self._key, self._secret = (words[0], words[1]), (words[2], words[3])
+
+    def normals(self, blocks: Tensor, streams: Word) -> Tensor:
+        """The pairs of blocks (n,), int64 in [0, 2³²), of streams that are alike or one number: (2n,) float64."""
+        first, second, third, fourth = philox((blocks, streams, *self._secret), self._key)
+        assert isinstance(first, Tensor) and isinstance(second, Tensor)
+        assert isinstance(third, Tensor) and isinstance(fourth, Tensor)
+        radius = (first.double() * 2.0**-32).add_(second.double().add_(0.5), alpha=2.0**-64)
+        radius = radius.log_().mul_(-2.0).sqrt_()  # of a number in (0, 1]: at most 9.5
+        angle = (third.double() * 2.0**-32).add_(fourth.double(), alpha=2.0**-64).mul_(2.0 * math.pi)
+        return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1).flatten()
+
+    def adder(self, like: Tensor, std: float, stream: int) -> Callable[[Tensor], object]:
+        """Adds the stream's next entries, times `std`, to the parts of one tensor that it is given in row-major order.
+
+        Raises:
+            UserError: the tensor has more entries than the counter has places.
+        """
+        if like.numel() > LARGEST:
+            raise UserError(f"noise was asked for on {like.numel()} entries at once; give at most 2^33.")
+        begun = 0
+
+        def add(part: Tensor) -> None:
+            nonlocal begun
+            first, begun = begun, begun + part.numel()
+            where = part.device if part.device.type in COUNTING else torch.device("cpu")
+            blocks = torch.arange(first // 2, (begun + 1) // 2, device=where)
+            drawn = self.normals(blocks, stream & WORD)[first % 2 :][: part.numel()]
+            part.add_(drawn.to(part.device, part.dtype).view(part.shape), alpha=std)
+
+        return add
+
+    @torch.no_grad()
+    def add_together_(self, tensors: Sequence[Tensor], stds: Sequence[float], streams: Sequence[int]) -> None:
+        """The same for whole tensors of at most `CHUNK` entries on one device, in one draw: few kernels for many."""
+        blocks = [(tensor.numel() + 1) // 2 for tensor in tensors]
+        device = tensors[0].device
+        where = device if device.type in COUNTING else torch.device("cpu")
+        total = sum(blocks)
+        table = torch.tensor([blocks, [stream & WORD for stream in streams]], dtype=torch.int64)
+        table = torch.cat((table, table[:1].cumsum(1) - table[:1]))
+        lengths, words, starts = table.to(where, non_blocking=True).unbind()
+        own = torch.repeat_interleave(torch.stack((words, starts)), lengths, dim=1, output_size=total)
+        drawn = self.normals(torch.arange(total, device=where) - own[1], own[0])
+        for tensor, std, part in zip(tensors, stds, drawn.split([2 * count for count in blocks]), strict=True):
+            noise = part[: tensor.numel()].to(tensor.device, tensor.dtype)
+            tensor.add_(noise.view(tensor.shape), alpha=std)
+
+
+def batches(sizes: Sequence[int], most: int = CHUNK) -> Iterator[list[int]]:
+    """Places of tensors that are drawn together: neighbours of at most `most` entries in all; a larger one is alone."""
+    held: list[int] = []
+    room = most
+    for place, size in enumerate(sizes):
+        if held and size > room:
+            yield held
+            held, room = [], most
+        held.append(place)
+        room -= size
+    if held:
+        yield held

@@ -1,0 +1,100 @@
+"""Sets how exactly an accelerator multiplies float32 numbers: as a run asks for, never as torch happens to.
+
+On NVIDIA's GPUs since 2020 a float32 product or convolution can be one of TF32, which keeps 10 bits of each factor, and
+torch allows that in cuDNN unless told otherwise. A clipped sum is a product of its own, made after the norm: rounded
+like that it may exceed the threshold by a thousandth, which the noise does not cover. So norms and sums are float32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from groupwise.errors import UserError
+
+PRECISIONS = ("float32", "tf32", "bfloat16")
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+FIXED_WORKSPACE = ":4096:8"
+"""One of the two values with which cuBLAS adds up in one order."""
+
+
+@contextmanager
+def products(tf32: bool) -> Iterator[None]:
+    """Inside, float32 products and convolutions on a GPU are made of TF32, or not at all.
+
+    The process's own settings come back at the end, whichever of torch's two ways to set them they were made by.
+    """
+    places = _places()
+    before = [getattr(place, name) for place, name, _, _ in places]
+    for place, name, off, on in places:
+        setattr(place, name, on if tf32 else off)
+    try:
+        yield
+    finally:
+        for (place, name, _, _), value in zip(places, before, strict=True):
+            setattr(place, name, value)
+
+
+def _places() -> list[tuple[Any, str, Any, Any]]:
+    """(where, attribute, its value without TF32, with it). torch refuses to read what the other way has set."""
+    backends: Any = torch.backends
+    try:
+        _ = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    except RuntimeError:
+        new = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        return [(place, "fp32_precision", "ieee", "tf32") for place in new]
+    return [(place, "allow_tf32", False, True) for place in (backends.cuda.matmul, backends.cudnn)]
+
+
+@contextmanager
+def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[None]:
+    """A run's own: no TF32 but where its `train.precision` asks for it, bfloat16 products summed up in float32.
+
+    Args:
+        deterministic: the same bits each time on one model of GPU: deterministic algorithms of torch and cuDNN, and one
+            order of sums in cuBLAS, for which the environment is set, before the first product at best. Slower.
+
+    Raises:
+        UserError: an operation that has no deterministic algorithm.
+    """
+    if device.type == "cpu" and not deterministic:
+        yield
+        return
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    before = (
+        *(matmul.allow_bf16_reduced_precision_reduction, cudnn.deterministic, cudnn.benchmark),
+        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+    )
+    matmul.allow_bf16_reduced_precision_reduction = False
+    if deterministic:
+        os.environ.setdefault(WORKSPACE, FIXED_WORKSPACE)
+        cudnn.deterministic, cudnn.benchmark = True, False
+        torch.use_deterministic_algorithms(True)
+    try:
+        with products(tf32=False):
+            yield
+    except RuntimeError as error:
+        if not deterministic or "deterministic" not in str(error):
+            raise
+        raise UserError(
+            f"train.deterministic=true was given, and an operation of this run cannot be repeated to the bit "
+            f"({str(error).splitlines()[0][:120]}): leave it out."
+        ) from error
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, cudnn.deterministic, cudnn.benchmark = before[:3]
+        torch.use_deterministic_algorithms(before[3], warn_only=before[4])
+
+
+def arithmetic_told(device: torch.device) -> dict[str, Any]:
+    """What a row says of a GPU's arithmetic as it is set now; nothing for a CPU, which has no other."""
+    if device.type == "cpu":
+        return {}
+    return {
+        "tf32": any(getattr(place, name) == on for place, name, _, on in _places()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

@@ -1,0 +1,28 @@
+"""The device of the tests marked cuda: a GPU, or what GROUPWISE_TEST_DEVICE names, such as cpu to try the tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+NAMED = os.environ.get("GROUPWISE_TEST_DEVICE")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where to compute; skips where there is no GPU and none was named."""
+    if NAMED:
+        return torch.device(NAMED, torch.cuda.current_device()) if NAMED == "cuda" else torch.device(NAMED)
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU; GROUPWISE_TEST_DEVICE=cpu tries these tests on the CPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)

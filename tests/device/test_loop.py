@@ -1,0 +1,209 @@
+"""The loop on a device: a release is what the reference says, a resumed run repeats it, lack of memory halves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping.reference import clipped_sums
+from groupwise.config.schema import ClipConfig, OptimConfig
+from groupwise.privacy import NoiseSource, make_plan
+from groupwise.training.arithmetic import arithmetic
+from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.mechanism import Mechanism
+from groupwise.training.memory import choose_microbatch
+from groupwise.training.step import Trainer
+from groupwise.training.task import Task
+from groupwise.training.transfer import row_numbers
+
+pytestmark = pytest.mark.cuda
+EXAMPLES, BATCH, STEPS, SIGMA = 96, 32, 4, 0.7
+KEY = bytes(range(32))
+MODES = {
+    "adaptive_layer": ClipConfig(threshold=0.5, quantile_budget=0.1),
+    "flat": ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False),
+    "ghost": ClipConfig("ghost", grouping="flat", norms="ghost", policy="fixed", threshold=0.5, rescale=False),
+    "adaptive_block": ClipConfig("adaptive_block", grouping="block", threshold=0.5),
+}
+
+
+class Images(Task):
+    """Random images and a small convolutional network with every kind of layer of the paper's."""
+
+    train_size = EXAMPLES
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2)]
+        self.model = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+        self.model = self.model.to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        x, y = torch.randn(EXAMPLES, 3, 8, 8), torch.randint(0, 4, (EXAMPLES,))
+        self.x, self.y = x.to(device, dtype), y.to(device)
+        self.calls, self.fails = 0, (0, 0)
+        """Microbatches so far; the numbers of those that run out of memory."""
+
+    def losses(self, examples: Any) -> Tensor:
+        self.calls += 1
+        if self.calls in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        rows = row_numbers(examples, self.x.device)
+        x = self.x[rows].contiguous(memory_format=torch.channels_last)
+        return F.cross_entropy(self.model(x), self.y[rows], reduction="none")
+
+    def evaluate(self, split: Any, batch_size: int, limit: int | None = None, final: bool = False) -> dict[str, float]:
+        return {}
+
+    def describe_data(self) -> dict[str, Any]:
+        return {}
+
+
+def trainer(
+    clip: ClipConfig,
+    device: torch.device,
+    microbatch: int = 16,
+    noise: NoiseSource | None = None,
+    sigma: float = SIGMA,
+    dtype: torch.dtype = torch.float32,
+) -> Trainer:
+    task, optim = Images(device, dtype), OptimConfig(name="adam", learning_rate=0.05)
+    engine = make_engine(task.model, clip)
+    assert engine is not None
+    plan = make_plan(
+        dataset_size=EXAMPLES,
+        expected_batch_size=BATCH,
+        steps=STEPS,
+        delta=1e-5,
+        noise_multiplier=sigma,
+        num_groups=len(engine.groups),
+        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
+        accountant="rdp",
+    )
+    optimizer = make_optimizer(task.model.parameters(), optim)
+    mechanism = Mechanism(
+        model=task.model,
+        engine=engine,
+        thresholds=make_thresholds(clip, plan),
+        plan=plan,
+        noise=noise or NoiseSource.from_key(KEY, counted=True),
+        allocation="global",
+        optimizer=optimizer,
+        device=device,
+    )
+    return Trainer(task, mechanism, make_schedule(optimizer, optim, STEPS), microbatch)
+
+
+def weights(made: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in made.task.model.parameters()]).cpu().double()
+
+
+def trained(made: Trainer, steps: range = range(STEPS)) -> Trainer:
+    with arithmetic(made.device):
+        for step in steps:
+            made.step(step)
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, mode: str) -> None:
+    made = trainer(MODES[mode], device)
+    truth = trainer(MODES[mode], torch.device("cpu"), dtype=torch.float64)
+    drawn = made.mechanism.open(0)
+    thresholds = made.thresholds
+    assert thresholds is not None and made.engine is not None
+    clips = thresholds.clip_thresholds.tolist()
+    with arithmetic(device):
+        for start in range(0, len(drawn), 16):
+            with made.mechanism.microbatch(0, start):
+                made.mechanism.backward(made.task.losses(drawn[start : start + 16]))
+    names = {parameter: name for name, parameter in made.task.model.named_parameters()}
+    sums = {name: p.grad.cpu().double() for p, name in names.items() if p.grad is not None}
+    assert truth.engine is not None
+    truth.engine.detach()
+    partition = truth.engine.partition
+    loop = clipped_sums(truth.task.model, lambda i: truth.task.losses([i])[0], drawn.tolist(), partition, clips)
+    for name, expected in loop.sums.items():
+        assert float((sums[name] - expected).norm()) <= 1e-4 * max(clips) * len(drawn) ** 0.5
+    noisy = made.mechanism.close()
+    assert noisy.drawn == len(drawn) and noisy.noise_norm is not None and noisy.noise_norm > 0.0
+    again = [torch.zeros(p.shape) for group in made.engine.groups for p in group.parameters]
+    std = made.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
+    NoiseSource.from_key(KEY, counted=True).add_gaussians_(again, [std] * len(again), 0)
+    order = [names[p] for group in made.engine.groups for p in group.parameters]
+    for name, noise in zip(order, again, strict=True):
+        gradient = made.task.model.get_parameter(name).grad
+        assert gradient is not None
+        expected = (sums[name] + noise.double()) / BATCH
+        torch.testing.assert_close(gradient.cpu().double(), expected, rtol=1e-5, atol=1e-6 * std / BATCH)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_is_that_of_the_cpu_in_float64(device: torch.device, mode: str) -> None:
+    found = weights(trained(trainer(MODES[mode], device)))
+    truth = weights(trained(trainer(MODES[mode], torch.device("cpu"), dtype=torch.float64)))
+    start = weights(trainer(MODES[mode], torch.device("cpu")))
+    assert float((found - truth).norm()) <= 0.02 * float((truth - start).norm())
+
+
+def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device, tmp_path: Path) -> None:
+    clip = MODES["adaptive_layer"]
+    whole = trained(trainer(clip, device))
+    begun = trained(trainer(clip, device), range(2))
+    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    state = load_checkpoint(tmp_path / "checkpoint.pt", device)
+    assert state["noise_counted"] is True and state["noise_key"] == KEY
+    source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], counted=state["noise_counted"])
+    resumed = trainer(clip, device, noise=source)
+    resumed.load(tmp_path / "checkpoint.pt", state, 2)
+    trained(resumed, range(2, STEPS))
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-4, atol=1e-6)
+    assert whole.thresholds is not None and resumed.thresholds is not None
+    torch.testing.assert_close(resumed.thresholds.clip_thresholds, whole.thresholds.clip_thresholds, rtol=1e-6, atol=0)
+
+
+def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.device, tmp_path: Path) -> None:
+    clip = MODES["flat"]
+    whole = trained(trainer(clip, device, noise=NoiseSource.from_key(KEY, counted=True)))
+    begun = trained(trainer(clip, device), range(2))
+    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")
+    source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], counted=state["noise_counted"])
+    moved = trainer(clip, torch.device("cpu"), noise=source)
+    moved.load(tmp_path / "checkpoint.pt", state, 2)
+    trained(moved, range(2, STEPS))
+    assert float((weights(moved) - weights(whole)).norm()) <= 0.02 * float((weights(whole) - weights(begun)).norm())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_runs_out_halves_and_changes_nothing(
+    device: torch.device, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = trained(trainer(MODES[mode], device), range(2))
+    short = trainer(MODES[mode], device)
+    assert isinstance(short.task, Images)
+    short.task.fails = (2, 4)  # when something has been summed already, at 16 and at 8 examples
+    trained(short, range(2))
+    assert short.microbatch == 4 and "4 examples at once" in capsys.readouterr().err
+    torch.testing.assert_close(weights(short), weights(usual), rtol=1e-4, atol=1e-5)
+
+
+def test_the_microbatch_is_the_same_each_time(device: torch.device) -> None:
+    task = Images(device)
+    first = choose_microbatch(task.losses, task.model, device, np.arange(EXAMPLES))
+    held = torch.empty(1 << 24, device=device)  # whoever else uses the device
+    assert choose_microbatch(task.losses, task.model, device, np.arange(EXAMPLES)) == first == 64
+    del held
+
+
+def test_a_real_lack_of_memory_is_known_as_one(device: torch.device) -> None:
+    from groupwise.training.memory import ran_out
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, device=device)
+    assert ran_out(caught.value)

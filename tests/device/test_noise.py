@@ -1,0 +1,56 @@
+"""Noise on a device: its law, and the same numbers as on the CPU, whichever of the two a run began on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from groupwise.privacy import NoiseSource
+from groupwise.privacy.counted_noise import WORD, philox
+
+pytestmark = pytest.mark.cuda
+COUNTED = NoiseSource.from_key(bytes(range(32)), counted=True)
+SIZES = [(70_001,), (64, 32, 3, 3), (1,), (500, 301)]
+
+
+def released(source: NoiseSource, device: torch.device, dtype: torch.dtype, step: int = 0) -> list[torch.Tensor]:
+    tensors = [torch.zeros(size, dtype=dtype, device=device) for size in SIZES]
+    tensors[1] = tensors[1].contiguous(memory_format=torch.channels_last)
+    source.add_gaussians_(tensors, [0.5, 1.0, 2.0, 3.0], step)
+    return [tensor.cpu() for tensor in tensors]
+
+
+def test_philox_is_the_same_permutation(device: torch.device) -> None:
+    here = torch.arange(1 << 12)
+    words = [philox((some, 7, WORD - some, 3), (0xDEADBEEF, 0x12345678)) for some in (here, here.to(device))]
+    for on_cpu, on_device in zip(*words, strict=True):
+        assert torch.equal(torch.as_tensor(on_cpu), torch.as_tensor(on_device).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_law(device: torch.device, dtype: torch.dtype) -> None:
+    noise = released(NoiseSource.from_key(bytes(32)).settled(device), device, dtype)
+    for tensor, std in ((noise[0], 0.5), (noise[3], 3.0)):
+        sample = tensor.flatten().double().numpy()
+        assert stats.kstest(sample / std, "norm").pvalue > 1e-4
+        assert stats.kstest(sample / std * 1.5, "norm").pvalue < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_numbers_as_on_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
+    there, here = released(COUNTED, device, dtype), released(COUNTED, torch.device("cpu"), dtype)
+    rounding = 2e-7 if dtype == torch.float32 else 1e-13
+    for on_device, on_cpu in zip(there, here, strict=True):
+        assert float((on_device - on_cpu).abs().max()) <= rounding * float(on_cpu.abs().max())
+    assert all(not torch.equal(a, b) for a, b in zip(there, released(COUNTED, device, dtype, step=1), strict=True))
+    for again, first in zip(released(COUNTED, device, dtype), there, strict=True):
+        assert torch.equal(again, first)
+
+
+def test_a_run_that_began_on_a_cpu_keeps_its_noise_on_a_device(device: torch.device) -> None:
+    begun = NoiseSource.from_key(bytes(32)).settled(torch.device("cpu"))
+    for on_device, on_cpu in zip(
+        released(begun, device, torch.float32), released(begun, torch.device("cpu"), torch.float32), strict=True
+    ):
+        assert float((on_device - on_cpu).abs().max()) <= 2e-7 * float(on_cpu.abs().max())

@@ -1,0 +1,67 @@
+"""Every layer rule on a device equals a float64 loop: in both memory layouts, in float32 and bfloat16 autocast."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.training.arithmetic import arithmetic, products
+from tests.clipping.conftest import BATCH, CASES, make_case
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:groupwise has no rule")]
+
+MODES = {"layer": (per_layer, "bookkeeping"), "flat": (flat, "bookkeeping"), "ghost": (flat, "ghost")}
+ERRORS = {"float32": (1e-4, 1e-4), "bfloat16": (0.06, 0.06)}
+"""Of sums, by the norm of the whole group's, and of norms, relative."""
+SENSITIVE, COARSE = ("ws_conv_gain", "group_norm_2d"), 0.3
+"""A filter that is nearly flat and groups of three numbers: bfloat16's own rounding moves their norms by a fifth."""
+IMAGES = [name for name, (_, inputs) in CASES.items() if inputs().dim() == 4 and inputs().is_floating_point()]
+LAYOUTS = [(name, "contiguous") for name in CASES] + [(name, "channels_last") for name in IMAGES]
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=lambda value: value)
+def test_sums_and_norms_are_those_of_a_float64_loop(device: torch.device, name: str, layout: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    case = make_case(name)
+    truths = {}
+    for mode, (partition_of, _) in MODES.items():
+        partition = partition_of(case.model)
+        norms = clipped_sums(case.model, case.loss_of, range(BATCH), partition, [1.0] * len(partition)).norms
+        thresholds = [max(float(row.median()), 1e-3) for row in norms]
+        truths[mode] = (
+            partition,
+            thresholds,
+            clipped_sums(case.model, case.loss_of, range(BATCH), partition, thresholds),
+        )
+    torch.set_default_dtype(torch.float32)
+    inputs = case.inputs.to(device, torch.float32 if case.inputs.is_floating_point() else None)
+    targets = case.targets.to(device, torch.float32)
+    of_sums, of_norms = (COARSE, COARSE) if dtype == "bfloat16" and name in SENSITIVE else ERRORS[dtype]
+    for mode, (partition, thresholds, truth) in truths.items():
+        model = copy.deepcopy(case.model).to(device, torch.float32)
+        if layout == "channels_last":
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        precise = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+        with arithmetic(device), device, attach(model, partition, thresholds, norms=MODES[mode][1]) as engine:
+            with precise:
+                outputs = model(inputs)
+            losses = F.mse_loss(outputs.float().flatten(1), targets, reduction="none").sum(1)
+            with products(tf32=False):
+                engine.backward(losses)
+            found = engine.per_example_norms.cpu().double()
+            torch.testing.assert_close(found, truth.norms, rtol=of_norms, atol=1e-3 * float(truth.norms.max()))
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            for group, threshold in zip(engine.groups, thresholds, strict=True):
+                for parameter in group.parameters:
+                    assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+                    error = float((parameter.grad.cpu().double() - truth.sums[names[parameter]]).norm())
+                    assert error <= of_sums * threshold * BATCH**0.5, (mode, names[parameter], error, threshold)

@@ -1,0 +1,131 @@
+"""The arithmetic of a GPU is what was asked for, and afterwards what it was; seen here in torch's own settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.clipping import attach, flat
+from groupwise.config.identity import config_hash
+from groupwise.errors import UserError
+from groupwise.privacy import FixedThresholds, NoiseSource, make_plan
+from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
+from groupwise.training.from_config import autocast, tolerances
+from groupwise.training.mechanism import Mechanism
+from tests.combinations import run
+
+CUDA = torch.device("cuda", 0)
+"""Named, never used: settings need no GPU."""
+
+
+def settings() -> tuple[bool, bool]:
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.fixture(autouse=True)
+def _as_torch_has_it() -> Iterator[None]:
+    before = settings()
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_torch_itself_allows_tf32_in_convolutions() -> None:
+    code = "import torch; print(torch.backends.cudnn.allow_tf32)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+
+
+@pytest.mark.parametrize("before", [(False, True), (True, True), (False, False), (True, False)])
+def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tuple[bool, bool]) -> None:
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with arithmetic(CUDA):
+        assert settings() == (False, False)
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        with autocast("tf32", CUDA)():
+            assert settings() == (True, True)
+            assert arithmetic_told(CUDA)["tf32"]
+        assert settings() == (False, False)
+    assert settings() == before
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_settings_of_the_new_kind_are_kept_too() -> None:
+    code = """if True:
+        import torch
+        from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
+        cuda = torch.device("cuda", 0)
+        places = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+        for place in places:
+            place.fp32_precision = "tf32"
+        with arithmetic(cuda):
+            print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
+            with products(tf32=True):
+                print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
+        print([place.fp32_precision for place in places])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["['ieee', 'ieee'] False", "['tf32', 'tf32'] True", "['tf32', 'tf32']"], (
+        done.stderr
+    )
+
+
+def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    engine = attach(model, flat(model), [1.0])
+    mechanism = Mechanism(
+        model=model,
+        engine=engine,
+        thresholds=FixedThresholds([1.0]),
+        plan=make_plan(dataset_size=10, expected_batch_size=5, steps=1, delta=1e-2, noise_multiplier=1.0),
+        noise=NoiseSource.from_seed(0),
+        allocation="global",
+        optimizer=torch.optim.SGD(model.parameters()),
+        device=CUDA,
+    )
+    seen = []
+    monkeypatch.setattr(engine, "backward", lambda losses: seen.append(settings()))
+    with products(tf32=True):
+        mechanism.backward(torch.zeros(3))
+        assert settings() == (True, True)
+    assert seen == [(False, False)]
+
+
+def test_tf32_is_refused_where_there_is_none() -> None:
+    with pytest.raises(UserError, match=r"train\.precision=tf32 is for NVIDIA's GPUs, and this run is on cpu"):
+        autocast("tf32", torch.device("cpu"))
+    with pytest.raises(UserError, match="choose float32, tf32, bfloat16"):
+        autocast("float16", CUDA)
+
+
+def test_shorter_factors_are_checked_more_coarsely() -> None:
+    norms = [tolerances(precision).get("tolerance", 0.0) for precision in ("float32", "tf32", "bfloat16")]
+    assert norms == sorted(norms) and norms[0] == 0.0
+
+
+def test_deterministic_is_for_the_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with arithmetic(CUDA, deterministic=True):
+        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        assert arithmetic_told(CUDA) == {"tf32": False, "deterministic": True}
+    assert not torch.backends.cudnn.deterministic and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_cannot_be_repeated_is_refused_in_a_sentence() -> None:
+    with (
+        pytest.raises(UserError, match=r"train\.deterministic=true was given.*leave it out"),
+        arithmetic(torch.device("cpu"), deterministic=True),
+    ):
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two stays is chance
+    with pytest.raises(RuntimeError, match="another"), arithmetic(torch.device("cpu"), deterministic=True):
+        raise RuntimeError("another")
+
+
+def test_the_hash_is_what_it_was_unless_the_choice_is_made() -> None:
+    usual = run("scale=smoke")
+    assert config_hash(run("scale=smoke", "train.deterministic=false")) == config_hash(usual)
+    assert config_hash(run("scale=smoke", "train.deterministic=true")) != config_hash(usual)
+    assert config_hash(run("scale=smoke", "train.precision=tf32")) != config_hash(usual)

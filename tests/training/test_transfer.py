@@ -1,0 +1,51 @@
+"""What goes to a GPU goes from page-locked memory and waits for nothing; elsewhere it is a plain copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.data.images import normalize
+from groupwise.training.transfer import row_numbers, to_device
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was asked for of tensors, in the place of a GPU."""
+    done: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: done.append(("pin",)) or self)
+    monkeypatch.setattr(Tensor, "to", lambda self, *args, **options: done.append(("to", *args, options)) or self)
+    return done
+
+
+def test_a_gpu_is_not_waited_for(asked: list[tuple[Any, ...]]) -> None:
+    to_device(torch.arange(3), CUDA)
+    assert asked == [("pin",), ("to", CUDA, {"non_blocking": True})]
+
+
+def test_elsewhere_it_is_a_plain_copy(asked: list[tuple[Any, ...]]) -> None:
+    to_device(torch.arange(3), CPU)
+    to_device(torch.arange(3), torch.device("meta"))
+    to_device(torch.empty(3, device="meta"), CUDA)  # nothing on the host to lock
+    assert [one[0] for one in asked] == ["to"] * 3 and not any(one[-1] for one in asked)
+
+
+def test_values_stay_what_they_were() -> None:
+    assert to_device(np.array([1, 2], dtype=np.int32), CPU).tolist() == [1, 2]
+    for examples in ([4, 0], range(2), np.array([3, 1], dtype=np.int32), np.arange(6)[::2], []):
+        index = row_numbers(examples, CPU)
+        assert index.dtype == torch.int64 and index.tolist() == list(examples)
+
+
+def test_constants_are_copied_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, mean, std = torch.randint(0, 256, (2, 1, 3, 3), dtype=torch.uint8), (0.123,), (0.456,)
+    first = normalize(images, mean, std)
+    monkeypatch.setattr(torch, "tensor", None)
+    assert torch.equal(normalize(images, mean, std), first)
+    torch.testing.assert_close(first, (images / 255 - 0.123) / 0.456)
