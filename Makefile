@@ -27,7 +27,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	figure-throughput figure-runtime_breakdown gpu-kit pretrain status view tables figures report audit verify trust api coverage lint format types clean
+	figure-throughput figure-runtime_breakdown gpu-kit pretrain status view reproduce tables figures report audit verify trust api coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ status: $(STAMP) ## how far the sweeps are: done, running, failed, waiting, and 
 
 view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a browser on this machine
 	$(BIN)/tensorboard --logdir results/runs
+
+reproduce: $(STAMP) ## make a committed row of public data again and compare: make reproduce ROW=<hash>
+	$(BIN)/python -m groupwise.sweeps.reproduce $(ROW)
 
 tables: $(STAMP) ## all tables, the list of all cells and the findings, from the committed rows
 	$(BIN)/python -m groupwise.analysis.tables all

@@ -143,7 +143,9 @@ def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | 
         return NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], counted=counted)
     if config.debug.noise_seed is not None:
         return NoiseSource.from_seed(config.debug.noise_seed)
-    return NoiseSource.fresh() if plan.noise_multiplier > 0 else NoiseSource.from_seed(config.seed)
+    if plan.noise_multiplier > 0 and not config.data.public:
+        return NoiseSource.fresh()
+    return NoiseSource.from_seed(config.seed)
 
 
 BUSY = 4

@@ -87,6 +87,8 @@ def _run(
     if plan.noise_multiplier > 0 and (config.data.train_limit or config.data.holdout):
         told = f"  Neighbouring data sets differ by {neighbours_of(config)}."
         print(textwrap.fill(told, WIDTH, subsequent_indent="  "))
+    if config.data.public and plan.noise_multiplier > 0:
+        print("  Public data: the key follows from the seed, so the run can be made again. Not a\n  private release.")
     if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
         print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is\n  for tests only.")
     taken_up, state = _take_up(record, device, ranks) if resumable else (None, None)

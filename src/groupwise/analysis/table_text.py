@@ -197,15 +197,17 @@ def _change(key: str, old: str, new: object) -> str:
 def _privacy(used: pd.DataFrame) -> list[str]:
     if used.empty or "plan.private" not in used:
         return []
-    private = used[used["plan.private"] == "True"]
-    found = []
+    private, found = used[used["plan.private"] == "True"], []
+    public = used[used.get("data.public", pd.Series("", used.index)) == "True"]
+    if len(public):
+        found.append(f"{len(public)} of {len(used)} runs are of public data: can be made again, not a private release.")
     if len(private):
         delta = _listed(f"{float(text):.3g}" for text in _values(private, "plan.delta"))
         neighbours = _listed(ADJACENCY.get(text, text) for text in _values(private, "plan.adjacency"))
         batches = _listed(SAMPLING.get(text, text) for text in _values(private, "plan.sampling"))
         accountant = _listed(text.upper() for text in _values(private, "plan.accountant"))
         found.append(f"Privacy: δ = {delta}; for {neighbours}; {batches}" + (f"; {accountant}." if accountant else "."))
-    if others := len(used) - len(private):
+    if others := len(used) - len(private) - len(public):
         found.append(f"{others} of {len(used)} runs carry no guarantee (no noise, or no Poisson samples).")
     return found
 

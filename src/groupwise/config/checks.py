@@ -37,6 +37,7 @@ def validate(config: RunConfig) -> None:
         _batch,
         _precision,
         _weights,
+        _public,
         _augmentation,
         _evaluation,
         _privacy,
@@ -233,6 +234,11 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
             f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
         )
+
+
+def _public(config: RunConfig) -> Iterator[str]:
+    if config.data.public and config.debug.noise_seed is not None:
+        yield "data.public=true takes the key of the noise from seed: leave debug.noise_seed out."
 
 
 def _augmentation(config: RunConfig) -> Iterator[str]:

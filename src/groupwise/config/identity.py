@@ -32,6 +32,7 @@ as it is written (``auto`` is the same experiment on every machine; what it foun
 
 LATER = {
     "noise.secure": False,
+    "data.public": False,
     "data.flip": False,
     "data.crop": 0,
     "data.views": 1,

@@ -100,6 +100,9 @@ class DataConfig:
     """GLUE: the data set on the hub (or a local copy of its folder) that is read when there are no tsv files."""
     holdout: float | None = number(None, BELOW_ONE)
     """Set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
+    public: bool = False
+    """The data are public: the key of batches, masks and noise follows from `seed`, so that compared runs share
+    them and a row can be made again (sweeps.reproduce). Not a private release."""
     flip: bool = False
     """Images: mirror a training image, left to right, with probability a half, anew each time it is drawn."""
     crop: int = number(0, NOT_NEGATIVE)

@@ -111,7 +111,7 @@ def private(record: Record) -> str:
     privacy, seeds, plan, config = record.json("privacy"), record.json("seeds"), record.plan, record.config
     same(seeds, {"seed": config["seed"], "noise_seed": config["debug.noise_seed"]}, "seeds.json", "config.yaml")
     noised = plan["noise_multiplier"] > 0.0
-    secret = noised and config["debug.noise_seed"] is None
+    secret = noised and config["debug.noise_seed"] is None and not config.get("data.public")
     if seeds["noise_is_secret"] is not secret:
         raise Disagrees(
             f"seeds.json says noise_is_secret = {seeds['noise_is_secret']}, and config.yaml makes it {secret}"

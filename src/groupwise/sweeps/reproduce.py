@@ -1,0 +1,127 @@
+"""Makes a committed row again, and compares:  python -m groupwise.sweeps.reproduce HASH [HASH ...]
+
+A row can be made again where its key is not secret: `data.public=true`, `debug.noise_seed`, or a run without noise. On
+the same kind of machine, with the same packages and code, all metrics come out to the same bits; elsewhere within a
+tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from groupwise.config.compose import compose_run, register
+from groupwise.config.identity import config_hash
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.rows import METRICS, Row, read_table
+from groupwise.sweeps.cells import read_sweep
+
+DECIDES = ("system.device", "system.threads", "versions.torch", "versions.numpy", "git.sha")
+"""Where these are equal, the bits are: machine, packages, code."""
+POINTS, LOSS = 1.0, 0.05
+"""By how much percentages, and losses, may differ where they are not."""
+
+
+def find_row(digest: str, measured: Path) -> Row:
+    """The committed row whose hash begins so.
+
+    Raises:
+        UserError: none, or several runs.
+    """
+    rows = [
+        row
+        for path in sorted(measured.glob("*.csv"))
+        for row in read_table(path).rows
+        if row.get("sweep") and "step" not in row and row.get("hash", "").startswith(digest)
+    ]
+    found = {row["hash"] for row in rows}
+    if len(digest) < 6 or len(found) != 1:
+        what = "no row" if not found else f"{len(found)} runs"
+        raise UserError(
+            f"{measured} has {what} whose hash begins with {digest!r}: give 6 digits or more of a row's hash."
+        )
+    return rows[0]
+
+
+def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
+    """The configuration that made the row, composed as its sweep has it today.
+
+    Raises:
+        UserError: the cell is gone, or composes to another run; or the key of its noise was secret.
+    """
+    cells = read_sweep(sweeps / f"{row['sweep']}.yaml").cells(row["scale"])
+    cell = next((each for each in cells if (each.name, str(each.seed)) == (row["cell"], row["seed"])), None)
+    if cell is None:
+        raise UserError(f"sweeps/{row['sweep']}.yaml has no cell {row['cell']} seed={row['seed']} any more.")
+    config = compose_run(list(cell.overrides), conf)
+    if config_hash(config) != row["hash"]:
+        raise UserError(
+            f"{row['cell']} seed={row['seed']} composes to another run today than the row {row['hash'][:12]}."
+        )
+    secret = not config.data.public and config.debug.noise_seed is None
+    if secret and row.get("plan.noise_multiplier", "0.0") not in ("", "0.0"):
+        raise UserError(
+            f"The row {row['hash'][:12]} had a secret key, which was thrown away: its noise cannot be drawn again "
+            "(runs with data.public=true can)."
+        )
+    return config
+
+
+def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
+    """Is the new row what it should be? And a line for each metric.
+
+    Equal bits where all of `DECIDES` are as they were; else within `POINTS`, and losses within `LOSS`.
+    """
+    other = [key for key in DECIDES if str(again.get(key, "")) != row.get(key, "")]
+    lines, good = [], True
+    for key in sorted(key for key in row if key.startswith(METRICS) and row[key]):
+        then, now = float(row[key]), float(str(again[key]))
+        allowed = (LOSS if key.endswith(("loss", "nll")) else POINTS) if other else 0.0
+        good = good and abs(now - then) <= allowed
+        lines.append(f"{key}: {then!r} then, {now!r} now" + ("" if now == then else f", {now - then:+.3g}"))
+    how = f"within {POINTS:g} point, since another {', '.join(other)}" if other else "bit for bit"
+    return good, [*lines, f"{'as it was' if good else 'NOT as it was'}, {how}"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 1 where a row came out otherwise, 2 for a mistake."""
+    parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.reproduce", description=__doc__.split("\n")[0])
+    parser.add_argument("hashes", nargs="+", metavar="HASH", help="of a row in results/measured, 6 digits or more")
+    parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="where the rows are")
+    parser.add_argument("--sweeps", type=Path, default=Path("sweeps"), help="where the sweeps are")
+    parser.add_argument("--conf", type=Path, default=Path("conf"), help="where the configurations are")
+    parser.add_argument("--data", default=None, help="where the data are (paths.data)")
+    given = parser.parse_args(arguments)
+    register()
+    good = True
+    try:
+        rows = [find_row(digest, given.measured) for digest in given.hashes]
+        configs = [config_of(row, given.conf, given.sweeps) for row in rows]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from groupwise.run import run  # torch comes with it
+
+    for row, config in zip(rows, configs, strict=True):
+        if microbatch := row.get("system.microbatch"):  # sums in the same order
+            config = replace(config, train=replace(config.train, microbatch=int(microbatch)))
+        print(f"{row['sweep']}: {row['cell']} seed={row['seed']} scale={row['scale']}")
+        with tempfile.TemporaryDirectory() as folder:
+            paths = replace(config.paths, results=folder, data=given.data or config.paths.data)
+            try:
+                again = run(replace(config, paths=paths, overwrite=False))
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+        same, lines = compare(row, again)
+        print(*lines, sep="\n")
+        good = good and same
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
