@@ -19,6 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What was asked for of tensors, in the place of a GPU."""
     done: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: done.append(("pin",)) or self)
     monkeypatch.setattr(Tensor, "to", lambda self, *args, **options: done.append(("to", *args, options)) or self)
     return done

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -86,25 +87,27 @@ class CountedNoise:
             where = part.device if part.device.type in COUNTING else torch.device("cpu")
             blocks = torch.arange(first // 2, (begun + 1) // 2, device=where)
             drawn = self.normals(blocks, stream & WORD)[first % 2 :][: part.numel()]
-            part.add_(drawn.to(part.device, part.dtype).view(part.shape), alpha=std)
+            part.add_(drawn.to(part.device, part.dtype).mul_(std).view(part.shape))
 
         return add
 
     @torch.no_grad()
     def add_together_(self, tensors: Sequence[Tensor], stds: Sequence[float], streams: Sequence[int]) -> None:
-        """The same for whole tensors of at most `CHUNK` entries on one device, in one draw: few kernels for many."""
+        """The same for whole tensors of one device and dtype, in one draw, as few kernels; `CHUNK` entries in all."""
         blocks = [(tensor.numel() + 1) // 2 for tensor in tensors]
-        device = tensors[0].device
+        device, dtype = tensors[0].device, tensors[0].dtype
         where = device if device.type in COUNTING else torch.device("cpu")
-        total = sum(blocks)
-        table = torch.tensor([blocks, [stream & WORD for stream in streams]], dtype=torch.int64)
-        table = torch.cat((table, table[:1].cumsum(1) - table[:1]))
+        firsts = [0, *accumulate(blocks)]
+        table = torch.tensor([blocks, [stream & WORD for stream in streams], firsts[:-1]], dtype=torch.int64)
         lengths, words, starts = table.to(where, non_blocking=True).unbind()
-        own = torch.repeat_interleave(torch.stack((words, starts)), lengths, dim=1, output_size=total)
-        drawn = self.normals(torch.arange(total, device=where) - own[1], own[0])
-        for tensor, std, part in zip(tensors, stds, drawn.split([2 * count for count in blocks]), strict=True):
-            noise = part[: tensor.numel()].to(tensor.device, tensor.dtype)
-            tensor.add_(noise.view(tensor.shape), alpha=std)
+        own = torch.repeat_interleave(torch.stack((words, starts)), lengths, dim=1, output_size=firsts[-1])
+        drawn = self.normals(torch.arange(firsts[-1], device=where) - own[1], own[0]).to(device, dtype)
+        noises = [
+            drawn[2 * first : 2 * first + tensor.numel()].view(tensor.shape)
+            for tensor, first in zip(tensors, firsts, strict=False)
+        ]
+        torch._foreach_mul_(noises, list(stds))
+        torch._foreach_add_(list(tensors), noises)
 
 
 def batches(sizes: Sequence[int], most: int = CHUNK) -> Iterator[list[int]]:

@@ -95,8 +95,7 @@ def release_gradients(
             sums.append(_local(parameter.grad))
     each = [std for group, std in zip(groups, stds.tolist(), strict=True) for _ in group]
     noise.add_gaussians_(sums, each, step)
-    for noisy in sums:
-        noisy.div_(expected_batch_size)
+    torch._foreach_div_(sums, expected_batch_size)
     return stds
 
 

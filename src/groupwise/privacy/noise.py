@@ -84,7 +84,7 @@ class NoiseSource:
         rounding is wider than the noise's law allows for), a distributed tensor, or a ``std`` that is negative or not
         finite.
         """
-        _check(tensor, std)
+        self._check(tensor, std)
         if std > 0.0 and tensor.numel():
             add, chunk = self._adder(tensor, std, step, stream)
             with torch.no_grad():
@@ -98,14 +98,25 @@ class NoiseSource:
         """
         for places in batches([tensor.numel() for tensor in tensors]):
             some = [tensors[place] for place in places]
-            if len(some) == 1 or not all(self._counts(each) and each.device == some[0].device for each in some):
+            kinds = {(tensor.device, tensor.dtype) for tensor in some}
+            if len(some) == 1 or len(kinds) > 1 or not self._counts(some[0]):
                 for place in places:
                     self.add_gaussian_(tensors[place], stds[place], step, place)
                 continue
             for place in places:
-                _check(tensors[place], stds[place])
+                self._check(tensors[place], stds[place])
             if any(stds[place] > 0.0 for place in places):
                 CountedNoise(self._counted_digest(step)).add_together_(some, [stds[place] for place in places], places)
+
+    @staticmethod
+    def _check(tensor: torch.Tensor, std: float) -> None:
+        """Refuse what cannot be noised, as `NoiseSource.add_gaussian_` says."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise UserError(f"noise was asked for on a {type(tensor).__name__}; give this rank's local torch.Tensor.")
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise UserError(f"noise was asked for on {tensor.dtype}; convert the summed gradient to float32 first.")
+        if not 0.0 <= std < math.inf:
+            raise UserError(f"the noise's std is {std}; give a finite number of at least 0.")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         return not self.secure and (tensor.device.type != "cpu" if self.counted is None else self.counted)
@@ -129,16 +140,6 @@ class NoiseSource:
         return hashlib.sha256(
             b"groupwise counted noise\0" + int(step).to_bytes(8, "big", signed=True) + self.key
         ).digest()
-
-
-def _check(tensor: torch.Tensor, std: float) -> None:
-    """Refuse what cannot be noised, as `NoiseSource.add_gaussian_` says."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise UserError(f"noise was asked for on a {type(tensor).__name__}; give this rank's local torch.Tensor.")
-    if tensor.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"noise was asked for on {tensor.dtype}; convert the summed gradient to float32 first.")
-    if not 0.0 <= std < math.inf:
-        raise UserError(f"the noise's std is {std}; give a finite number of at least 0.")
 
 
 def _cpu_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.Tensor], int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 def to_device(value: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """The tensor, or the array's, on the device; on a GPU it is there once the queue has come to it."""
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    if tensor.device == device or device.type != "cuda" or tensor.device.type != "cpu":
+    if device.type != "cuda" or tensor.device.type != "cpu" or not torch.cuda.is_available():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

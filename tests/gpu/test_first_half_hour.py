@@ -1,0 +1,91 @@
+"""The four commands of the first half hour at the smallest sizes on the CPU: rows, logs, a checkpoint, going on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu" / "first_half_hour.sh"
+
+
+def command(step: str, out: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    usual = {"DEVICE": "cpu", "TINY": "true", "SCALE": "smoke", "LIMIT": "300", "OMP_NUM_THREADS": "1"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("OUT", "KIT")}
+    return subprocess.run(
+        ["bash", str(SCRIPT), step, str(out)], capture_output=True, text=True, env={**kept, **usual, **settings}
+    )
+
+
+@pytest.mark.parametrize("step", ["", "5", "one"])
+def test_a_step_that_is_none_is_refused_in_a_sentence(tmp_path: Path, step: str) -> None:
+    done = command(step, tmp_path)
+    assert done.returncode == 2 and done.stderr == f"error: step '{step}' was given: give 1, 2, 3 or 4.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
+    done = command("4", tmp_path)
+    assert done.returncode == 2 and "has no run to go on with: give step 3 first" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_first_step_leaves_the_tests_the_rows_and_a_profile(tmp_path: Path) -> None:
+    settings = {"TESTS": "-k linear_2d", "STEPS": "microbatch=2 precision=float32,tf32 repeats=1"}
+    done = command("1", tmp_path, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "device_steps.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["microbatch"], row["precision"], row["status"][:7]) for row in rows] == [
+        ("2", "float32", "ok"),
+        ("2", "tf32", "refused"),
+    ]
+    assert 'failures="0"' in (tmp_path / "cuda-tests.xml").read_text()
+    assert "aten::" in (tmp_path / "profile-adaptive_layer-2-float32.txt").read_text()
+    before = (tmp_path / "device_steps.csv").read_bytes()
+    assert command("1", tmp_path, **settings).returncode == 0
+    assert (tmp_path / "device_steps.csv").read_bytes() == before, "what is there is not measured again"
+
+
+@pytest.mark.slow
+def test_the_second_step_goes_on_until_the_table_is_whole(tmp_path: Path) -> None:
+    codes = []
+    for _ in range(8):
+        done = command("2", tmp_path, TABLE="rounds=1 steps=1", LIMIT="150")
+        codes.append(done.returncode)
+        if codes[-1] != 4:
+            break
+    assert codes[-1] == 0 and set(codes[:-1]) <= {4}, done.stdout + done.stderr
+    with (tmp_path / "throughput.csv").open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["status"] == "ok"]
+    found = {(row["workload"], row["dtype"], row["method"]) for row in rows}
+    for workload in ("wrn16_4_ws (tiny)", "gpt2 (tiny)", "roberta_base (tiny)"):
+        for dtype in ("float32", "bfloat16"):
+            for method in ("none", "adaptive_layer", "flat", "ghost", "block"):
+                assert (workload, dtype, method) in found
+    assert {row["method"] for row in rows} >= {"opacus_hooks", "opacus_ghost"}
+    assert (tmp_path / "step-2.log").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_cell_is_left_and_gone_on_with(tmp_path: Path) -> None:
+    """However far the third step came before its time was up, on the way or not yet begun: the fourth ends it."""
+    cell = {"CELL": "train.steps=12"}
+    third = command("3", tmp_path, LIMIT="25", **cell)
+    assert third.returncode in (0, 4), third.stdout + third.stderr
+    fourth = third
+    for _ in range(6):
+        going_on = bool(list(tmp_path.glob("runs/*/checkpoint.pt")) or list(tmp_path.glob("runs/*/DONE")))
+        fourth = command("4" if going_on else "3", tmp_path, **cell)
+        if fourth.returncode == 0:
+            break
+    assert fourth.returncode == 0, fourth.stdout + fourth.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    row = json.loads((run / "result.json").read_text())
+    assert row["plan.steps"] == 12 and row["privacy.epsilon"] == 3 and row["clip.name"] == "adaptive_layer"
+    assert (run / "DONE").is_file() and (tmp_path / "step-4.log").is_file() == (fourth.args[2] == "4")
