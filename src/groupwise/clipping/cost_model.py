@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from groupwise.cache import read_cache, write_cache
 from groupwise.clipping.norm_terms import GramTerms, Terms, squares_together
-from groupwise.clipping.precision import longest_sum, rounding_slack
+from groupwise.clipping.precision import batched_product, keeps_half, longest_sum, rounding_slack, upcast
 
 Formula = Literal["auto", "gram", "materialize"]
 
@@ -181,12 +181,15 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d), long rows a part at a time."""
     most = longest_sum(a.device)
     if a.shape[2] <= most:
-        return torch.bmm(a, b.mT)
+        return batched_product(a, b.mT)
     parts = zip(a.split(most, 2), b.split(most, 2), strict=True)
     first, other = next(parts)
-    products = torch.bmm(first, other.mT)
+    products = batched_product(first, other.mT)
     for part, other in parts:
-        torch.baddbmm(products, part, other.mT, out=products)
+        if keeps_half(part, other):
+            products += batched_product(part, other.mT)
+        else:
+            torch.baddbmm(products, upcast(part), upcast(other).mT, out=products)
     return products
 
 
@@ -260,8 +263,13 @@ class OuterProducts:
 
     def _size(self) -> Tensor:
         """Σ_t ‖l_t‖‖r_t‖, (B,): what the inner products are made of, before anything cancels."""
-        lengths = self.right.norm(dim=2)
-        return (lengths * self.left.norm(dim=2) if self.left.is_floating_point() else lengths).sum(1)
+        lengths = _lengths(self.right)
+        return (lengths * _lengths(self.left) if self.left.is_floating_point() else lengths).sum(1)
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """‖row‖ (B, T) of rows (B, T, n), float32 at least."""
+    return torch.linalg.vector_norm(rows, dim=2, dtype=torch.promote_types(rows.dtype, torch.float32))
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
