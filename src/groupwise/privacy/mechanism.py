@@ -95,7 +95,8 @@ def release_gradients(
             sums.append(_local(parameter.grad))
     each = [std for group, std in zip(groups, stds.tolist(), strict=True) for _ in group]
     noise.add_gaussians_(sums, each, step)
-    torch._foreach_div_(sums, expected_batch_size)
+    with torch.no_grad():
+        torch._foreach_div_(sums, expected_batch_size)
     return stds
 
 

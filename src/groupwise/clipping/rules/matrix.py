@@ -22,8 +22,18 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.cost_model import Work, gram_norms
-from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows, weigh_rows
-from groupwise.clipping.precision import floor, second_product_slack, squared_row_norms
+from groupwise.clipping.factors import add_weighed_rows, gone_rows, weigh_rows, without_rows
+from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together, starts_kernels
+from groupwise.clipping.precision import (
+    batched_product,
+    cut_factors,
+    floor,
+    keeps_half,
+    product_over_rows,
+    second_product_slack,
+    squared_row_norms,
+    upcast,
+)
 from groupwise.clipping.rules.base import (
     Clip,
     Finish,
@@ -54,11 +64,14 @@ class MatrixRule(LayerRule):
 
     @abstractmethod
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """X (B, T, d) and G (B, T, p), float32 or better."""
+        """X (B, T, d) and G (B, T, p), float32 or better; or both bfloat16, where products take that (`keeps_half`)."""
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+        return squares_together([[self.norm_terms(saved, g, wanted, context)]])[0]
+
+    def norm_terms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
         saved, g = self._as_rows(saved, g)
         if not self.uses_weight(wanted):
             return squared_row_norms(self.bias_gradients(saved, g))
@@ -66,7 +79,7 @@ class MatrixRule(LayerRule):
         if way == "gram":
             return self.gram_squares(saved, g, wanted, context)
         if way == "product":
-            return _one_position(saved[0], g, wanted[1])
+            return _one_position(upcast(saved[0]), upcast(g), wanted[1])  # type: ignore[arg-type]
         measure = self.measure(saved, wanted)
         chunks = self.gradient_chunks(saved, g, way, context)
         squares = torch.cat([measure(gradients) for gradients in chunks]) + self.slack(saved, g)
@@ -76,22 +89,32 @@ class MatrixRule(LayerRule):
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         x, g = self.rows(saved, g)
-        weights = None if factors is None else factors.to(g.dtype)
-        x, g = drop_zero_rows(factors, x), drop_zero_rows(factors, g)
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        weights, gone = None if factors is None else factors.to(dtype), gone_rows(factors)
         weight = bias = None
         if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
-            bias = g.sum((0, 1)) if weights is None else weights @ g.sum(1)
+            sums = without_rows(g.sum(1, dtype=dtype), gone)
+            bias = sums.sum(0) if weights is None else weights @ sums
         if wanted[0]:
-            if weights is not None and x.shape[1] > 1:
-                weights = weights.repeat_interleave(x.shape[1])
-            x, g = x.flatten(0, 1), g.flatten(0, 1)
-            if weights is not None:  # the smaller of the two is scaled
-                x, g = (
-                    (_scaled(x, weights, context), g) if x.shape[1] <= g.shape[1] else (x, _scaled(g, weights, context))
-                )
-            left, right = self._sides(x, g)
-            weight = left.t() @ right
+            if weights is not None and keeps_half(x, g):
+                weights = cut_factors(weights)
+            if weights is None:
+                x, g = without_rows(x, gone), without_rows(g, gone)
+            elif x.shape[2] <= g.shape[2]:  # the smaller of the two is scaled
+                x, g = _scaled(x, weights, gone, context), without_rows(g, gone)
+            else:
+                x, g = without_rows(x, gone), _scaled(g, weights, gone, context)
+            left, right = self._sides(x.flatten(0, 1), g.flatten(0, 1))
+            weight = product_over_rows(left, right)
         return self.finish(saved, weight, bias, wanted)
+
+    def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+        if not super().defers(saved, g, wanted, context):
+            return False
+        rows = self._as_rows(saved, g)
+        if not (self.uses_weight(wanted) and self.way(*rows, context).startswith("materialize")):
+            return True
+        return self._are_small(*rows)
 
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
         rows = self._as_rows(saved, g)
@@ -108,20 +131,34 @@ class MatrixRule(LayerRule):
         bias = None if biases is None else weigh_rows(torch.cat(factors), biases)
         return self.finish(saved, weight, bias, wanted)
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Tensor, Finish]:
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
         rows = self._as_rows(saved, g)
         way, shape = self.way(*rows, context) if self.uses_weight(wanted) else "", self.gradient_shape(*rows)
         if not way.startswith("materialize") or len(g) * shape[0] * shape[1] > numbers(saved[0], g):
             return super().book_keep(saved, g, wanted, context)
-        kept, measure = rows[1].new_empty(len(g), *shape), self.measure(rows[0], wanted)
+        if starts_kernels(g) and self._are_small(*rows):
+            (weights,) = self.gradient_chunks(*rows, way, context, upcast(rows[1][:0]).new_empty(len(g), *shape))
+            weights = weights if self._inputs_first(*self._sizes(*rows)) == self.transposed else weights.mT
+            terms = RowTerms((weights, self.bias_gradients(*rows) if wanted[1] else None))
+            return terms, terms
+        kept, measure = upcast(rows[1][:0]).new_empty(len(g), *shape), self.measure(rows[0], wanted)
         squares = torch.cat([measure(gradients) for gradients in self.gradient_chunks(*rows, way, context, kept)])
         biases = self.bias_gradients(*rows) if wanted[1] else None
         if biases is not None:
             squares = squares + squared_row_norms(biases)
         return squares, partial(self._weigh_kept, (None, None, *saved[2:]), kept, biases, wanted=wanted)
 
+    def book_keep_all(
+        self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext
+    ) -> list[tuple[Terms | Tensor, Finish]]:
+        if not (self.uses_weight(wanted) and wanted[1] and starts_kernels(g)):
+            return super().book_keep_all(saved, g, wanted, context)
+        rows = RowTerms((None, self.bias_gradients(*self._as_rows(saved, g)), *[None] * (len(wanted) - 2)))
+        weight = self.book_keep(saved, g, (wanted[0], False, *wanted[2:]), context)
+        return [weight, (rows, rows)] if rows.few else super().book_keep_all(saved, g, wanted, context)
+
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        x, g = self.rows(saved, g)
+        x, g = map(upcast, self.rows(saved, g))
         weight = (x.mT @ g if self.transposed else g.mT @ x) if wanted[0] else None
         return weight, g.sum(1) if wanted[1] else None
 
@@ -133,7 +170,7 @@ class MatrixRule(LayerRule):
 
     def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
         """The bias's gradients (B, p)."""
-        return g.sum(1)
+        return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
 
     def way(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
         """How norms are found: "gram", "materialize…", or "product" where there is one position and nothing to form."""
@@ -160,7 +197,7 @@ class MatrixRule(LayerRule):
             else Work(outer=product, bytes=3 * gradients),
         }
 
-    def gram_squares(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+    def gram_squares(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
         """Squared norms (B,), of the bias too, from inner products; the bias adds 1 to every entry of XXᵀ."""
         x = saved[0]
         assert x is not None
@@ -168,9 +205,7 @@ class MatrixRule(LayerRule):
 
     def gradient_shape(self, saved: Saved, g: Tensor) -> tuple[int, int]:
         """One example's weight gradient as it is formed."""
-        x = saved[0]
-        assert x is not None
-        d, p = x.shape[2], g.shape[2]
+        d, p = self._sizes(saved, g)
         return (d, p) if self._inputs_first(d, p) else (p, d)
 
     def gradient_chunks(
@@ -180,10 +215,10 @@ class MatrixRule(LayerRule):
         x, (height, width) = saved[0], self.gradient_shape(saved, g)
         assert x is not None
         step = min(len(g), max(1, chunk_floats(g) // (height * width)))
-        chunks = chunk_memory(context, g, step, (height, width), kept)
+        chunks = chunk_memory(context, upcast(g[:0]), step, (height, width), kept)
         left, right = self._sides(x, g)
         for a, b in zip(left.split(step), right.split(step), strict=True):
-            yield torch.bmm(a.mT, b, out=next(chunks)[: len(a)])
+            yield batched_product(a.mT, b, out=next(chunks)[: len(a)])
 
     def measure(self, saved: Saved, wanted: Wanted) -> Callable[[Tensor], Tensor]:
         """From gradients as they are formed, (n, *gradient_shape), to squared norms (n,) without the bias."""
@@ -202,6 +237,20 @@ class MatrixRule(LayerRule):
         rows, columns = self.module.get_parameter("weight").shape
         d, p = (rows, columns) if self.transposed else (columns, rows)
         return weight if self._inputs_first(d, p) == self.transposed else weight.t(), bias
+
+    def _sizes(self, saved: Saved, g: Tensor) -> tuple[int, int]:
+        """d and p."""
+        x = saved[0]
+        assert x is not None
+        return x.shape[2], g.shape[2]
+
+    def _are_small(self, saved: Saved, g: Tensor) -> bool:
+        """Whether all examples' gradients (p, d) are few numbers, of the parameters themselves."""
+        kind = type(self)
+        if kind.measure is not MatrixRule.measure or kind.finish is not MatrixRule.finish:
+            return False
+        height, width = self.gradient_shape(saved, g)
+        return len(g) * height * width <= FEW
 
     def _as_rows(self, saved: Saved, g: Tensor) -> tuple[Saved, Tensor]:
         x, g = self.rows(saved, g)
@@ -240,5 +289,8 @@ def _one_position(x: Tensor | None, g: Tensor, bias: bool) -> Tensor:
     return (left.add_(1) if bias else left) * right
 
 
-def _scaled(rows: Tensor, weights: Tensor, context: RuleContext) -> Tensor:
-    return torch.mul(rows, weights.unsqueeze(1), out=context.buffers.take("scaled", rows, *rows.shape))
+def _scaled(rows: Tensor, weights: Tensor, gone: Tensor | None, context: RuleContext) -> Tensor:
+    """rows_i · weight_i of (B, T, n), and zeros where examples are `gone`."""
+    memory = context.buffers.take("scaled", upcast(rows[:0]), *rows.shape)
+    scaled = torch.mul(rows, weights.view(-1, 1, 1), out=memory)
+    return scaled if gone is None else scaled.masked_fill_(gone.view(-1, 1, 1), 0)
