@@ -14,7 +14,8 @@ from groupwise.clipping.cost_model import LastProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import normalization
 from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
-from groupwise.clipping.rules.conv import Geometry, positions_first, positions_last
+from groupwise.clipping.rules.conv import positions_first, positions_last
+from groupwise.clipping.rules.geometry import Geometry
 from tests.clipping.conftest import make_case
 
 
