@@ -46,6 +46,12 @@ class Geometry:
         """Sizes of the padded input."""
         return [size + 2 * pad for size, pad in zip(space, self.padding, strict=True)]
 
+    def out(self, space: Sequence[int]) -> list[int]:
+        """Sizes of the output."""
+        reaches = [dilation * (taps - 1) + 1 for dilation, taps in zip(self.dilation, self.kernel, strict=True)]
+        sizes = zip(self.padded(space), reaches, self.stride, strict=True)
+        return [(size - reach) // stride + 1 for size, reach, stride in sizes]
+
     def spans(self, axis: int, size: int, out: int) -> list[Span]:
         """For each tap along an axis of `size` inputs and `out` outputs: which see which. Padding is left out."""
         found = []
