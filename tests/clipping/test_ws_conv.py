@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
 from groupwise.clipping.cost_model import Choices
 from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
 
@@ -87,13 +88,13 @@ def test_an_output_of_a_fast_convolution_is_not_taken_for_inner_products():
     """As TF32 is on by torch's default: what the forward pass rounds, the slack of float32 does not cover."""
     layer = WSConv2d(3, 40, 3, padding=1, gain=True)
     x = torch.randn(2, 3, 4, 4)
-    assert saved_of(layer, x)[6] is not None
+    assert saved_of(layer, x)[5] is not None
     setting: Any = torch.backends.mkldnn.conv
     before = setting.fp32_precision
     setting.fp32_precision = "tf32"
     try:
-        assert saved_of(layer, x)[6] is None
-        assert saved_of(layer.double(), x.double())[6] is not None
+        assert saved_of(layer, x)[5] is None
+        assert saved_of(layer.double(), x.double())[5] is not None
     finally:
         setting.fp32_precision = before
 
@@ -136,11 +137,51 @@ def test_inner_products_cost_a_convolution_more_where_the_output_was_not_kept():
     layer, x = WSConv2d(3, 40, 3, padding=1), torch.randn(2, 3, 4, 4)
     rule, saved, g = WSConv2dRule(layer), saved_of(layer, x), torch.randn(2, 40, 4, 4)
     work = []
-    for output in (saved[6], None):
+    for output in (saved[5], None):
         context = RuleContext(own_group=True, choices=Choices("gram", EVEN))
-        rule.squared_norms((*saved[:6], output), g, (True, False, False), context)
+        rule.squared_norms((*saved[:5], output), g, (True, False, False), context)
         work.append(context.choices[context.choices.last].work["gram"])
     assert work[1].matmul - work[0].matmul == 2 * 2 * 40 * 16 * 27
-    assert rule.keep(saved, RuleContext(choices=Choices("gram", EVEN)))[6] is saved[6]
+    assert rule.keep(saved, RuleContext(choices=Choices("gram", EVEN)))[5] is saved[5]
     for context in (RuleContext(choices=Choices("materialize", EVEN)), RuleContext(save_memory=True)):
-        assert rule.keep(saved, context)[6] is None
+        assert rule.keep(saved, context)[5] is None
+
+
+@pytest.mark.parametrize("cached", [("cpu",), ()])
+@pytest.mark.parametrize("wanted", [(True, False, False), (True, False, True), (False, False, True)])
+def test_three_sums_of_a_gradient_give_its_norm(wanted, cached, double, monkeypatch):
+    """For a filter of the least deviation, too, whose scale does not depend on it."""
+    monkeypatch.setattr(ws_conv, "CACHED", cached)
+    layer, x = WSConv2d(3, 4, 3, padding=1, gain=True), torch.randn(5, 3, 4, 4)
+    with torch.no_grad():
+        layer.weight[1] = 0.3 + 1e-4 * torch.randn(3, 3, 3)
+        layer.gain.normal_()
+    rule, saved, g = WSConv2dRule(layer), saved_of(layer, x), torch.randn(5, 4, 4, 4)
+    expected = torch.zeros(5, dtype=torch.float64)
+    for i in range(5):
+        for gradient, counts in zip(
+            torch.autograd.grad((layer(x[[i]]) * g[[i]]).sum(), [layer.weight, layer.bias, layer.gain]),
+            wanted,
+            strict=True,
+        ):
+            expected[i] += float(gradient.square().sum()) if counts else 0
+    context = RuleContext(choices=Choices("materialize", EVEN))
+    torch.testing.assert_close(rule.squared_norms(saved, g, wanted, context), expected, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("cached", [("cpu",), ()])
+def test_a_norm_of_sums_that_cancel_is_not_under_stated(cached, monkeypatch):
+    """Gradients that are a filter's multiple, or its mean's, but for a millionth, in float32."""
+    monkeypatch.setattr(ws_conv, "CACHED", cached)
+    torch.manual_seed(0)
+    layer = WSConv2d(32, 16, 3, bias=False)
+    rule, x = WSConv2dRule(layer), torch.randn(1, 32, 3, 3)
+    saved = saved_of(layer, x)
+    standard, scale, _ = rule._scales(saved)
+    for direction in (standard, torch.full_like(standard, 288**-0.5)):
+        rows = direction + 1e-6 * torch.randn(64, *standard.shape)
+        exact, filters = rows.double(), standard.double()
+        along, mean = (exact * filters).sum(2, keepdim=True), exact.mean(2, keepdim=True)
+        truth = (scale.double().unsqueeze(1) * (exact - mean - along * filters)).square().sum((1, 2))
+        found = rule.measure(saved, (True, False, False))(rows)
+        assert bool((found >= truth).all()) and bool((found < 1e-3 * scale.double().square().sum()).all())

@@ -22,6 +22,8 @@ from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted,
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
 STANDARDIZATION_EPS = 1e-4
+CACHED = ("cpu",)
+"""Devices with a chunk of gradients in a cache: there, reading it again for ΣG beats a product with two rows."""
 
 
 def standardize_weight(weight: Tensor, eps: float = STANDARDIZATION_EPS) -> tuple[Tensor, Tensor]:
@@ -68,13 +70,13 @@ class WSConv2d(nn.Conv2d):
 class WSConv2dRule(ConvRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,).
 
-    `saved` is (x, weight used, ŵ, s, gain, bias, what ŵ alone gives for x), the last for ⟨G, ŵ⟩ without G.
+    `saved` is (x, weight used, ŵ, gain·s, a, what ŵ alone gives for x), the last for ⟨G, ŵ⟩ without G.
     """
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "gain")
     autocast: ClassVar = "keep"  # filters are standardised as they are stored; `prepare` and `forward` lower the rest
-    batched: ClassVar[tuple[int, ...]] = (0, 6)
+    batched: ClassVar[tuple[int, ...]] = (0, 5)
 
     def prepare(self, x: Tensor) -> Tensor:
         return super().prepare(autocast("lower", x, [])[0])
@@ -92,18 +94,20 @@ class WSConv2dRule(ConvRule):
                 y = y + bias.view(-1, 1, 1)
         else:
             y, output = self._convolve(x, used, None if bias is None else bias.to(x.dtype)), None
-        return y, (x, used, self._flatten(standard), scale.flatten(), gain, bias, output)
+        scale = scale.flatten()
+        active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
+        return y, (x, used, self._flatten(standard), scale if gain is None else scale * gain, active, output)
 
     def keep(self, saved: Saved, context: RuleContext) -> Saved:
         """The output of ŵ only where norms go by inner products."""
-        y = saved[6]
+        y = saved[5]
         needed = y is not None and not context.save_memory and self.choose(saved, y, context) == "gram"
-        return saved if needed else (*saved[:6], None)
+        return saved if needed else (*saved[:5], None)
 
     def choose(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
         x = saved[0]
         assert x is not None
-        ways = partial(self._ways, x.shape, g.shape, context.own_group, saved[6] is None)
+        ways = partial(self._ways, x.shape, g.shape, context.own_group, saved[5] is None)
         return context.choices.choose((tuple(x.shape), tuple(g.shape), context.own_group), x.device, ways)
 
     def uses_weight(self, wanted: Wanted) -> bool:
@@ -124,17 +128,16 @@ class WSConv2dRule(ConvRule):
 
     def _scales(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Standardised filters ŵ (p, K), gain·s (p,), and a (p,): 1 where the scale depends on the weight."""
-        standard, scale, gain = saved[2:5]
-        assert standard is not None and scale is not None
-        active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
-        return standard, scale if gain is None else scale * upcast(gain), active
+        standard, scale, active = saved[2:5]
+        assert standard is not None and scale is not None and active is not None
+        return standard, scale, active
 
     def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         """The same three numbers a filter without G: ⟨G, ŵ⟩ from what ŵ gives, ΣG from sums over windows of the input.
 
         Each is moved by its own rounding towards the larger norm.
         """
-        x, y = saved[0], saved[6]
+        x, y = saved[0], saved[5]
         assert x is not None
         standard, scale, active = self._scales(saved)
         if y is None:
@@ -165,7 +168,9 @@ class WSConv2dRule(ConvRule):
     def measure(self, saved: Saved, wanted: Wanted) -> Callable[[Tensor], Tensor]:
         """From gradients (n, p, K) of the weight used to squared norms (n,) of weight and gain."""
         standard, scale, active = self._scales(saved)
-        return partial(_squares, standard.unsqueeze(1), scale.double().square(), active.double(), wanted)
+        directions = torch.stack([standard, torch.full_like(standard, standard.shape[1] ** -0.5)], 1)
+        removed = torch.stack([active, torch.ones_like(active)], 1).double().unsqueeze(1)
+        return partial(_squares, directions, removed, scale.double().square(), wanted)
 
     def finish(self, saved: Saved, weight: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         if weight is None:
@@ -185,13 +190,22 @@ def _in_full(x: Tensor) -> bool:
     return x.dtype == torch.float64 or backend.conv.fp32_precision in ("none", "ieee")
 
 
-def _squares(standard: Tensor, scale_squared: Tensor, active: Tensor, wanted: Wanted, rows: Tensor) -> Tensor:
-    """Squared norms (n,) from G, rows (n, p, K), with ŵ (p, 1, K), and (gain·s)² and a (p,) in float64."""
-    along = inner_products(standard, rows.transpose(0, 1)).squeeze(1).double().square()  # (p, n): ⟨G, ŵ⟩²
-    squares = along.new_zeros(rows.shape[0])
-    if wanted[0]:
-        whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2]).t()
-        across = whole - rows.sum(2).t().double().square() / rows.shape[2] - active.unsqueeze(1) * along
-        across = across.clamp_min_(0) + rounding_slack(whole, rows.shape[2], rows.dtype)
-        squares = scale_squared @ across
-    return squares + along.sum(0) if wanted[2] else squares
+def _squares(directions: Tensor, removed: Tensor, scale_squared: Tensor, wanted: Wanted, rows: Tensor) -> Tensor:
+    """Squared norms (n,) from G, rows (n, p, K), which are read twice: for ‖G‖², and for both inner products.
+
+    `directions` (p, 2, K) are ŵ and the mean's, of length 1; `removed` (p, 1, 2) says which of them are taken out of G,
+    and `scale_squared` (p,) is (gain·s)², float64 both.
+    """
+    if rows.device.type in CACHED:
+        along = inner_products(directions[:, :1], rows.transpose(0, 1))
+        along = torch.cat([along, rows.sum(2).t().unsqueeze(1) * rows.shape[2] ** -0.5], 1)
+    else:
+        along = inner_products(directions, rows.transpose(0, 1))
+    along = along.double().square()  # (p, 2, n)
+    of_gain = along[:, 0].sum(0)
+    if not wanted[0]:
+        return of_gain
+    whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2]).t()
+    across = (whole - torch.bmm(removed, along).squeeze(1)).clamp_min_(0)
+    squares = scale_squared @ across.add_(rounding_slack(whole, rows.shape[2], rows.dtype))
+    return squares + of_gain if wanted[2] else squares
