@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from groupwise.clipping import attach, cost_model, flat, per_layer, shared_parameters
 from groupwise.clipping.cost_model import LastProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
-from groupwise.clipping.rules import normalization
+from groupwise.clipping.rules import group_norm
 from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
 from groupwise.clipping.rules.conv import positions_first, positions_last
 from groupwise.clipping.rules.geometry import Geometry
@@ -123,7 +123,7 @@ class TestBufferPool:
 
 CHUNKED = {
     "gram": (cost_model, "linear_3d", {"formula": "gram"}, 2 * 9),
-    "group norm": (normalization, "group_norm_4d", {}, 2 * 54),
+    "group norm": (group_norm, "group_norm_4d", {}, 2 * 54),
     "tied, materialised": (shared_parameters, "tied_conv1d", {}, 2 * 48),
     "tied, one at a time": (shared_parameters, "tied_conv1d", {}, 1),
 }
@@ -162,11 +162,11 @@ def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, 
 
 @pytest.mark.parametrize(("floats", "rows"), [(2 * 12, 2), (11, 1), (10**6, 5)])
 def test_group_norm_writes_products_into_a_buffer_of_a_few_examples(monkeypatch, floats, rows):
-    monkeypatch.setattr(normalization, "CHUNK_FLOATS", floats)
+    monkeypatch.setattr(group_norm, "CHUNK_FLOATS", floats)
     made, real = [], torch.empty_like
-    monkeypatch.setattr(normalization.torch, "empty_like", lambda t: made.append(len(t)) or real(t))
+    monkeypatch.setattr(group_norm.torch, "empty_like", lambda t: made.append(len(t)) or real(t))
     g, x = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
-    torch.testing.assert_close(normalization._channel_products(g, x), (g * x).sum(2))
+    torch.testing.assert_close(group_norm._channel_products(g, x), (g * x).sum(2))
     assert made == [rows]
 
 

@@ -74,7 +74,7 @@ class LayerFunction(torch.autograd.Function):
         saved, rule = ctx.saved_tensors, ctx.member.rule
         with no_autocast(g.device.type):
             g = rule.arrange(saved, g)
-            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[4] else None
+            gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[4])
             squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, saved, g))
         return None, None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 5)
 
@@ -153,7 +153,7 @@ class DirectFunction(torch.autograd.Function):
         saved, rule = ctx.saved_tensors, ctx.member.rule
         with no_autocast(g.device.type):
             g = rule.arrange(saved, g)
-            gx = rule.input_gradient(saved, g) if ctx.needs_input_grad[3] else None
+            gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[3])
             squares, gradients = ctx.group_pass.return_gradients(ctx.member, saved, g)
         return None, None, squares, gx, *gradients
 

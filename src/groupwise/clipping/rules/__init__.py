@@ -4,6 +4,7 @@ from groupwise.clipping.rules import (  # noqa: F401
     conv,
     conv_transpose,
     embedding,
+    group_norm,
     linear,
     normalization,
     ws_conv,

@@ -137,6 +137,11 @@ class LayerRule(ABC):
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
         """Gradient for the input, of its shape; None where inputs have none (embedding)."""
 
+    def begin_backward(self, saved: Saved, g: Tensor, needs_input: bool) -> tuple[Tensor | None, Saved]:
+        """The input gradient, where it is needed, and what the rest of the backward pass gets in the place of `saved`:
+        a rule whose kernel finds more on its way than the input gradient keeps that."""
+        return self.input_gradient(saved, g) if needs_input else None, saved
+
     @abstractmethod
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """Each wanted parameter's per-example gradients (B, *shape), float32 or better; None for the others."""

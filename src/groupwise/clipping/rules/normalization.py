@@ -1,8 +1,6 @@
-"""Clips normalisations: LayerNorm, GroupNorm, InstanceNorm and RMSNorm.
+"""Clips normalisations over the last axes: LayerNorm and RMSNorm.
 
-One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g, over all positions of a channel (or of a number of the
-last axes). GroupNorm's come from per-channel sums of g and g∘x, without the normalised input. InstanceNorm is a
-GroupNorm of one channel a group.
+One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g, over all positions of a number of the last axes.
 
 RMSNorm has x̂ = x/√(mean x² + eps). `nn.RMSNorm` is known by its type. The many classes of transformers (Llama, Qwen,
 Gemma, T5 ...) are known by what they compute: a module with one 1-D weight and an eps is tried on a few numbers, with
@@ -15,19 +13,16 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from groupwise.clipping.precision import upcast
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, in_format_of, register_rule
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
 from groupwise.clipping.rules.per_example import PerExampleRule
 from groupwise.errors import UserError
 
-CHUNK_FLOATS = 1 << 18
-"""Numbers in the buffer of `_channel_products`: it stays in a core's own cache."""
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 CLOSE = 1e-5
 """How far a module that computes in float32 may be from the formula, relative to |x̂|·(1 + |w|)."""
@@ -73,86 +68,6 @@ class LayerNormRule(PerExampleRule):
         if wanted[1]:
             bias = g.sum(between) if between else g
         return weight, bias
-
-
-@register_rule
-class GroupNormRule(PerExampleRule):
-    """`nn.GroupNorm` on (B, C, ...): weight (C,), bias (C,)."""
-
-    layer_type: ClassVar[type[nn.Module]] = nn.GroupNorm
-    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
-    autocast: ClassVar = "float32"
-    batched: ClassVar[tuple[int, ...]] = (0, 2, 3)
-    module: Any  # a GroupNorm, or what is one with other names (`InstanceNormRule`)
-
-    def _groups(self) -> int:
-        return int(self.module.num_groups)
-
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
-        weight, bias = parameters
-        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self._groups())
-        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, self.module.eps)
-        return y, (x, weight, mean, rstd)
-
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        assert saved[0] is not None
-        return in_format_of(saved[0], g)
-
-    def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
-        x, weight, mean, rstd = saved
-        assert x is not None
-        sizes = (x.shape[0], x.shape[1], x[0, 0].numel(), self._groups())
-        backward = torch.ops.aten.native_group_norm_backward
-        return backward(g, x, mean, rstd, weight, *sizes, [True, False, False])[0]
-
-    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        x, _, mean, rstd = saved
-        assert x is not None and mean is not None and rstd is not None
-        x, g = upcast(x), upcast(g)
-        space = tuple(range(2, x.dim()))
-        bias = g.sum(space) if space else g
-        if not wanted[0]:
-            return None, bias
-        product = _channel_products(g, x) if space else g * x
-        grouped = (x.shape[0], self._groups(), -1)
-        centred = product.view(grouped) - bias.view(grouped) * mean.unsqueeze(-1)
-        weight = (centred * rstd.unsqueeze(-1)).view(x.shape[:2])
-        return weight, bias if wanted[1] else None
-
-
-@register_rule
-class InstanceNormRule(GroupNormRule):
-    """`nn.InstanceNorm1d/2d/3d` with `affine=True` on (B, C, *space): weight (C,), bias (C,)."""
-
-    layer_type: ClassVar[type[nn.Module]] = _InstanceNorm
-    module: _InstanceNorm
-
-    def _groups(self) -> int:
-        return self.module.num_features
-
-    def prepare(self, x: Tensor) -> Tensor:
-        """The input as it is.
-
-        Raises:
-            UserError: an input without a batch, or with one number a channel, of which nothing is left.
-        """
-        if x.dim() != self.module._get_no_batch_dim() + 1 or x[0, 0].numel() == 1:
-            raise UserError(
-                f"{type(self.module).__name__} got an input of shape {tuple(x.shape)}: the batch must come first, then "
-                "the channels, with more than one number in each."
-            )
-        return x
-
-
-def _channel_products(g: Tensor, x: Tensor) -> Tensor:
-    """Σ g∘x over space, (B, C), a few examples at a time: a product of full size would only be written to be read."""
-    step = max(1, min(len(g), CHUNK_FLOATS // g[0].numel()))
-    buffer = torch.empty_like(g[:step])
-    space, sums = tuple(range(2, g.dim())), []
-    for start in range(0, len(g), step):
-        part = slice(start, start + step)
-        sums.append(torch.mul(g[part], x[part], out=buffer[: len(g[part])]).sum(space))
-    return torch.cat(sums)
 
 
 class Form(NamedTuple):

@@ -1,0 +1,137 @@
+"""Runs one private step on the emulated device: forward, backward, release and update."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
+from benchmarks.workloads import TINY_TOKENS, WORKLOADS
+from groupwise.clipping import Rates, attach, flat, per_layer
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
+
+RATES = Rates(matmul=4e13, gram=1.1e13, outer=2.5e13, kernel=1.9e12, bytes=2.2e12, calls=2.5e5)
+"""An H100's, by its data sheet, so that the ways that are chosen are those of such a device."""
+MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer")
+BATCHES = {"wrn16_4_ws": 512, "wrn16_4_conv": 512, "roberta_base": 16, "gpt2": 16, "gpt2_untied": 16, "lora_gpt2": 16}
+"""B of Figure 1 for the language models."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run: one model in one mode, layout and precision.
+
+    Args:
+        model: one of `BATCHES`.
+        mode: one of `MODES`.
+        layout: "contiguous", or "channels_last" for images.
+        precision: "float32", or "bfloat16", which is autocast.
+        batch: B; None takes that of `BATCHES`.
+        layers: transformer blocks; None takes all of them.
+        tiny: the same layers at sizes for tests.
+    """
+
+    model: str
+    mode: str
+    layout: str = "contiguous"
+    precision: str = "float32"
+    batch: int | None = None
+    layers: int | None = None
+    tiny: bool = False
+
+
+class EmulatedNoise(NoiseSource):
+    """Draws on the emulated device, whose tensors the true source does not take for tensors."""
+
+    def add_gaussian_(self, tensor: Tensor, std: float, step: int, stream: int) -> Tensor:
+        """A draw and an addition."""
+        if tensor.device.type == "cpu":
+            return super().add_gaussian_(tensor, std, step, stream)
+        return tensor.add_(torch.empty_like(tensor).normal_(), alpha=std)
+
+
+def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU]:
+    """One step, with the counts of its forward and backward pass, and of the rest: a row.
+
+    Raises:
+        Refused: what CUDA would refuse.
+        Waits: the host asks for a value.
+    """
+    gpu = EmulatedGPU(by_place)
+    model, loss, batch = _workload(case, gpu)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=True)
+    start = [0.1]
+    if case.mode == "none":
+        with gpu, gpu.counted() as passed:
+            loss().sum().backward()
+        with gpu, gpu.counted() as rest:
+            optimizer.step()
+        return _row(case, batch, passed, rest), gpu
+    groups = per_layer(model) if case.mode.endswith("layer") else flat(model)
+    start = [0.1 / math.sqrt(len(groups))] * len(groups)
+    thresholds: AdaptiveThresholds | FixedThresholds = FixedThresholds(start)
+    if case.mode.startswith("adaptive"):
+        thresholds = AdaptiveThresholds(start, 0.5, 0.3, 10.0, batch)
+    noise = EmulatedNoise.from_seed(0)
+    with gpu:
+        engine = attach(model, groups, start, norms="ghost" if case.mode == "ghost" else "bookkeeping", rates=RATES)
+        loss(more=1)  # as the check before training does: two sizes tell which axis is the batch, so no step asks
+        with gpu.counted() as passed:
+            engine.backward(loss())
+        with gpu.counted() as rest:
+            counts = engine.counts
+            release_gradients(
+                engine.sensitivity("add_remove"),
+                allocation="global",
+                noise_multiplier=1.0,
+                expected_batch_size=batch,
+                noise=noise,
+                step=0,
+            )
+            optimizer.step()
+            thresholds.update(counts, batch, noise, 0)
+            engine.reset()
+            engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
+    return _row(case, batch, passed, rest), gpu
+
+
+def _workload(case: Case, gpu: EmulatedGPU) -> tuple[torch.nn.Module, Any, int]:
+    """The model on the device, its losses, and B."""
+    kind, batch = WORKLOADS[case.model], case.batch or (5 if case.tiny else BATCHES[case.model])
+    with torch.device("meta"):
+        if kind.layers is None:
+            built = kind.make(batch, case.tiny)
+        else:
+            tokens = TINY_TOKENS if case.tiny else kind.tokens
+            built = kind.make(batch, case.layers or (2 if case.tiny else kind.layers), tokens, case.tiny)
+    model, data = built.model.train(), built.batch
+    if case.layout == "channels_last":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        data = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in data.items()}
+    with gpu:
+        emulate(model)
+        data = {key: on_device(value) for key, value in data.items()}
+
+    def loss(more: int = 0) -> Tensor:
+        given = {k: torch.cat([v, v[:more]]) if more else v for k, v in data.items()}
+        lowered = torch.autocast("cuda", torch.bfloat16) if case.precision == "bfloat16" else nullcontext()
+        with lowered:
+            return built.losses(model, given)
+
+    return model, loss, batch
+
+
+def _row(case: Case, batch: int, passed: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    waits = dict(sorted({f"backward: {k}": v for k, v in passed["waits"].items()}.items())) | rest["waits"]
+    return (
+        asdict(case)
+        | {"batch": batch, "operations": passed["operations"], "launches": passed["launches"], "bytes": passed["bytes"]}
+        | {"rest_operations": rest["operations"], "rest_launches": rest["launches"], "rest_bytes": rest["bytes"]}
+        | {"waits": waits, "uploads": {**passed["uploads"], **rest["uploads"]}}
+    )

@@ -1,0 +1,197 @@
+"""Clips GroupNorm and InstanceNorm, which is a GroupNorm of one channel a group.
+
+One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g over all positions of a channel. Both come from
+per-channel sums of g and g∘x, without the normalised input. A CPU forms them a few examples at a time, in a core's own
+cache. On a GPU torch's kernel has them on its way to the input gradient; as it takes contiguous tensors only,
+channels_last has formulas of its own here instead of copies.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from groupwise.clipping.precision import upcast
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, in_format_of, register_rule
+from groupwise.clipping.rules.per_example import PerExampleRule
+from groupwise.errors import UserError
+
+LARGEST_GRID = 65_535
+"""Groups of all examples together that CUDA's backward kernel takes: a block each, on a grid's second axis."""
+CHUNK_FLOATS = 1 << 18
+"""Numbers in the buffer of `_channel_products`: it stays in a core's own cache."""
+
+
+@register_rule
+class GroupNormRule(PerExampleRule):
+    """`nn.GroupNorm` on (B, C, ...): weight (C,), bias (C,)."""
+
+    layer_type: ClassVar[type[nn.Module]] = nn.GroupNorm
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    autocast: ClassVar = "float32"
+    batched: ClassVar[tuple[int, ...]] = (0, 2, 3, 4, 5)
+    module: Any  # a GroupNorm, or what is one with other names (`InstanceNormRule`)
+
+    def _groups(self) -> int:
+        return int(self.module.num_groups)
+
+    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+        weight, bias = parameters
+        if in_one_piece(x):
+            if _channels_last(x):
+                y, mean, rstd = self._forward_last(x, weight, bias)
+                return y, (x, weight, mean, rstd, None, None)
+            x = x.contiguous()
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *self._sizes(x), self.module.eps)
+        return y, (x, weight, mean, rstd, None, None)
+
+    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
+        assert saved[0] is not None
+        return in_format_of(saved[0], g)
+
+    def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
+        x, weight, mean, rstd = saved[:4]
+        assert x is not None
+        if in_one_piece(x):
+            return self.begin_backward(saved, g, True)[0]
+        backward = torch.ops.aten.native_group_norm_backward
+        return backward(g, x, mean, rstd, weight, *self._sizes(x), [True, False, False])[0]
+
+    def begin_backward(self, saved: Saved, g: Tensor, needs_input: bool) -> tuple[Tensor | None, Saved]:
+        x, weight, mean, rstd = saved[:4]
+        assert x is not None and mean is not None and rstd is not None
+        if not in_one_piece(x):
+            return super().begin_backward(saved, g, needs_input)
+        wide = upcast(x), upcast(g), None if weight is None else upcast(weight), upcast(mean), upcast(rstd)
+        run = self._backward_last if _channels_last(x) else self._backward_whole
+        gx, weights, biases = run(*wide, needs_input)
+        return None if gx is None else gx.to(x.dtype), (None, None, None, None, weights, biases)
+
+    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        if saved[0] is not None and in_one_piece(saved[0]):
+            _, saved = self.begin_backward(saved, g, False)
+        x, _, mean, rstd, weight, bias = saved
+        if x is None:
+            return weight if wanted[0] else None, bias if wanted[1] else None
+        assert mean is not None and rstd is not None
+        x, g = upcast(x), upcast(g)
+        space = tuple(range(2, x.dim()))
+        bias = g.sum(space) if space else g
+        if not wanted[0]:
+            return None, bias
+        product = _channel_products(g, x) if space else g * x
+        return self._weights(product, bias, mean, rstd), bias if wanted[1] else None
+
+    def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
+        return x.shape[0], x.shape[1], x[0, 0].numel(), self._groups()
+
+    def _weights(self, products: Tensor, biases: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        """Σ g∘x̂ (B, C) from Σ g∘x and Σ g, (B, C) each, mean and 1/deviation (B, groups)."""
+        grouped = (len(products), self._groups(), -1)
+        centred = products.view(grouped) - biases.view(grouped) * mean.unsqueeze(-1)
+        return (centred * rstd.unsqueeze(-1)).view(products.shape)
+
+    # -- on a GPU -------------------------------------------------------------------------------------------------
+
+    def _backward_whole(
+        self, x: Tensor, g: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_input: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Gradients for the input, and per example for weight and bias, (B, C) each, from one call of torch's kernel.
+
+        It adds up weight gradients over its batch, so it is told of one example with the channels of all.
+        """
+        b, c, space, groups = self._sizes(x)
+        scales = (x.new_ones(c) if weight is None else weight).expand(b, c)
+        parts: list[tuple[Tensor | None, Tensor, Tensor]] = []
+        for start in range(0, b, step := max(1, LARGEST_GRID // groups)):
+            here, n = slice(start, start + step), min(step, b - start)
+            rows = (1, n * c, space, n * groups, [needs_input, True, True])
+            sums = mean[here].reshape(1, -1), rstd[here].reshape(1, -1), scales[here].reshape(-1)
+            parts.append(torch.ops.aten.native_group_norm_backward(g[here], x[here], *sums, *rows))
+        gx, weights, biases = (_joined([part[i] for part in parts]) for i in range(3))
+        assert weights is not None and biases is not None
+        return None if gx is None else gx.view(x.shape), weights.view(b, c), biases.view(b, c)
+
+    def _forward_last(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, in channels_last, which CUDA's kernel has not, mean and 1/deviation (B, groups)."""
+        b, c, space, groups = self._sizes(x)
+        wide = upcast(x)
+        var, mean = torch.var_mean(wide.permute(0, 2, 3, 1).view(b, space, groups, -1), (1, 3), correction=0)
+        rstd = var.add_(self.module.eps).rsqrt_()
+        one = wide.new_ones(())
+        scale = rstd.unsqueeze(2) * (one.expand(c) if weight is None else upcast(weight)).view(groups, -1)
+        shift = (one.new_zeros(()).expand(c) if bias is None else upcast(bias)).view(groups, -1)
+        shift = torch.addcmul(shift, mean.unsqueeze(2), scale, value=-1)
+        y = torch.addcmul(shift.view(b, c, 1, 1), wide, scale.view(b, c, 1, 1))
+        return y.to(x.dtype), mean, rstd
+
+    def _backward_last(
+        self, x: Tensor, g: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_input: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The same in channels_last: rstd·(g∘w - mean(g∘w) - x̂·mean(g∘w∘x̂)), means over a group."""
+        b, c, space, groups = self._sizes(x)
+        biases = g.sum((2, 3))
+        weights = self._weights((g * x).sum((2, 3)), biases, mean, rstd)
+        if not needs_input:
+            return None, weights, biases
+        scale = torch.ones_like(weights[0]) if weight is None else weight
+        means = (torch.stack([weights, biases]) * scale).view(2, b, groups, -1).sum(3)
+        along, level = means.mul_(rstd).mul_(-groups / (c * space)).unbind()
+        along = along * rstd
+        level = torch.addcmul(level, along, mean, value=-1)
+        shape = (b, 1, groups, 1)
+        rows = [t.permute(0, 2, 3, 1).view(b, space, groups, -1) for t in (x, g)]
+        gx = torch.addcmul(level.view(shape), rows[0], along.view(shape))
+        gx.addcmul_(rows[1], (rstd.unsqueeze(2) * scale.view(groups, -1)).unsqueeze(1))
+        return gx.view(b, *x.shape[2:], c).permute(0, 3, 1, 2), weights, biases
+
+
+@register_rule
+class InstanceNormRule(GroupNormRule):
+    """`nn.InstanceNorm1d/2d/3d` with `affine=True` on (B, C, *space): weight (C,), bias (C,)."""
+
+    layer_type: ClassVar[type[nn.Module]] = _InstanceNorm
+    module: _InstanceNorm
+
+    def _groups(self) -> int:
+        return self.module.num_features
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """The input as it is.
+
+        Raises:
+            UserError: an input without a batch, or with one number a channel, of which nothing is left.
+        """
+        if x.dim() != self.module._get_no_batch_dim() + 1 or x[0, 0].numel() == 1:
+            raise UserError(
+                f"{type(self.module).__name__} got an input of shape {tuple(x.shape)}: the batch must come first, then "
+                "the channels, with more than one number in each."
+            )
+        return x
+
+
+def in_one_piece(x: Tensor) -> bool:
+    """Whether one kernel on all examples beats several on few: on a GPU, which no core's cache helps."""
+    return x.device.type != "cpu"
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    """Parts along the channels, where there are any."""
+    there = [part for part in parts if part is not None]
+    return None if not there else there[0] if len(there) == 1 else torch.cat([part.flatten() for part in there])
+
+
+def _channel_products(g: Tensor, x: Tensor) -> Tensor:
+    """Σ g∘x over space, (B, C), a few examples at a time: a product of full size would only be written to be read."""
+    step = max(1, min(len(g), CHUNK_FLOATS // g[0].numel()))
+    buffer = torch.empty_like(g[:step])
+    space, sums = tuple(range(2, g.dim())), []
+    for start in range(0, len(g), step):
+        part = slice(start, start + step)
+        sums.append(torch.mul(g[part], x[part], out=buffer[: len(g[part])]).sum(space))
+    return torch.cat(sums)
