@@ -93,10 +93,12 @@ class Geometry:
             yield from x.movedim(1, -1).flatten(1, -2).split(step)
             return
         pads = any(self.padding)
-        frame = buffers.take(
-            "padded", x, min(step, len(x)) if pads else 0, *self.padded(x.shape[2:]), x.shape[1]
-        ).zero_()
+        frame = buffers.take("padded", x, min(step, len(x)) if pads else 0, *self.padded(x.shape[2:]), x.shape[1])
         inner = tuple(slice(pad, pad + size) for size, pad in zip(x.shape[2:], self.padding, strict=True))
+        for axis, pad in enumerate(self.padding, 1):
+            if pad:
+                frame.narrow(axis, 0, pad).zero_()
+                frame.narrow(axis, frame.shape[axis] - pad, pad).zero_()
         for part in x.movedim(1, -1).split(step):
             if pads:
                 frame[: len(part)][(slice(None), *inner)] = part
