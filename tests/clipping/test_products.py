@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from groupwise.clipping import attach, cost_model, flat, per_layer, shared_parameters
 from groupwise.clipping.cost_model import LastProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
-from groupwise.clipping.rules import group_norm
+from groupwise.clipping.rules import base, group_norm
 from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
 from groupwise.clipping.rules.conv import positions_first, positions_last
 from groupwise.clipping.rules.geometry import Geometry

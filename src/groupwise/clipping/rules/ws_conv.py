@@ -169,17 +169,18 @@ class WSConv2dRule(ConvRule):
         """From gradients (n, p, K) of the weight used to squared norms (n,) of weight and gain."""
         standard, scale, active = self._scales(saved)
         directions = torch.stack([standard, torch.full_like(standard, standard.shape[1] ** -0.5)], 1)
-        removed = torch.stack([active, torch.ones_like(active)], 1).double().unsqueeze(1)
-        return partial(_squares, directions, removed, scale.double().square(), wanted)
+        whole = scale.double().square() * wanted[0]
+        along = torch.stack([float(wanted[2]) - whole * active, -whole], 1)
+        return partial(_squares, directions, whole, along.flatten())
 
     def finish(self, saved: Saved, weight: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         if weight is None:
             return None, bias, None
         standard, scale, active = self._scales(saved)
-        along = (weight * standard).sum(1)
+        along = torch.bmm(weight.unsqueeze(1), standard.unsqueeze(2)).view(-1)
         total = None
         if wanted[0]:
-            across = weight - weight.mean(1, keepdim=True) - (active * along).unsqueeze(1) * standard
+            across = (weight - weight.mean(1, keepdim=True)).addcmul_((active * along).unsqueeze(1), standard, value=-1)
             total = self._unflatten(across * scale.unsqueeze(1))
         return total, bias, along if wanted[2] else None
 
@@ -190,22 +191,18 @@ def _in_full(x: Tensor) -> bool:
     return x.dtype == torch.float64 or backend.conv.fp32_precision in ("none", "ieee")
 
 
-def _squares(directions: Tensor, removed: Tensor, scale_squared: Tensor, wanted: Wanted, rows: Tensor) -> Tensor:
+def _squares(directions: Tensor, of_whole: Tensor, of_along: Tensor, rows: Tensor) -> Tensor:
     """Squared norms (n,) from G, rows (n, p, K), which are read twice: for ‖G‖², and for both inner products.
 
-    `directions` (p, 2, K) are ŵ and the mean's, of length 1; `removed` (p, 1, 2) says which of them are taken out of G,
-    and `scale_squared` (p,) is (gain·s)², float64 both.
+    `directions` (p, 2, K) are ŵ and the mean's, of length 1. What ‖G‖² (p,) and the squared inner products (2p,) count
+    in the norm is given in float64.
     """
     if rows.device.type in CACHED:
         along = inner_products(directions[:, :1], rows.transpose(0, 1))
         along = torch.cat([along, rows.sum(2).t().unsqueeze(1) * rows.shape[2] ** -0.5], 1)
     else:
         along = inner_products(directions, rows.transpose(0, 1))
-    along = along.double().square()  # (p, 2, n)
-    of_gain = along[:, 0].sum(0)
-    if not wanted[0]:
-        return of_gain
-    whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2]).t()
-    across = (whole - torch.bmm(removed, along).squeeze(1)).clamp_min_(0)
-    squares = scale_squared @ across.add_(rounding_slack(whole, rows.shape[2], rows.dtype))
-    return squares + of_gain if wanted[2] else squares
+    whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2])
+    whole = whole + rounding_slack(whole, rows.shape[2], rows.dtype)  # covers what is taken out, filter by filter
+    squares = torch.addmv(whole @ of_whole, along.double().square_().flatten(0, 1).t(), of_along)
+    return squares.clamp_min_(0)
