@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import WSConv2d, attach, cost_model, flat, per_layer
+from groupwise.clipping import WSConv2d, attach, cost_model, flat, norm_terms, per_layer
 from groupwise.clipping import shared_parameters as joint
 from groupwise.clipping.cost_model import Choices
 from groupwise.clipping.cost_model import OuterProducts as Outer
@@ -173,6 +173,7 @@ def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space
     seen = []
     for module in (cost_model, ws_conv):
         monkeypatch.setattr(module, "rounding_slack", lambda sizes, n: seen.append(n) or torch.zeros_like(sizes))
+    monkeypatch.setattr(norm_terms, "slack_of", lambda n, *_: seen.append(n) or 0.0)
     standardised = isinstance(layer, WSConv2d)
     rule = (WSConv2dRule if standardised else Conv2dRule)(layer)
     parameters = (layer.weight.detach(), layer.bias.detach(), None)[: 3 if standardised else 2]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from groupwise.clipping.groups import Member
 from groupwise.clipping.layouts import FIRST, Layout
-from groupwise.clipping.microbatches import GroupPass
+from groupwise.clipping.microbatches import GroupPass, close
 from groupwise.clipping.precision import autocast, no_autocast
 from groupwise.errors import UserError
 
@@ -28,24 +28,31 @@ from groupwise.errors import UserError
 def probe_of(group_pass: GroupPass, device: torch.device) -> Tensor | None:
     """The probe (B,) of a group's pass, made when it is first asked for; None when the pass is over."""
     if group_pass.probe is None and not group_pass.over:
-        group_pass.probe = GroupFunction.apply(group_pass, device, *group_pass.group.inputs)
+        passes = group_pass.passes_together()
+        inputs = [parameter for each in passes for parameter in each.group.inputs]
+        for each, probe in zip(passes, GroupFunction.apply(passes, device, *inputs), strict=True):
+            each.probe = probe
     return group_pass.probe
 
 
 class GroupFunction(torch.autograd.Function):
-    """From a group's parameters to its probe, B zeros; its backward closes the group and returns the clipped sums."""
+    """From the parameters of groups that close together to a probe each, B zeros.
+
+    Its backward runs when the layers of all of them have reported; it closes the groups and returns the clipped sums.
+    """
 
     @staticmethod
-    def forward(ctx: Any, group_pass: GroupPass, device: torch.device, *parameters: Tensor) -> Tensor:
-        ctx.group_pass = group_pass
-        return torch.zeros(group_pass.batch, device=device, dtype=torch.float64)  # so that norms add up in float64
+    def forward(ctx: Any, passes: list[GroupPass], device: torch.device, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes = passes
+        ctx.set_materialize_grads(False)  # layers report to their groups, so that probes have none
+        return torch.zeros(len(passes), passes[0].batch, device=device).unbind()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, squares: Tensor) -> Any:
-        group_pass: GroupPass = ctx.group_pass
-        with no_autocast(squares.device.type):
-            return None, None, *group_pass.close(squares)
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        passes: list[GroupPass] = ctx.passes
+        with no_autocast(passes[0].group.threshold.device.type):
+            return None, None, *close(passes)
 
 
 class LayerFunction(torch.autograd.Function):
@@ -75,8 +82,8 @@ class LayerFunction(torch.autograd.Function):
         with no_autocast(g.device.type):
             g = rule.arrange(saved, g)
             gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[4])
-            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, saved, g))
-        return None, None, None, squares, gx, *[None] * (len(ctx.needs_input_grad) - 5)
+            ctx.group_pass.receive(ctx.member, ctx.layout, saved, g)
+        return None, None, None, None, gx, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
 def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
@@ -101,8 +108,8 @@ class CopiesFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
-            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, (), g))
-        return None, None, squares, None
+            ctx.group_pass.receive(ctx.member, ctx.layout, (), g)
+        return None, None, None, None
 
 
 class LateFunction(torch.autograd.Function):
@@ -129,8 +136,8 @@ class LateFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
             x = torch.stack([ctx.inputs[t] for t in range(g.shape[1])], dim=1)
-            squares = ctx.group_pass.reported(ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g))
-        return None, None, None, squares, None, None
+            ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
+        return None, None, None, None, None, None
 
 
 class DirectFunction(torch.autograd.Function):
@@ -154,8 +161,8 @@ class DirectFunction(torch.autograd.Function):
         with no_autocast(g.device.type):
             g = rule.arrange(saved, g)
             gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[3])
-            squares, gradients = ctx.group_pass.return_gradients(ctx.member, saved, g)
-        return None, None, squares, gx, *gradients
+            gradients = ctx.group_pass.return_gradients(ctx.member, saved, g)
+        return None, None, None, gx, *gradients
 
 
 def run_backward(losses: Tensor) -> None:
@@ -168,15 +175,14 @@ def run_backward(losses: Tensor) -> None:
         losses.sum().backward()
 
 
-def squared_norms_of(losses: Tensor, probe: Tensor) -> Tensor:
-    """The layers' squared norms (B,) as the probe's gradient; the graph stays for a second pass.
+def run_norms(losses: Tensor, probe: Tensor) -> None:
+    """Let the layers of a group report the norms of the losses (B,); the graph stays for a second pass.
 
     Raises:
         UserError: as `run_backward`.
     """
     with _in_one_sentence(), no_autocast(losses.device.type):
-        (squares,) = torch.autograd.grad(losses.sum(), probe, retain_graph=True)
-    return squares
+        torch.autograd.grad(losses.sum(), probe, retain_graph=True, allow_unused=True)
 
 
 @contextmanager

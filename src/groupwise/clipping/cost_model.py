@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from groupwise.cache import read_cache, write_cache
-from groupwise.clipping.precision import rounding_slack
+from groupwise.clipping.norm_terms import GramTerms, Terms, squares_together
+from groupwise.clipping.precision import longest_sum, rounding_slack
 
 Formula = Literal["auto", "gram", "materialize"]
 
@@ -172,18 +173,16 @@ def _seconds(run: Callable[[], object], device: torch.device, many: int = 5) -> 
 
 LEAST_SPLIT = 1 << 22
 """Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""
-LONGEST_SUM = 1024
-"""Numbers of two rows that are multiplied and added up in one go. A library may add them up one after the other, which
-can lose more of a long sum than `rounding_slack` allows for."""
 CHUNK_FLOATS = 1 << 24
 """Numbers that the inner products of one chunk of examples may hold: long sequences must not fill the memory."""
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d), long rows a part at a time."""
-    if a.shape[2] <= LONGEST_SUM:
+    most = longest_sum(a.device)
+    if a.shape[2] <= most:
         return torch.bmm(a, b.mT)
-    parts = zip(a.split(LONGEST_SUM, 2), b.split(LONGEST_SUM, 2), strict=True)
+    parts = zip(a.split(most, 2), b.split(most, 2), strict=True)
     first, other = next(parts)
     products = torch.bmm(first, other.mT)
     for part, other in parts:
@@ -228,29 +227,23 @@ class LastProducts:
         self._key = self._kept = None
 
 
-def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Tensor:
+def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Terms | Tensor:
     """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, not under-stated."""
     step = max(1, CHUNK_FLOATS // x.shape[1] ** 2)
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
-        return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
+        return torch.cat([_norms_of(gram_norms(x_part, g_part, bias)) for x_part, g_part in parts])
     xx = self_products(x) if shared is None else shared.of(x)
-    longest = max(x.shape[1], x.shape[2], g.shape[2])
-    return norms_from_products(xx, self_products(g), bias, longest)
+    return GramTerms(xx, self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:
     """The same from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any of their sums."""
-    squares = (torch.addcmul(gg, xx, gg) if bias else xx * gg).sum((1, 2))
-    left, right = xx.diagonal(dim1=1, dim2=2).clamp_min(0) + float(bias), gg.diagonal(dim1=1, dim2=2).clamp_min(0)
-    sizes = (left * right).sqrt_().sum(1)
-    squares = squares.clamp_min_(0) + rounding_slack(sizes.square_(), longest)
-    return squares.double() + _underflow(left, longest) + _underflow(right, longest)
+    return _norms_of(GramTerms(xx, gg, bias, longest))
 
 
-def _underflow(lengths: Tensor, longest: int) -> Tensor:
-    """Σ_ts |x_t·x_s| for squared lengths (B, T), (B,), times what was lost of inner products too small for float32."""
-    return lengths.double().sqrt_().sum(1).square_() * (longest * torch.finfo(lengths.dtype).tiny)
+def _norms_of(terms: Terms | Tensor) -> Tensor:
+    return squares_together([[terms]])[0]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import run_backward, squared_norms_of
+from groupwise.clipping.autograd import run_backward, run_norms
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out
-from groupwise.clipping.groups import build_groups
-from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
+from groupwise.clipping.groups import build_groups, share_thresholds
+from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase, total_squares
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
@@ -94,6 +94,7 @@ class ClippingEngine:
         self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
         self.model, self.partition, self.norms = model, partition, norms
         self.groups = build_groups(layers, partition, clip_rule, self._context, direct)
+        self._tables = share_thresholds(self.groups)
         self._counts = Counts(len(partition), self.groups[0].threshold)
         self.squared_norms: dict[int, Tensor] = {}
         self._passes = OpenPasses()
@@ -129,8 +130,8 @@ class ClippingEngine:
         """
         values = self._spread(clip)
         self._counts.set_thresholds(values, values if count is None else self._spread(count))
-        for group, value in zip(self.groups, values.tolist(), strict=True):
-            group.threshold.fill_(value)
+        for table, groups in self._tables:
+            table.copy_(values[groups])
 
     def sensitivity(self, relation: str) -> Sensitivity:
         """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
@@ -222,14 +223,13 @@ class ClippingEngine:
             self._count(current.squared_norms, losses.shape[0])
 
     def _ghost_norms(self, losses: Tensor) -> Tensor:
-        """First pass: only squared norms, as the probe's gradient; the graph stays for the second."""
+        """First pass: only squared norms; the graph stays for the second."""
         group_pass = self._passes.open.get(0)
         if group_pass is None or group_pass.probe is None:
             raise UserError("The losses do not come from the attached model: no layer of it ran with gradients on.")
-        squares = squared_norms_of(losses, group_pass.probe)
+        run_norms(losses, group_pass.probe)
         with torch.no_grad():
-            squares = squares[: len(losses)]
-            return squares + group_pass.joint_squares(squares, Phase.NORMS)
+            return total_squares([group_pass])[0]
 
     def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[BackwardPass, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""

@@ -28,6 +28,9 @@ def clip_factors(norms: Tensor, threshold: Tensor) -> Tensor:
     return (threshold / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp_max(1.0)
 
 
+clip_factors.elementwise = True  # type: ignore[attr-defined]  # norms (K, B) and thresholds (K, 1) will do
+
+
 def automatic_factors(gamma: float) -> ClipRule:
     """C_k / (‖g_k‖ + γ): every gradient is rescaled to just under the threshold (Bu et al. 2023).
 
@@ -40,6 +43,7 @@ def automatic_factors(gamma: float) -> ClipRule:
     def factors(norms: Tensor, threshold: Tensor) -> Tensor:
         return threshold / (norms + gamma)
 
+    factors.elementwise = True  # type: ignore[attr-defined]
     return factors
 
 
@@ -61,14 +65,34 @@ def is_sync_free(t: Tensor) -> bool:
 
 
 def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
-    """Zero the rows (B, ...) of the examples that are left out (factor 0), whatever they hold (0 · NaN is NaN).
+    """Zero the rows (B, ...) of the examples that are left out (factor 0), whatever they hold (0 · NaN is NaN)."""
+    return without_rows(rows, gone_rows(factors))
 
-    On a CPU the common case, nobody left out, costs a look at B numbers; elsewhere rows are masked without asking,
-    so that the host never waits for the device.
+
+def gone_rows(factors: Tensor | None) -> Tensor | None:
+    """Which examples are left out (factor 0), (B,); None where it is known that nobody is.
+
+    On a CPU that is the common case, and costs a look at B numbers; elsewhere rows are masked without asking, so that
+    the host never waits for the device.
     """
-    if factors is None or (is_sync_free(rows) and bool(factors.all())):
-        return rows
-    return rows.masked_fill((factors == 0).view(-1, *[1] * (rows.dim() - 1)), 0)
+    if factors is None or (is_sync_free(factors) and bool(factors.all())):
+        return None
+    known: Tensor | None = getattr(factors, "gone", None)  # of several groups' factors, from one kernel
+    return factors == 0 if known is None else known
+
+
+def unbind_factors(factors: Tensor) -> list[Tensor]:
+    """Each group's own factors (B,) of (K, B), of which `gone_rows` knows what it would have to compute."""
+    rows = list(factors.unbind())
+    if not is_sync_free(factors):
+        for row, gone in zip(rows, (factors == 0).unbind(), strict=True):
+            row.gone = gone  # type: ignore[attr-defined]
+    return rows
+
+
+def without_rows(rows: Tensor, gone: Tensor | None) -> Tensor:
+    """Rows (B, ...) with zeros in the places of those that are `gone` (B,)."""
+    return rows if gone is None else rows.masked_fill(gone.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:

@@ -1,11 +1,13 @@
 """Makes the engine's groups from a partition of the layers: which parameters train, where, and with which rule."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import ClipRule, keep_finite
+from groupwise.clipping.factors import ClipRule, keep_finite, unbind_factors
+from groupwise.clipping.norm_terms import starts_kernels
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.clipping.rules.base import LayerRule, RuleContext, Wanted
@@ -51,6 +53,8 @@ class ClippingGroup:
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
+    together: tuple["ClippingGroup", ...] = ()
+    """The groups that close with it, itself included; () where it closes alone."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -62,6 +66,51 @@ class ClippingGroup:
         threshold = self.threshold if self.threshold.dtype == squares.dtype else self.threshold.to(squares.dtype)
         factors = self.clip_rule(squares.clamp_min(LEAST_SQUARE).sqrt_(), threshold)
         return keep_finite(factors, squares.to(self.threshold.dtype))
+
+
+MOST_TOGETHER = 32
+"""Groups that close together on a GPU."""
+
+
+def factors_together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Clip factors (n,) of several groups from squared norms (n,) each; at once where the rule can."""
+    rule = groups[0].clip_rule if groups else None
+    if len(groups) < 2 or not getattr(rule, "elementwise", False):
+        return [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
+    thresholds = torch.stack([group.threshold for group in groups]).unsqueeze(1)
+    return unbind_factors(factors_at(groups[0].clip_rule, torch.stack(list(squares)), thresholds).to(thresholds.dtype))
+
+
+def factors_at(rule: ClipRule, squares: Tensor, thresholds: Tensor) -> Tensor:
+    """Factors by squared norms and the thresholds that broadcast with them; 0 where a norm is not finite."""
+    return keep_finite(rule(squares.clamp_min(LEAST_SQUARE).sqrt_(), thresholds), squares.to(thresholds.dtype))
+
+
+def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
+    """Let groups that follow each other close together, so that their small operations become one."""
+    for start in range(0, len(groups), most):
+        some = tuple(groups[start : start + most])
+        alike = all(
+            (g.threshold.device, g.threshold.dtype) == (some[0].threshold.device, some[0].threshold.dtype) for g in some
+        )
+        for group in some:
+            group.together = some if alike and len(some) > 1 else ()
+
+
+def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, list[int]]]:
+    """Thresholds of groups on one device, in one dtype, become entries of one table, which one copy sets.
+
+    Returns:
+        Each table (n,), and the numbers of its groups.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for k, group in enumerate(groups):
+        alike.setdefault((group.threshold.device, group.threshold.dtype), []).append(k)
+    tables = [(torch.ones(len(some), dtype=dtype, device=device), some) for (device, dtype), some in alike.items()]
+    for table, some in tables:
+        for k, entry in zip(some, table.unbind(), strict=True):
+            groups[k].threshold = entry
+    return tables
 
 
 def build_groups(
@@ -91,6 +140,8 @@ def build_groups(
     groups = tuple(
         _build_group(k, group, by_name, uses, clip_rule, context, direct) for k, group in enumerate(partition)
     )
+    if not direct and starts_kernels(groups[0].threshold):
+        close_together(groups, MOST_TOGETHER)
     if direct:
         _check_direct(groups, uses, ghost=context.save_memory)
     else:
@@ -148,7 +199,7 @@ def _build_group(
         tuple(names),
         (torch.zeros((), dtype=dtype, device=device, requires_grad=True),) if direct else tuple(parameters),
         clip_rule,
-        torch.ones((), dtype=dtype, device=device),
+        torch.empty((), dtype=dtype, device=device),
     )
 
 

@@ -6,17 +6,17 @@ microbatches before the first of them runs backward: each microbatch has passes 
 the passes of one microbatch only.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.groups import ClippingGroup, Member, factors_together
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order
+from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved
 from groupwise.clipping.rules.per_example import FoldedRule
@@ -75,7 +75,20 @@ class GroupPass:
         self.due: list[tuple[Member, Finish]] = []
         self.sums: list[Tensor | None] = [None] * len(group.inputs)
         self.squares: list[Tensor] = []
-        self.done = False
+        """Squared norms that factors were formed from, one part of the batch after the other."""
+        self.terms: list[Terms | Tensor] = []
+        """What its layers reported of their squared norms."""
+        self.received = self.done = False
+        """Whether a layer's gradients have come; whether the sums are there already."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it closes with other groups, so that its sums may wait for theirs."""
+        return len(self.group.together) > 1
+
+    def passes_together(self) -> "list[GroupPass]":
+        """The passes that close with it, itself included."""
+        return self._passes.together(self) if self.waits else [self]
 
     def note(self, member: Member) -> None:
         """A forward pass calls a layer, which uses its parameters once more."""
@@ -84,35 +97,36 @@ class GroupPass:
             if place is not None:
                 self.uses.setdefault(place, []).append(member.rows_of(i))
 
-    def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> Tensor:
-        """Take a layer's activations and output gradients; returns its squared norms, the probe's gradient."""
+    def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> None:
+        """Take a layer's activations and output gradients, for its norms and sums."""
         current = self._current(member, layout, g)
         if current.phase is Phase.LOOK:
-            return self.group.threshold.new_zeros(self.batch)
+            return
+        self.received = True
         rule, saved, g = self._examples_first(member, layout, saved, g)
+        given = (saved, g, member.wanted, member.context)
         if current.phase is Phase.SUMS:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
-            return self.group.threshold.new_zeros(current.examples)
-        joint = any(place is not None and overlap(self.uses[place]) for place in member.places)
-        if current.phase is Phase.CLIP and len(self.calls) == 1:
+            return
+        alone = current.phase is Phase.CLIP and len(self.calls) == 1
+        if alone and not (self.waits and rule.defers(*given)):
             self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted, member.context))
             self.done = True
-            return self.all_squares()
-        if joint:
+            return
+        if any(place is not None and overlap(self.uses[place]) for place in member.places):
             self.joint_calls.append(LayerCall(rule, member, saved, g))
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
-                return self.group.threshold.new_zeros(current.examples)
+                return
         if current.phase is Phase.NORMS:
-            return rule.squared_norms(saved, g, member.wanted, member.context)
-        squares, finish = rule.book_keep(saved, g, member.wanted, member.context)
-        self.due.append((member, finish))
-        return squares
+            self.terms.append(rule.norm_terms(*given))
+            return
+        self._keep(member, rule.book_keep_all(*given))
 
     def _examples_first(
         self, member: Member, layout: Layout, saved: Saved, g: Tensor
     ) -> tuple[LayerRule, Saved, Tensor]:
         """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
-        rule, examples = member.rule, self._running().examples
+        rule, examples = member.rule, self.running.examples
         if examples == 1:
             layout = FIRST if len(g) == 1 else Layout(Order.FOLDED, len(g))
         elif examples != self.batch and not self.proven:
@@ -127,12 +141,8 @@ class GroupPass:
         arranged = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
         return rule, tuple(arranged), layout.examples_first(g)
 
-    def reported(self, squares: Tensor) -> Tensor:
-        """Squared norms (examples,) as the probe's gradient, (B,), where B rows are fewer examples."""
-        return squares if len(squares) == self.batch else F.pad(squares, (0, self.batch - len(squares)))
-
-    def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> tuple[Tensor, Gradients]:
-        """The same for a layer that returns its gradients itself: its squared norms, and one gradient a parameter."""
+    def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> Gradients:
+        """The same for a layer that returns its gradients itself, one a parameter."""
         current = self._current(member, FIRST, g)
         if member.name in current.reported:
             raise UserError(
@@ -140,18 +150,18 @@ class GroupPass:
                 "use a layer for each, or do without direct=True."
             )
         current.reported.add(member.name)
+        self.received = True
         if current.phase is Phase.NORMS:
-            return member.rule.squared_norms(saved, g, member.wanted, member.context), (None,) * len(member.wanted)
+            self.terms.append(member.rule.norm_terms(saved, g, member.wanted, member.context))
+            return (None,) * len(member.wanted)
         if current.phase is Phase.SUMS:
-            gradients = member.rule.weighted_sum(saved, g, current.factors, member.wanted, member.context)
-            return self.group.threshold.new_zeros(current.examples), gradients
-        gradients = member.rule.clipped_sum(saved, g, self.clip, member.wanted, member.context)
+            return member.rule.weighted_sum(saved, g, current.factors, member.wanted, member.context)
         self.done = True
-        return self.all_squares(), gradients
+        return member.rule.clipped_sum(saved, g, self.clip, member.wanted, member.context)
 
     def _current(self, member: Member, layout: Layout, g: Tensor) -> BackwardPass:
         """The backward pass that runs, if this layer's call can take part in it."""
-        current = self._running()
+        current = self.running
         if self.batch != current.examples and (current.examples == 0 or self.batch % current.examples):
             axis = 1 if layout.order is Order.SECOND else 0
             raise UserError(
@@ -165,7 +175,13 @@ class GroupPass:
             )
         return current
 
-    def _running(self) -> BackwardPass:
+    @property
+    def running(self) -> BackwardPass:
+        """The backward pass that runs.
+
+        Raises:
+            UserError: none of the engine's does.
+        """
         current = self._passes.backward_pass
         if current is None:
             raise UserError(
@@ -178,58 +194,48 @@ class GroupPass:
         self.squares.append(squares)
         return self.group.factors(squares)
 
-    def all_squares(self) -> Tensor:
-        """Squared norms (B,) of the whole backward pass, once they are in."""
-        return self.squares[0] if len(self.squares) == 1 else torch.cat(self.squares)
-
-    def close(self, squares: Tensor) -> list[Tensor | None]:
-        """All members have reported their squared norms (B,): form the factors, and the clipped sums of `group.inputs`.
+    def begin_closing(self) -> bool:
+        """Whether the group takes part in the backward pass that runs, of which it is marked as closed.
 
         Raises:
             UserError: outside of the engine's backward passes, or in that of another microbatch.
         """
-        self._close(squares)
-        sums, self.sums, self.over, self.probe = self.sums, [], True, None
-        return sums
-
-    def _close(self, squares: Tensor) -> None:
-        current = self._running()
-        squares = squares[: current.examples]
+        current = self.running
+        if not self.received:
+            return False
         if current.passes.get(self.group.index) is not self:
             raise UserError(
                 f"Group {self.group.name!r} ran forward for another microbatch than the one whose backward pass this "
                 "is: a forward pass inside forward_of(m) needs its backward pass inside backward_of(m)."
             )
         current.closed.add(self.group.index)
-        if current.phase is Phase.SUMS:
-            return
-        if not self.done and self.joint_calls:
-            squares = squares + self.joint_squares(squares, current.phase)
-        if current.phase is Phase.NORMS:
-            current.squared_norms[self.group.index] = squares
-            return
-        if not self.done:
-            factors = self.clip(squares)
-            while self.due:  # what a layer kept is freed as soon as its sum is made
-                member, finish = self.due.pop()
-                self.add(member, finish(factors))
-        current.squared_norms[self.group.index] = self.all_squares()
+        return True
 
-    def joint_squares(self, like: Tensor, phase: Phase) -> Tensor:
-        """What the layers' own reports miss of the joint norms of parameters that are used more than once, (B,)."""
+    def take_sums(self) -> list[Tensor | None]:
+        """What the group returns as the gradients of `group.inputs`; the pass is over."""
+        sums, self.sums, self.over, self.probe = self.sums, [], True, None
+        return sums or [None] * len(self.group.inputs)
+
+    def report_joint(self) -> None:
+        """Add what the layers' own reports miss of the joint norms of parameters that are used more than once."""
+        if not self.joint_calls:
+            return
+        current = self.running
         calls, self.joint_calls = self.joint_calls, []
-        total = torch.zeros_like(like)
-        with no_autocast(like.device.type):
+        with no_autocast(calls[0].g.device.type):
             calls, stacked = stack_calls(calls)
             for call in stacked:
                 member, given = call.member, (call.saved, call.g, call.member.wanted, call.member.context)
-                if phase is Phase.NORMS:
-                    total = total + call.rule.squared_norms(*given)
+                if current.phase is Phase.NORMS:
+                    self.terms.append(call.rule.norm_terms(*given))
                 else:
-                    squares, finish = call.rule.book_keep(*given)
-                    self.due.append((member, finish))
-                    total = total + squares
-            return total + cross_terms(calls, like)
+                    self._keep(member, call.rule.book_keep_all(*given))
+            if len(crossing := cross_terms(calls)):
+                self.terms += crossing
+
+    def _keep(self, member: Member, parts: list[tuple[Terms | Tensor, Finish]]) -> None:
+        self.terms += [terms for terms, _ in parts]
+        self.due += [(member, finish) for _, finish in parts]
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""
@@ -242,6 +248,58 @@ class GroupPass:
                     known[rows] += gradient
                 else:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
+
+
+def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
+    """The layers of groups that close together have reported: form factors, and the clipped sums of all their inputs.
+
+    Raises:
+        UserError: see `GroupPass.begin_closing`.
+    """
+    there = [each for each in passes if each.begin_closing()]
+    current = there[0].running if there else None
+    if current is not None and current.phase in (Phase.NORMS, Phase.CLIP):
+        waiting = [each for each in there if not each.done]
+        squares = total_squares(waiting)
+        if current.phase is Phase.CLIP:
+            _add_sums(waiting, squares)
+        current.squared_norms |= {each.group.index: rows for each, rows in zip(waiting, squares, strict=True)}
+        current.squared_norms |= {each.group.index: _joined(each.squares) for each in there if each.done}
+    return [total for each in passes for total in each.take_sums()]
+
+
+def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
+    """Squared norms (examples,) of each group, from what its layers have reported."""
+    for each in passes:
+        each.report_joint()
+    squares = squares_together([each.terms for each in passes])
+    for each in passes:
+        each.terms = []
+    return squares
+
+
+def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
+    """Factors from the norms, and with them the sums that are due."""
+    factors = factors_together([each.group for each in passes], squares)
+    same: dict[Hashable, list[tuple[GroupPass, Member, RowTerms, Tensor]]] = {}
+    for each, weights in zip(passes, factors, strict=True):
+        while each.due:  # what a layer kept is freed as soon as its sum is made
+            member, finish = each.due.pop()
+            if isinstance(finish, RowTerms) and finish.joined:
+                same.setdefault(finish.key, []).append((each, member, finish, weights))
+            else:
+                each.add(member, finish(weights))
+    for rows in same.values():
+        terms, weighing = [finish for _, _, finish, _ in rows], [weights for _, _, _, weights in rows]
+        sums = RowTerms.sums_of(terms, weighing) or [
+            finish(weights) for finish, weights in zip(terms, weighing, strict=True)
+        ]
+        for (each, member, _, _), total in zip(rows, sums, strict=True):
+            each.add(member, total)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 NOT_NAMED: Hashable = object()
@@ -278,9 +336,18 @@ class OpenPasses:
         group_pass.note(member)
         return group_pass
 
+    def together(self, group_pass: GroupPass) -> list[GroupPass]:
+        """The passes that close with this one: those of the groups beside it that have no probe yet."""
+        passes = []
+        for group in group_pass.group.together or (group_pass.group,):
+            other = self.open.setdefault(group.index, GroupPass(group, group_pass.batch, self))
+            if other is group_pass or (other.probe is None and not other.over and other.batch == group_pass.batch):
+                passes.append(other)
+        return passes
+
     def _give_up(self, group_pass: GroupPass, member: Member, batch: int) -> None:
         """The pass of a forward whose losses never came, or of one with another batch size."""
-        if self._microbatch is not NOT_NAMED:
+        if self._microbatch is not NOT_NAMED and group_pass.calls:
             raise UserError(
                 f"Layer {member.name!r} got a batch of {batch} in microbatch {self._microbatch!r}, which began "
                 f"with {group_pass.batch}: give another forward pass another name, and the model's inputs the batch as "

@@ -28,6 +28,9 @@ from torch import Tensor
 
 BLOCK = 128
 """Most numbers whose squares are added up in the rows' own precision."""
+LONGEST_SUM = 1024
+"""Numbers of two rows that may be multiplied and added up in one go: a library may add them up one after the other,
+which loses as much of so many as `rounding_slack` allows for, and more of a longer sum."""
 LEAST_SQUARE = 1e-20
 """Squared norms below this count as this in clip factors: what has no square in float32 is far less."""
 
@@ -61,7 +64,22 @@ def rounding_slack(absolute: Tensor, terms: int, dtype: torch.dtype | None = Non
     where they are not: all terms equal. Where nothing cancels it is a relative 1e-5 or less in float32.
     `dtype` is what the sum was computed in, if that is not the type of `absolute`.
     """
-    return absolute * (4 * terms**0.5 * torch.finfo(dtype or absolute.dtype).eps)
+    return absolute * slack_of(terms, dtype or absolute.dtype, absolute.device)
+
+
+def slack_of(terms: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The same, relative to the absolute values' sum.
+
+    Equal terms, added up one after the other in parts of p, are off by n·eps/8 for n = p: more than 4·√n·eps for long
+    parts, so n is at least that of a sum with so much slack.
+    """
+    part = min(terms, longest_sum(device))
+    return 4.0 * max(terms, part * part / LONGEST_SUM) ** 0.5 * torch.finfo(dtype).eps
+
+
+def longest_sum(device: torch.device) -> int:
+    """Numbers of two rows that are multiplied and added up in one go; more on a GPU, where each part is a kernel."""
+    return LONGEST_SUM if device.type == "cpu" else 4 * LONGEST_SUM
 
 
 def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:

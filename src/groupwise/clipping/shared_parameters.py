@@ -62,14 +62,14 @@ def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall
     return every, stacked
 
 
-def cross_terms(calls: list[LayerCall], like: Tensor) -> Tensor:
-    """2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,); zeros where nothing is shared."""
+def cross_terms(calls: list[LayerCall]) -> list[Tensor]:
+    """Parts of 2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,) each; none where nothing is shared."""
     by_parameter: dict[int, list[tuple[LayerCall, int]]] = {}
     for call in calls:
         for local, place in enumerate(call.member.places):
             if place is not None:
                 by_parameter.setdefault(place, []).append((call, local))
-    total = torch.zeros_like(like)
+    total: list[Tensor] = []
     for uses in by_parameter.values():
         if len(uses) < 2:
             continue
@@ -77,9 +77,9 @@ def cross_terms(calls: list[LayerCall], like: Tensor) -> Tensor:
         known = [outer for outer in products if outer is not None]
         if len(known) == len(uses):
             for a, b in combinations(known, 2):
-                total = total + 2 * a.inner(b)
+                total.append(a.inner(b).double().mul_(2))
         else:
-            total = total + _materialized_cross_terms(uses, like)
+            total.append(_materialized_cross_terms(uses, len(uses[0][0].g)))
     return total
 
 
@@ -89,7 +89,7 @@ def _outer_products(call: LayerCall, local: int) -> OuterProducts | None:
     return call.rule.outer_products(call.saved, call.g)
 
 
-def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], like: Tensor) -> Tensor:
+def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) -> Tensor:
     """The same from materialised per-example gradients, a few examples at a time."""
     only = [tuple(i == local for i in range(len(call.member.wanted))) for call, local in uses]
     parts_of = [call.member.rows_of(local) for call, local in uses]
@@ -97,7 +97,7 @@ def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], like: Tensor) -
     size = max(_size(call, local) for call, local in uses)
     step = max(1, CHUNK_FLOATS // size)
     parts = []
-    for start in range(0, like.shape[0], step):
+    for start in range(0, examples, step):
         some = slice(start, start + step)
         gradients = []
         for (call, local), wanted, part in zip(uses, only, parts_of, strict=True):

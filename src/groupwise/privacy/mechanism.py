@@ -87,13 +87,14 @@ def release_gradients(
     sizes = [sum(parameter.numel() for parameter in group) for group in groups]
     thresholds = sensitivity.thresholds
     stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
-    stream = 0
+    noisy: list[torch.Tensor] = []
     for group, std in zip(groups, stds.tolist(), strict=True):
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            noise.add_gaussian_(_local(parameter.grad), std, step, stream).div_(expected_batch_size)
-            stream += 1
+            noisy.append(noise.add_gaussian_(_local(parameter.grad), std, step, len(noisy)))
+    with torch.no_grad():
+        torch._foreach_div_(noisy, expected_batch_size)
     return stds
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from groupwise.clipping.cost_model import Choices, LastProducts, OuterProducts
+from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import sum_of_squares
 from groupwise.errors import UserError
 
@@ -82,6 +83,9 @@ def chunk_floats(like: Tensor) -> int:
     device = like.device
     return 1 << 20 if device.type == "cpu" else device_memory(device.type, device.index or 0) // 256
 
+
+MOST_KEPT = 1 << 24
+"""Numbers that a layer may keep until the groups that close with its own are there."""
 
 Saved = tuple[Tensor | None, ...]
 Wanted = tuple[bool, ...]
@@ -159,6 +163,15 @@ class LayerRule(ABC):
         """‖g_k^(i)‖² over the wanted parameters, (B,), float64, never under-stated by rounding."""
         return sum_of_squares(self.per_example_gradients(saved, g, wanted))
 
+    def norm_terms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
+        """The same, or what they are made of, to be finished with those of other layers."""
+        return self.squared_norms(saved, g, wanted, context)
+
+    def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+        """Whether the sums of a layer in a group of its own may wait for other groups, without more work or memory
+        than `MOST_KEPT`."""
+        return numbers(*saved, g) <= MOST_KEPT
+
     @abstractmethod
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
@@ -169,10 +182,16 @@ class LayerRule(ABC):
         """Norms, factors and weighted sum in one go; rules that materialise gradients anyway fuse it."""
         return self.weighted_sum(saved, g, clip(self.squared_norms(saved, g, wanted, context)), wanted, context)
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Tensor, Finish]:
-        """Squared norms now, (B,), and what makes the weighted sum when the group's factors are known."""
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
+        """Squared norms now, (B,) or their terms, and what makes the weighted sum once factors are known."""
         finish = partial(self.weighted_sum, saved, g, wanted=wanted, context=context)
-        return self.squared_norms(saved, g, wanted, context), finish
+        return self.norm_terms(saved, g, wanted, context), finish
+
+    def book_keep_all(
+        self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext
+    ) -> list[tuple[Terms | Tensor, Finish]]:
+        """The same in as many parts as come cheapest, whose squares and sums add up."""
+        return [self.book_keep(saved, g, wanted, context)]
 
     # -- parameters that are used more than once ------------------------------------------------------------------
 

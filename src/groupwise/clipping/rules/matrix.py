@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.cost_model import Work, gram_norms
-from groupwise.clipping.factors import add_weighed_rows, drop_zero_rows, weigh_rows
+from groupwise.clipping.factors import add_weighed_rows, gone_rows, weigh_rows, without_rows
+from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together, starts_kernels
 from groupwise.clipping.precision import floor, second_product_slack, squared_row_norms
 from groupwise.clipping.rules.base import (
     Clip,
@@ -59,6 +60,9 @@ class MatrixRule(LayerRule):
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+        return squares_together([[self.norm_terms(saved, g, wanted, context)]])[0]
+
+    def norm_terms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
         saved, g = self._as_rows(saved, g)
         if not self.uses_weight(wanted):
             return squared_row_norms(self.bias_gradients(saved, g))
@@ -76,22 +80,26 @@ class MatrixRule(LayerRule):
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         x, g = self.rows(saved, g)
-        weights = None if factors is None else factors.to(g.dtype)
-        x, g = drop_zero_rows(factors, x), drop_zero_rows(factors, g)
+        weights, gone = None if factors is None else factors.to(g.dtype), gone_rows(factors)
         weight = bias = None
         if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
-            bias = g.sum((0, 1)) if weights is None else weights @ g.sum(1)
+            sums = without_rows(g.sum(1), gone)
+            bias = sums.sum(0) if weights is None else weights @ sums
         if wanted[0]:
-            if weights is not None and x.shape[1] > 1:
-                weights = weights.repeat_interleave(x.shape[1])
-            x, g = x.flatten(0, 1), g.flatten(0, 1)
-            if weights is not None:  # the smaller of the two is scaled
-                x, g = (
-                    (_scaled(x, weights, context), g) if x.shape[1] <= g.shape[1] else (x, _scaled(g, weights, context))
-                )
-            left, right = self._sides(x, g)
+            if weights is None:
+                x, g = without_rows(x, gone), without_rows(g, gone)
+            elif x.shape[2] <= g.shape[2]:  # the smaller of the two is scaled
+                x, g = _scaled(x, weights, gone, context), without_rows(g, gone)
+            else:
+                x, g = without_rows(x, gone), _scaled(g, weights, gone, context)
+            left, right = self._sides(x.flatten(0, 1), g.flatten(0, 1))
             weight = left.t() @ right
         return self.finish(saved, weight, bias, wanted)
+
+    def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+        if not super().defers(saved, g, wanted, context):
+            return False
+        return not (self.uses_weight(wanted) and self.way(*self._as_rows(saved, g), context).startswith("materialize"))
 
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
         rows = self._as_rows(saved, g)
@@ -108,7 +116,7 @@ class MatrixRule(LayerRule):
         bias = None if biases is None else weigh_rows(torch.cat(factors), biases)
         return self.finish(saved, weight, bias, wanted)
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Tensor, Finish]:
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
         rows = self._as_rows(saved, g)
         way, shape = self.way(*rows, context) if self.uses_weight(wanted) else "", self.gradient_shape(*rows)
         if not way.startswith("materialize") or len(g) * shape[0] * shape[1] > numbers(saved[0], g):
@@ -119,6 +127,15 @@ class MatrixRule(LayerRule):
         if biases is not None:
             squares = squares + squared_row_norms(biases)
         return squares, partial(self._weigh_kept, (None, None, *saved[2:]), kept, biases, wanted=wanted)
+
+    def book_keep_all(
+        self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext
+    ) -> list[tuple[Terms | Tensor, Finish]]:
+        if not (self.uses_weight(wanted) and wanted[1] and starts_kernels(g)):
+            return super().book_keep_all(saved, g, wanted, context)
+        rows = RowTerms((None, self.bias_gradients(*self._as_rows(saved, g)), *[None] * (len(wanted) - 2)))
+        weight = self.book_keep(saved, g, (wanted[0], False, *wanted[2:]), context)
+        return [weight, (rows, rows)] if rows.few else super().book_keep_all(saved, g, wanted, context)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, g = self.rows(saved, g)
@@ -160,7 +177,7 @@ class MatrixRule(LayerRule):
             else Work(outer=product, bytes=3 * gradients),
         }
 
-    def gram_squares(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+    def gram_squares(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
         """Squared norms (B,), of the bias too, from inner products; the bias adds 1 to every entry of XXᵀ."""
         x = saved[0]
         assert x is not None
@@ -240,5 +257,7 @@ def _one_position(x: Tensor | None, g: Tensor, bias: bool) -> Tensor:
     return (left.add_(1) if bias else left) * right
 
 
-def _scaled(rows: Tensor, weights: Tensor, context: RuleContext) -> Tensor:
-    return torch.mul(rows, weights.unsqueeze(1), out=context.buffers.take("scaled", rows, *rows.shape))
+def _scaled(rows: Tensor, weights: Tensor, gone: Tensor | None, context: RuleContext) -> Tensor:
+    """rows_i · weight_i of (B, T, n), and zeros where examples are `gone`."""
+    scaled = torch.mul(rows, weights.view(-1, 1, 1), out=context.buffers.take("scaled", rows, *rows.shape))
+    return scaled if gone is None else scaled.masked_fill_(gone.view(-1, 1, 1), 0)

@@ -60,11 +60,17 @@ class LayerNormRule(PerExampleRule):
         x, _, _, mean, rstd = saved
         assert x is not None and mean is not None and rstd is not None
         g = upcast(g)
-        between = tuple(range(1, g.dim() - len(self.module.normalized_shape)))
+        shape = g.shape[g.dim() - len(self.module.normalized_shape) :]
+        between = tuple(range(1, g.dim() - len(shape)))
         weight = bias = None
         if wanted[0]:
-            product = (upcast(x) - mean).mul_(rstd).mul_(g)
-            weight = product.sum(between) if between else product
+            product = (upcast(x) - mean).mul_(g)
+            if between:
+                rows = product.flatten(1, len(between)).flatten(2)
+                scales = rstd.to(rows.dtype).view(len(x), 1, rows.shape[1])
+                weight = torch.bmm(scales, rows).view(len(x), *shape)
+            else:
+                weight = product.mul_(rstd)
         if wanted[1]:
             bias = g.sum(between) if between else g
         return weight, bias

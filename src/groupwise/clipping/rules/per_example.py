@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import weigh_rows
 from groupwise.clipping.layouts import Layout
+from groupwise.clipping.norm_terms import RowTerms, Terms
 from groupwise.clipping.precision import sum_of_squares, upcast
 from groupwise.clipping.rules.base import Clip, Finish, Gradients, LayerRule, RuleContext, Saved, Wanted, numbers
 from groupwise.errors import UserError
@@ -30,10 +31,14 @@ class PerExampleRule(LayerRule):
         gradients = self.per_example_gradients(saved, g, wanted)
         return weigh_gradients(gradients, clip(sum_of_squares(gradients)))
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Tensor, Finish]:
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
         gradients = self.per_example_gradients(saved, g, wanted)
+        keeps = numbers(*gradients) <= numbers(*saved, g)
+        terms = RowTerms(gradients)
+        if keeps and terms.few:
+            return terms, terms
         squares = sum_of_squares(gradients)
-        if numbers(*gradients) <= numbers(*saved, g):
+        if keeps:
             return squares, partial(weigh_gradients, gradients)
         return squares, partial(self.weighted_sum, saved, g, wanted=wanted, context=context)
 

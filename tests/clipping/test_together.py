@@ -1,0 +1,105 @@
+"""Groups that close together, as on a GPU, where small operations are done for all of them at once: the same sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, norm_terms, per_layer
+from groupwise.clipping import groups as groups_file
+from groupwise.clipping.factors import keep_finite
+from groupwise.clipping.norm_terms import GramTerms, RowTerms, squares_together
+from groupwise.clipping.rules import matrix
+from groupwise.errors import UserError
+from tests.clipping.test_against_reference import MODES, assert_equal_to_reference, middle_thresholds
+
+pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Three groups at a time, with all that is done on a GPU alone."""
+    monkeypatch.setattr(groups_file, "MOST_TOGETHER", 3)
+    for module in (norm_terms, groups_file, matrix):
+        monkeypatch.setattr(module, "starts_kernels", lambda t: True)
+
+
+@pytest.mark.parametrize("mode", ["layer", "layer_gram", "layer_automatic", "block", "flat", "ghost"])
+def test_equal_to_single_examples(together, case, mode):
+    make_partition, options = MODES[mode]
+    partition = make_partition(case.model)
+    assert_equal_to_reference(case, partition, middle_thresholds(case, partition), **options)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 3)]
+    return nn.Sequential(*layers)
+
+
+def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[list[Tensor], Tensor]:
+    with attach(model, per_layer(model), 0.3, **options) as engine:
+        engine.backward((model(x).flatten(1).square().sum(1)) * weights)
+        sums = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return sums, engine.counts
+
+
+def test_groups_that_follow_each_other_close_together(together):
+    model = network()
+    engine = attach(model, per_layer(model), 0.3)
+    assert [[other.index for other in group.together] for group in engine.groups] == [[0, 1, 2]] * 3 + [[3, 4]] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_stays_out_of_every_sum(together, value):
+    model, x = network(), torch.randn(4, 3, 4)
+    weights = torch.tensor([1.0, 1.0, value, 1.0])
+    found, counts = clipped(model, x, weights)
+    kept = [0, 1, 3]
+    expected, others = clipped(model, x[kept], weights[kept])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert torch.equal(counts, others)
+
+
+def test_a_rule_of_ones_own_gets_one_group_at_a_time(together):
+    shapes = []
+
+    def rule(norms: Tensor, threshold: Tensor) -> Tensor:
+        shapes.append((norms.shape, threshold.shape))
+        return (threshold / norms).clamp_max(1.0)
+
+    model, x = network(), torch.randn(4, 3, 4)
+    mine, _ = clipped(model, x, torch.ones(4), clip_rule=rule)
+    usual, _ = clipped(model, x, torch.ones(4))
+    assert set(shapes) == {((4,), ())}
+    for ours, theirs in zip(mine, usual, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_layer_that_the_losses_do_not_reach_is_named(together):
+    model = network()
+    with attach(model, per_layer(model), 0.3) as engine:
+        y = model[0](torch.randn(4, 3, 4))
+        model[1](y)
+        with pytest.raises(UserError, match="reach no layer of group '1'"):
+            engine.backward(model[4](model[3](model[2](y))).flatten(1).sum(1))
+
+
+def test_terms_of_several_layers_are_each_layers_own():
+    torch.manual_seed(0)
+    sides = [(torch.randn(5, 6, d), torch.randn(5, 6, 3)) for d in (4, 7, 2)]
+    reported = [[GramTerms(x @ x.mT, g @ g.mT, False, 7), RowTerms((None, g.sum(1)))] for x, g in sides]
+    for (x, g), squares in zip(sides, squares_together(reported), strict=True):
+        true = (g.mT @ x).square().sum((1, 2)) + g.sum(1).square().sum(1)
+        torch.testing.assert_close(squares.float(), true, rtol=1e-4, atol=1e-5)
+        assert bool((squares >= true * (1 - 1e-6)).all())
+
+
+def test_factors_of_what_is_not_finite_are_zero():
+    squares = torch.tensor([[1.0, math.nan], [math.inf, 4.0]], dtype=torch.float64)
+    assert keep_finite(torch.ones(2, 2), squares).tolist() == [[1, 0], [0, 1]]
