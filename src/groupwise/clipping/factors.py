@@ -81,6 +81,12 @@ def gone_rows(factors: Tensor | None) -> Tensor | None:
     return factors == 0 if known is None else known
 
 
+def with_gone(factors: Tensor) -> Tensor:
+    """The same factors (B,), of which `gone_rows` is computed once for all layers."""
+    factors.gone = factors == 0  # type: ignore[attr-defined]
+    return factors
+
+
 def unbind_factors(factors: Tensor) -> list[Tensor]:
     """Each group's own factors (B,) of (K, B), of which `gone_rows` knows what it would have to compute."""
     rows = list(factors.unbind())
@@ -119,7 +125,9 @@ def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Ten
 def left_out(factors: Tensor) -> Tensor | None:
     """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
     keep = (factors != 0).to(factors.dtype)
-    return None if is_sync_free(keep) and bool(keep.all()) else keep
+    if is_sync_free(keep):
+        return None if bool(keep.all()) else keep
+    return with_gone(keep)
 
 
 RELATIONS = ("add_remove",)

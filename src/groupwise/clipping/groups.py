@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import ClipRule, keep_finite, unbind_factors
+from groupwise.clipping.factors import ClipRule, keep_finite, unbind_factors, with_gone
 from groupwise.clipping.norm_terms import starts_kernels
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
@@ -76,7 +76,11 @@ def factors_together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor])
     """Clip factors (n,) of several groups from squared norms (n,) each; at once where the rule can."""
     rule = groups[0].clip_rule if groups else None
     if len(groups) < 2 or not getattr(rule, "elementwise", False):
-        return [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
+        each = [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
+        return [
+            with_gone(rows.to(group.threshold.dtype)) if starts_kernels(rows) else rows
+            for group, rows in zip(groups, each, strict=True)
+        ]
     thresholds = torch.stack([group.threshold for group in groups]).unsqueeze(1)
     return unbind_factors(factors_at(groups[0].clip_rule, torch.stack(list(squares)), thresholds).to(thresholds.dtype))
 

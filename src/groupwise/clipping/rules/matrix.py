@@ -23,7 +23,7 @@ from torch import Tensor
 
 from groupwise.clipping.cost_model import Work, gram_norms
 from groupwise.clipping.factors import add_weighed_rows, gone_rows, weigh_rows, without_rows
-from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together, starts_kernels
+from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together, starts_kernels
 from groupwise.clipping.precision import floor, second_product_slack, squared_row_norms
 from groupwise.clipping.rules.base import (
     Clip,
@@ -99,7 +99,10 @@ class MatrixRule(LayerRule):
     def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
         if not super().defers(saved, g, wanted, context):
             return False
-        return not (self.uses_weight(wanted) and self.way(*self._as_rows(saved, g), context).startswith("materialize"))
+        rows = self._as_rows(saved, g)
+        if not (self.uses_weight(wanted) and self.way(*rows, context).startswith("materialize")):
+            return True
+        return self._are_small(*rows)
 
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
         rows = self._as_rows(saved, g)
@@ -121,6 +124,11 @@ class MatrixRule(LayerRule):
         way, shape = self.way(*rows, context) if self.uses_weight(wanted) else "", self.gradient_shape(*rows)
         if not way.startswith("materialize") or len(g) * shape[0] * shape[1] > numbers(saved[0], g):
             return super().book_keep(saved, g, wanted, context)
+        if starts_kernels(g) and self._are_small(*rows):
+            (weights,) = self.gradient_chunks(*rows, way, context, rows[1].new_empty(len(g), *shape))
+            weights = weights if self._inputs_first(*self._sizes(*rows)) == self.transposed else weights.mT
+            terms = RowTerms((weights, self.bias_gradients(*rows) if wanted[1] else None))
+            return terms, terms
         kept, measure = rows[1].new_empty(len(g), *shape), self.measure(rows[0], wanted)
         squares = torch.cat([measure(gradients) for gradients in self.gradient_chunks(*rows, way, context, kept)])
         biases = self.bias_gradients(*rows) if wanted[1] else None
@@ -185,9 +193,7 @@ class MatrixRule(LayerRule):
 
     def gradient_shape(self, saved: Saved, g: Tensor) -> tuple[int, int]:
         """One example's weight gradient as it is formed."""
-        x = saved[0]
-        assert x is not None
-        d, p = x.shape[2], g.shape[2]
+        d, p = self._sizes(saved, g)
         return (d, p) if self._inputs_first(d, p) else (p, d)
 
     def gradient_chunks(
@@ -219,6 +225,20 @@ class MatrixRule(LayerRule):
         rows, columns = self.module.get_parameter("weight").shape
         d, p = (rows, columns) if self.transposed else (columns, rows)
         return weight if self._inputs_first(d, p) == self.transposed else weight.t(), bias
+
+    def _sizes(self, saved: Saved, g: Tensor) -> tuple[int, int]:
+        """d and p."""
+        x = saved[0]
+        assert x is not None
+        return x.shape[2], g.shape[2]
+
+    def _are_small(self, saved: Saved, g: Tensor) -> bool:
+        """Whether all examples' gradients (p, d) are few numbers, of the parameters themselves."""
+        kind = type(self)
+        if kind.measure is not MatrixRule.measure or kind.finish is not MatrixRule.finish:
+            return False
+        height, width = self.gradient_shape(saved, g)
+        return len(g) * height * width <= FEW
 
     def _as_rows(self, saved: Saved, g: Tensor) -> tuple[Saved, Tensor]:
         x, g = self.rows(saved, g)
