@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.cost_model import Work, inner_products, norms_from_products, self_products
 from groupwise.clipping.precision import autocast, rounding_slack, squared_row_norms, upcast
-from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, register_rule
+from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, in_format_of, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
 STANDARDIZATION_EPS = 1e-4
@@ -141,7 +141,7 @@ class WSConv2dRule(ConvRule):
         assert x is not None
         standard, scale, active = self._scales(saved)
         if y is None:
-            y = self._convolve(upcast(x), self._unflatten(standard), None)
+            y = self._convolve(upcast(x), in_format_of(x, self._unflatten(standard)), None)
         rows, k = positions_first(g), self._filter_size()
         longest = max(rows.shape[1], k, rows.shape[2])
         between = self._products(saved, g, context)
