@@ -6,6 +6,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,10 +14,13 @@ from torch import Tensor
 from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
 from benchmarks.workloads import TINY_TOKENS, WORKLOADS
 from groupwise.clipping import Rates, attach, flat, per_layer
+from groupwise.clipping.rules import base
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
 
 RATES = Rates(matmul=4e13, gram=1.1e13, outer=2.5e13, kernel=1.9e12, bytes=2.2e12, calls=2.5e5)
 """An H100's, by its data sheet, so that the ways that are chosen are those of such a device."""
+MEMORY = 80 << 30
+"""Bytes, an H100's, by which chunks are cut."""
 MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer")
 BATCHES = {"wrn16_4_ws": 512, "wrn16_4_conv": 512, "roberta_base": 16, "gpt2": 16, "gpt2_untied": 16, "lora_gpt2": 16}
 """B of Figure 1 for the language models."""
@@ -53,6 +57,7 @@ class EmulatedNoise(NoiseSource):
         """Takes it all the same: the draws themselves are the true ones' operations."""
 
 
+@patch.object(base, "device_memory", lambda kind, index: MEMORY)
 def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU]:
     """One step, with the counts of its forward and backward pass, and of the rest: a row.
 

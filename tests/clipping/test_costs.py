@@ -95,18 +95,6 @@ def test_every_way_of_a_convolution_is_exact(layer, way, make_partition, double,
         torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("gain", [0.0, 1e-6])
-def test_a_gain_near_zero_is_never_divided_by(gain, double):
-    layer = WSConv2d(3, 4, 3, gain=True)
-    with torch.no_grad():
-        layer.gain[1] = gain
-    x = torch.randn(4, 3, 5, 5)
-    truth = clipped_sums(layer, lambda i: layer(x[[i]]).square().sum(), range(4), per_layer(layer), [1.0])
-    with attach(layer, per_layer(layer), 1.0, formula="gram") as engine:
-        engine.backward(layer(x).flatten(1).square().sum(1))
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-
-
 def test_inner_products_never_understate_a_standardised_gradient_in_float32():
     """Inputs almost constant over a window: the gradient is all mean, which standardisation removes."""
     torch.manual_seed(0)
@@ -125,7 +113,7 @@ def test_inner_products_never_understate_a_standardised_gradient_in_float32():
 
 
 def test_an_output_changed_in_place_is_refused_in_words():
-    model = nn.Sequential(WSConv2d(3, 4, 3), nn.ReLU(inplace=True))
+    model = nn.Sequential(WSConv2d(3, 40, 3, bias=False), nn.ReLU(inplace=True))
     with (
         attach(model, per_layer(model), 1.0, formula="gram") as engine,
         pytest.raises(UserError, match="changed in place"),

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from groupwise.clipping import attach, cost_model, flat, per_layer, shared_parameters
 from groupwise.clipping.cost_model import LastProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
-from groupwise.clipping.rules import group_norm
+from groupwise.clipping.rules import base, group_norm
 from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
-from groupwise.clipping.rules.conv import Geometry, positions_first, positions_last
+from groupwise.clipping.rules.conv import positions_first, positions_last
+from groupwise.clipping.rules.geometry import Geometry
 from tests.clipping.conftest import make_case
 
 
@@ -200,6 +202,19 @@ def test_small_helpers():
     squares = sum_of_squares((torch.tensor([[[1.0, 2.0]], [[3.0, 0.0]]]), None, torch.tensor([[2.0], [1.0]])))
     assert squares.tolist() == pytest.approx([9.0, 10.0], rel=1e-6)
     assert chunk_floats(torch.zeros(1)) == 2**20 and chunk_floats(torch.zeros(1, device="meta")) == 2**26
+
+
+def test_chunks_on_a_gpu_grow_with_its_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=(index + 1) << 33)
+    )
+    base.device_memory.cache_clear()
+    try:
+        sizes = [chunk_floats(SimpleNamespace(device=torch.device("cuda", index))) for index in (0, 1, 9)]
+    finally:
+        base.device_memory.cache_clear()
+    assert sizes == [2**25, 2**26, 10 * 2**25]
 
 
 def test_memory_formats_follow_the_input():

@@ -15,7 +15,8 @@ from groupwise.clipping import cost_model as costs
 from groupwise.clipping.cost_model import Choices, Work
 from groupwise.clipping.rules import conv, find_rule, matrix
 from groupwise.clipping.rules.base import BufferPool, RuleContext
-from groupwise.clipping.rules.conv import Conv2dRule, Geometry
+from groupwise.clipping.rules.conv import Conv2dRule
+from groupwise.clipping.rules.geometry import Geometry
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
 
@@ -75,6 +76,7 @@ LAYERS = {
     "plain": (lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 6, 5)),
     "strided": (lambda: nn.Conv2d(3, 4, (3, 2), stride=2, padding=1, dilation=2), (2, 3, 9, 8)),
     "many filters": (lambda: nn.Conv2d(3, 40, 3, padding=1), (2, 3, 3, 3)),
+    "dilated": (lambda: nn.Conv2d(6, 4, 3, padding=3, dilation=(3, 1)), (2, 6, 4, 5)),
     "many channels": (lambda: nn.Conv2d(64, 4, 3, padding=1), (2, 64, 5, 5)),
     "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3, 2, 1, dilation=2), (2, 3, 5, 4)),
     "transposed, few places": (lambda: nn.ConvTranspose2d(8, 9, 3), (2, 8, 2, 2)),
@@ -102,10 +104,10 @@ def test_a_convolution_does_the_operations_that_it_was_chosen_for(monkeypatch, n
 @pytest.mark.parametrize(
     ("geometry", "channels", "space", "out", "expected"),
     [
-        # t = 9, K = 27: unfolding 2·81·27 and 2·9·27 numbers; pixels 2·81·3 and 2·(25² + 9·81) numbers
+        # t = 9, K = 27: unfolding 2·81·27 and 2·9·27 numbers; pixels 2·81·3 and 15·81 numbers
         (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), 3, (3, 3), (3, 3), (False, 4374.0, 486.0)),
-        # t = 25, K = 576: unfolding 2·625·576; pixels 2·625·64 and 2·(49² + 9·625) numbers
-        (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), 64, (5, 5), (5, 5), (True, 80_000.0, 16_052.0)),
+        # t = 25, K = 576: unfolding 2·625·576; pixels 2·625·64 and (1 + 2·(1 + 2·3))·625 numbers
+        (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), 64, (5, 5), (5, 5), (True, 80_000.0, 9_375.0)),
         (Geometry((2,), (3,), (0,), (1,), 1), 5, (11,), (4,), (False, 320.0, 80.0)),
     ],
 )
@@ -139,6 +141,8 @@ def test_the_bytes_of_a_convolution(monkeypatch):
         assert ways["gram"].bytes == scaling + 4 * 2 * (486 + 6 * 81)
     kept = Conv2dRule(nn.Conv2d(3, 4, 3, padding=1)).ways(torch.Size((2, 3, 6, 5)), torch.Size((2, 4, 6, 5)), False)
     assert kept["materialize"] == Work(outer=2 * 2 * 4 * 30 * 27, bytes=3 * gradients + 8 * 2 * 30 * 27)
+    wide = Conv2dRule(nn.Conv2d(8, 4, 3)).ways(torch.Size((2, 8, 6, 5)), torch.Size((2, 4, 4, 3)), True)
+    assert wide["materialize"] == Work(outer=2 * 2 * 4 * 12 * 72, bytes=3 * 4 * 2 * 4 * 72 + 8 * 2 * 6 * 3 * 24)
 
 
 def test_which_ways_a_convolution_has(monkeypatch):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -70,9 +70,18 @@ class RuleContext:
         self.products.clear()
 
 
+@lru_cache
+def device_memory(kind: str, index: int) -> int:
+    """Bytes that a device has; 16 GiB where it cannot be asked."""
+    if kind == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(index).total_memory)
+    return 1 << 34
+
+
 def chunk_floats(like: Tensor) -> int:
-    """Numbers that a chunk of materialised gradients may hold: about a core's cache, or enough to fill a GPU."""
-    return 1 << 20 if like.device.type == "cpu" else 1 << 26
+    """Numbers that a chunk of materialised gradients may hold: about a core's cache, or a 64th of a GPU's memory."""
+    device = like.device
+    return 1 << 20 if device.type == "cpu" else device_memory(device.type, device.index or 0) // 256
 
 
 MOST_KEPT = 1 << 24

@@ -1,10 +1,8 @@
 """Clips convolutions in one, two and three dimensions, with any stride, padding, dilation and groups."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +13,6 @@ from groupwise.clipping.cost_model import Work, norms_from_products, self_produc
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
 from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
 from groupwise.clipping.rules.base import (
-    BufferPool,
     Gradients,
     RuleContext,
     Saved,
@@ -25,79 +22,8 @@ from groupwise.clipping.rules.base import (
     numbers,
     register_rule,
 )
+from groupwise.clipping.rules.geometry import Geometry, Span
 from groupwise.clipping.rules.matrix import MatrixRule, chunk_memory
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A convolution's shape, one entry an axis of space."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def padded(self, space: Sequence[int]) -> list[int]:
-        """Sizes of the padded input."""
-        return [size + 2 * pad for size, pad in zip(space, self.padding, strict=True)]
-
-    def unfolded(self, x: Tensor, out: torch.Size, step: int, buffers: BufferPool) -> Iterator[Tensor]:
-        """X of `step` examples at a time, (n·groups, T, K), in one buffer; x (B, c, *space), out the output's space."""
-        as_it_is = math.prod(self.kernel) * math.prod(self.stride) * self.groups == 1 and x.shape[2:] == out
-        if as_it_is and not any(self.padding):
-            yield from x.movedim(1, -1).flatten(1, -2).split(step)
-            return
-        pads = any(self.padding)
-        frame = buffers.take(
-            "padded", x, min(step, len(x)) if pads else 0, *self.padded(x.shape[2:]), x.shape[1]
-        ).zero_()
-        inner = tuple(slice(pad, pad + size) for size, pad in zip(x.shape[2:], self.padding, strict=True))
-        for part in x.movedim(1, -1).split(step):
-            if pads:
-                frame[: len(part)][(slice(None), *inner)] = part
-                part = frame[: len(part)]
-            windows = self._windows(part.contiguous(), out)
-            yield (
-                buffers.take("columns", x, *windows.shape)
-                .copy_(windows)
-                .view(len(part) * self.groups, math.prod(out), -1)
-            )
-
-    def _windows(self, padded: Tensor, out: torch.Size) -> Tensor:
-        """What each output position sees of padded inputs (n, *space, c): a view (n, groups, *out, *k, c/groups)."""
-        steps, channels = padded.stride()[1:-1], padded.shape[-1] // self.groups
-        moves = [a * b for a, b in zip(steps, self.stride, strict=True)]
-        taps = [a * b for a, b in zip(steps, self.dilation, strict=True)]
-        shape = (len(padded), self.groups, *out, *self.kernel, channels)
-        return padded.as_strided(shape, (padded.stride(0), channels, *moves, *taps, 1), padded.storage_offset())
-
-    def products_work(self, channels: int, space: Sequence[int], out: Sequence[int]) -> tuple[bool, float, float]:
-        """The cheaper way to XXᵀ of one example: (over pixels?, operations, numbers written)."""
-        t, pixels, taps = math.prod(out), math.prod(space), math.prod(self.kernel)
-        unfolding = 2.0 * t * t * taps * channels, 2.0 * t * taps * channels
-        shifting = 2.0 * pixels * pixels * channels, 2.0 * (math.prod(self.padded(space)) ** 2 + taps * t * t)
-        over_pixels = shifting[0] + 8 * shifting[1] < unfolding[0] + 8 * unfolding[1]  # a number costs as 8 operations
-        return over_pixels, *(shifting if over_pixels else unfolding)
-
-    def products(self, x: Tensor, out: torch.Size, buffers: BufferPool) -> Tensor:
-        """XXᵀ (B, T, T) of inputs x (B, c, *space) for one group of channels."""
-        if not self.products_work(x.shape[1], x.shape[2:], out)[0]:
-            return torch.cat([self_products(columns) for columns in self.unfolded(x, out, len(x), buffers)])
-        space, n = x.shape[2:], len(x)
-        pixels = x.flatten(2).mT.contiguous()  # (B, ∏space, c)
-        between = self_products(pixels).view(n, *space, *space)
-        around = [pad for size in reversed(self.padding) for pad in (size, size)]
-        between = F.pad(between, around * 2)
-        total = between.new_zeros(n, *out, *out)
-        for tap in product(*(range(size) for size in self.kernel)):  # positions see the same tap of two windows at once
-            seen = tuple(
-                slice(i * d, i * d + (size - 1) * s + 1, s)
-                for i, d, s, size in zip(tap, self.dilation, self.stride, out, strict=True)
-            )
-            total += between[(slice(None), *seen, *seen)]
-        return total.view(n, math.prod(out), math.prod(out))
-
 
 LEAST_KERNEL_INPUT = 20480
 """On a CPU torch gives one example of fewer numbers to a convolution kernel that is slower than unfolding."""
@@ -199,11 +125,14 @@ class ConvRule(MatrixRule):
         """What the ways cost, the weighted sum included."""
         b, p, t, k, groups = out[0], out[1], math.prod(out[2:]), self._filter_size(), self.module.groups
         product, scaling, gradients = 2.0 * b * p * t * k, 8.0 * b * p * t, 4.0 * b * p * k
+        unfolds, rows, spans = self._geometry.layout(self._channels(), inputs[2:], out[2:])
+        width = math.prod(unfolds.kernel) * self._channels()
+        outer = 2.0 * b * p * width * sum(map(len, spans))  # what padding adds is left out
         again = not own_group and p * k * b > b * p * t + math.prod(inputs)  # kept gradients need no second product
         later = {"matmul": product, "bytes": 2 * gradients + scaling} if again else {"bytes": 3 * gradients}
-        unfolding = later | {"bytes": later["bytes"] + 8.0 * b * t * k * groups}
+        unfolding = later | {"bytes": later["bytes"] + 8.0 * b * math.prod(rows) * width * groups}
         kernel = later | {"bytes": later["bytes"] + 3 * gradients}
-        ways = {"materialize": Work(outer=product, **unfolding)}
+        ways = {"materialize": Work(outer=outer, **unfolding)}
         if math.prod(self.module.kernel_size) > 1 and math.prod(inputs[1:]) > LEAST_KERNEL_INPUT:
             ways["materialize/kernel"] = Work(kernel=product, calls=b, **kernel)
         if groups > 1:
@@ -232,11 +161,13 @@ class ConvRule(MatrixRule):
         step = max(1, min(len(g), chunk_floats(g) // math.prod(shape)))
         if way.endswith("kernel"):
             return self._by_kernel(saved, g, step, chunk_memory(context, g, step, shape, kept))
-        unfolded = math.prod(g.shape[2:]) * shape[1] * self._geometry.groups
+        unfolds, rows, spans = self._geometry.layout(self._channels(), x.shape[2:], g.shape[2:])
+        unfolded = math.prod((*rows, *unfolds.kernel)) * self._channels() * unfolds.groups
         part = max(1, min(step, chunk_floats(g) // max(unfolded, numbers(x[0]))))
         step = step if step == len(g) else step // part * part  # a part lies in one chunk
-        chunks = chunk_memory(context, g, step, shape, kept)
-        return self._by_unfolding(x, g, part, chunks, context)
+        columns = unfolds.unfolded(x, rows, part, context.buffers)
+        parts = positions_last(g, unfolds.groups).split(part * unfolds.groups)
+        return _products(zip(columns, parts, strict=True), spans, chunk_memory(context, g, step, shape, kept))
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
         """What squared norms (B,) are raised by where sums are not made from the gradients that were measured."""
@@ -285,19 +216,6 @@ class ConvRule(MatrixRule):
     def _unflatten(self, rows: Tensor) -> Tensor:
         return rows.view(-1, *self.module.kernel_size, self._channels()).movedim(-1, 1)
 
-    def _by_unfolding(
-        self, x: Tensor, g: Tensor, step: int, chunks: Iterator[Tensor], context: RuleContext
-    ) -> Iterator[Tensor]:
-        shape, groups, chunk, filled = self._geometry, self._geometry.groups, next(chunks), 0
-        parts = positions_last(g, groups).split(step * groups)
-        for columns, gradients in zip(shape.unfolded(x, g.shape[2:], step, context.buffers), parts, strict=True):
-            if filled == len(chunk):
-                yield chunk
-                chunk, filled = next(chunks), 0
-            here = chunk[filled : (filled := filled + len(columns) // groups)]
-            torch.bmm(gradients, columns, out=here.view(len(columns), -1, columns.shape[2]))
-        yield chunk[:filled]
-
     def _by_kernel(self, saved: Saved, g: Tensor, most: int, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         x, weight = saved[:2]
         assert x is not None and weight is not None
@@ -308,6 +226,25 @@ class ConvRule(MatrixRule):
                 row = self._convolve_backward(some_g[i : i + 1], some_x[i : i + 1], weight, mask)[1]
                 chunk[i] = self._flatten(row)
             yield chunk[: len(some_g)]
+
+
+def _products(sides: Iterator[tuple[Tensor, Tensor]], spans: list[Span], chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Gradients (n, p, K) of a few examples at a time, from what was unfolded (n·groups, T, K/k) and from G."""
+    chunk, filled = next(chunks), 0
+    for columns, gradients in sides:
+        rows, width = gradients.shape[1:2] + columns.shape[2:]
+        examples = len(columns) * rows // chunk.shape[1]
+        if filled == len(chunk):
+            yield chunk
+            chunk, filled = next(chunks), 0
+        here = chunk[filled : (filled := filled + examples)].view(len(columns), rows, len(spans), width)
+        for tap, span in enumerate(spans):
+            if span:
+                seen = columns[:, span.seen : span.seen + len(span)]
+                torch.bmm(gradients[:, :, span.first : span.last], seen, out=here[:, :, tap])
+            else:
+                here[:, :, tap].zero_()
+    yield chunk[:filled]
 
 
 def positions_last(g: Tensor, groups: int) -> Tensor:

@@ -6,7 +6,9 @@ is ⟨G, ŵ⟩, where a is 1, or 0 where eps holds s fixed. As ŵ has mean 0 (an
 (gain·s)²·(‖G‖² - (ΣG)²/K - a·⟨G, ŵ⟩²): three numbers a filter, and the map is linear, so sums go through it once.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,15 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.cost_model import inner_products, norms_from_products, self_products
-from groupwise.clipping.factors import is_sync_free
-from groupwise.clipping.precision import rounding_slack, squared_row_norms, upcast
-from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, register_rule
+from groupwise.clipping.cost_model import Work, inner_products, norms_from_products, self_products
+from groupwise.clipping.precision import autocast, rounding_slack, squared_row_norms, upcast
+from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, in_format_of, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
 STANDARDIZATION_EPS = 1e-4
-LEAST_GAIN = 1e-3
-"""Outputs are divided by the gain to find ⟨G, ŵ⟩; below this the gradients are materialised instead."""
+CACHED = ("cpu",)
+"""Devices with a chunk of gradients in a cache: there, reading it again for ΣG beats a product with two rows."""
 
 
 def standardize_weight(weight: Tensor, eps: float = STANDARDIZATION_EPS) -> tuple[Tensor, Tensor]:
@@ -69,55 +70,78 @@ class WSConv2d(nn.Conv2d):
 class WSConv2dRule(ConvRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,).
 
-    `saved` is (x, weight used, ŵ, s, gain, bias, output); the output tells ⟨G, ŵ⟩ without G.
+    `saved` is (x, weight used, ŵ, gain·s, a, what ŵ alone gives for x), the last for ⟨G, ŵ⟩ without G.
     """
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "gain")
-    batched: ClassVar[tuple[int, ...]] = (0, 6)
+    autocast: ClassVar = "keep"  # filters are standardised as they are stored; `prepare` and `forward` lower the rest
+    batched: ClassVar[tuple[int, ...]] = (0, 5)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return super().prepare(autocast("lower", x, [])[0])
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias, gain = parameters
         assert weight is not None
         standard, scale = standardize_weight(upcast(weight))
-        used = standard if gain is None else standard * gain.view(-1, 1, 1, 1)
-        used = used.to(x.dtype)
-        y = self._convolve(x, used, bias)
-        output = y if y.dtype == weight.dtype else None
-        return y, (x, used, self._flatten(standard), scale.flatten(), gain, bias, output)
+        used = (standard if gain is None else standard * gain.view(-1, 1, 1, 1)).to(x.dtype)
+        if x.dtype == standard.dtype and _in_full(x) and self._may_use_products(x):
+            y = output = self._convolve(x, standard, None)
+            if gain is not None:
+                y = y * gain.view(-1, 1, 1)
+            if bias is not None:
+                y = y + bias.view(-1, 1, 1)
+        else:
+            y, output = self._convolve(x, used, None if bias is None else bias.to(x.dtype)), None
+        scale = scale.flatten()
+        active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
+        return y, (x, used, self._flatten(standard), scale if gain is None else scale * gain, active, output)
 
     def keep(self, saved: Saved, context: RuleContext) -> Saved:
-        """The output only where norms go by inner products, which divide it by the gain (a GPU is not asked for it)."""
-        gain, y = saved[4], saved[6]
-        if y is None:
-            return saved
-        needed = not context.save_memory and _divides(gain) and self.choose(saved, y, context) == "gram"
-        return saved if needed else (*saved[:6], None)
+        """The output of ŵ only where norms go by inner products."""
+        y = saved[5]
+        needed = y is not None and not context.save_memory and self.choose(saved, y, context) == "gram"
+        return saved if needed else (*saved[:5], None)
 
-    def way(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
-        way = super().way(saved, g, context)
-        return "materialize" if way == "gram" and saved[6] is None else way  # the output was not kept
+    def choose(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
+        x = saved[0]
+        assert x is not None
+        ways = partial(self._ways, x.shape, g.shape, context.own_group, saved[5] is None)
+        return context.choices.choose((tuple(x.shape), tuple(g.shape), context.own_group), x.device, ways)
 
     def uses_weight(self, wanted: Wanted) -> bool:
         """Whether weight or gain count: both come from the gradient of the weight used."""
         return wanted[0] or wanted[2]
 
+    def _may_use_products(self, x: Tensor) -> bool:
+        """Whether T×T products could be smaller than gradients, so that ŵ's output is worth a pass over it."""
+        return math.prod(self._geometry.out(x.shape[2:])) ** 2 <= self.module.out_channels * self._filter_size()
+
+    def _ways(self, inputs: torch.Size, out: torch.Size, own_group: bool, again: bool) -> dict[str, Work]:
+        """`ways`, where inner products need ŵ's output `again`: it was not kept."""
+        ways = self.ways(inputs, out, own_group)
+        if again and "gram" in ways:
+            product = 2.0 * math.prod(out) * self._filter_size()
+            ways["gram"] = replace(ways["gram"], matmul=ways["gram"].matmul + product)
+        return ways
+
     def _scales(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Standardised filters ŵ (p, K), gain·s (p,), and a (p,): 1 where the scale depends on the weight."""
-        standard, scale, gain = saved[2:5]
-        assert standard is not None and scale is not None
-        active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
-        return standard, scale if gain is None else scale * upcast(gain), active
+        standard, scale, active = saved[2:5]
+        assert standard is not None and scale is not None and active is not None
+        return standard, scale, active
 
     def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
-        """The same three numbers a filter without G: ⟨G, ŵ⟩ from the output, ΣG from sums over windows of the input.
+        """The same three numbers a filter without G: ⟨G, ŵ⟩ from what ŵ gives, ΣG from sums over windows of the input.
 
         Each is moved by its own rounding towards the larger norm.
         """
-        x, _, _, _, gain, bias, y = saved
-        assert x is not None and y is not None
-        _, scale, active = self._scales(saved)
-        gain = torch.ones_like(scale) if gain is None else upcast(gain)
+        x, y = saved[0], saved[5]
+        assert x is not None
+        standard, scale, active = self._scales(saved)
+        if y is None:
+            y = self._convolve(upcast(x), in_format_of(x, self._unflatten(standard)), None)
         rows, k = positions_first(g), self._filter_size()
         longest = max(rows.shape[1], k, rows.shape[2])
         between = self._products(saved, g, context)
@@ -126,11 +150,8 @@ class WSConv2dRule(ConvRule):
         shape = self._geometry
         windows = F.conv2d(upcast(x).sum(1, keepdim=True), ones, None, shape.stride, shape.padding, shape.dilation)
         total = inner_products(windows.flatten(2), rows.mT).squeeze(1)  # (B, p): ΣG
-        along, size = (rows * positions_first(upcast(y))).sum(1), torch.bmm(lengths, rows.abs()).squeeze(1)
-        if bias is not None:
-            along = along - upcast(bias) * rows.sum(1)
-            size = size + upcast(bias).abs() / gain.abs() * rows.abs().sum(1)
-        along, slack = along / gain, rounding_slack(size, longest)
+        along, size = (rows * positions_first(y)).sum(1), torch.bmm(lengths, rows.abs()).squeeze(1)
+        slack = rounding_slack(size, longest)
         squares = rows.new_zeros(len(rows))
         if wanted[0]:
             weighed = rows * scale
@@ -147,32 +168,41 @@ class WSConv2dRule(ConvRule):
     def measure(self, saved: Saved, wanted: Wanted) -> Callable[[Tensor], Tensor]:
         """From gradients (n, p, K) of the weight used to squared norms (n,) of weight and gain."""
         standard, scale, active = self._scales(saved)
-        return partial(_squares, standard.unsqueeze(1), scale.double().square(), active.double(), wanted)
+        directions = torch.stack([standard, torch.full_like(standard, standard.shape[1] ** -0.5)], 1)
+        whole = scale.double().square() * wanted[0]
+        along = torch.stack([float(wanted[2]) - whole * active, -whole], 1)
+        return partial(_squares, directions, whole, along.flatten())
 
     def finish(self, saved: Saved, weight: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         if weight is None:
             return None, bias, None
         standard, scale, active = self._scales(saved)
-        along = (weight * standard).sum(1)
+        along = torch.bmm(weight.unsqueeze(1), standard.unsqueeze(2)).view(-1)
         total = None
         if wanted[0]:
-            across = weight - weight.mean(1, keepdim=True) - (active * along).unsqueeze(1) * standard
+            across = (weight - weight.mean(1, keepdim=True)).addcmul_((active * along).unsqueeze(1), standard, value=-1)
             total = self._unflatten(across * scale.unsqueeze(1))
         return total, bias, along if wanted[2] else None
 
 
-def _divides(gain: Tensor | None) -> bool:
-    """Whether outputs divided by their gains (p,) can be trusted; a GPU is not asked."""
-    return gain is None or (is_sync_free(gain) and float(gain.detach().abs().min()) > LEAST_GAIN)
+def _in_full(x: Tensor) -> bool:
+    """Whether convolutions of such inputs keep all their bits here and now."""
+    backend: Any = torch.backends.mkldnn if x.device.type == "cpu" else torch.backends.cudnn
+    return x.dtype == torch.float64 or backend.conv.fp32_precision in ("none", "ieee")
 
 
-def _squares(standard: Tensor, scale_squared: Tensor, active: Tensor, wanted: Wanted, rows: Tensor) -> Tensor:
-    """Squared norms (n,) from G, rows (n, p, K), with ŵ (p, 1, K), and (gain·s)² and a (p,) in float64."""
-    along = inner_products(standard, rows.transpose(0, 1)).squeeze(1).double().square()  # (p, n): ⟨G, ŵ⟩²
-    squares = along.new_zeros(rows.shape[0])
-    if wanted[0]:
-        whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2]).t()
-        across = whole - rows.sum(2).t().double().square() / rows.shape[2] - active.unsqueeze(1) * along
-        across = across.clamp_min_(0) + rounding_slack(whole, rows.shape[2], rows.dtype)
-        squares = scale_squared @ across
-    return squares + along.sum(0) if wanted[2] else squares
+def _squares(directions: Tensor, of_whole: Tensor, of_along: Tensor, rows: Tensor) -> Tensor:
+    """Squared norms (n,) from G, rows (n, p, K), which are read twice: for ‖G‖², and for both inner products.
+
+    `directions` (p, 2, K) are ŵ and the mean's, of length 1. What ‖G‖² (p,) and the squared inner products (2p,) count
+    in the norm is given in float64.
+    """
+    if rows.device.type in CACHED:
+        along = inner_products(directions[:, :1], rows.transpose(0, 1))
+        along = torch.cat([along, rows.sum(2).t().unsqueeze(1) * rows.shape[2] ** -0.5], 1)
+    else:
+        along = inner_products(directions, rows.transpose(0, 1))
+    whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2])
+    whole = whole + rounding_slack(whole, rows.shape[2], rows.dtype)  # covers what is taken out, filter by filter
+    squares = torch.addmv(whole @ of_whole, along.double().square_().flatten(0, 1).t(), of_along)
+    return squares.clamp_min_(0)
