@@ -86,6 +86,7 @@ def validate(config: RunConfig) -> None:
         _ranges,
         _places,
         _resume,
+        _own_task,
         _batch,
         _precision,
         _weights,
@@ -159,6 +160,11 @@ def _ranges(config: RunConfig) -> Iterator[str]:
     for key, most in MOST.items():
         if (value_at(config, key) or 0) > most:  # type: ignore[operator]
             yield f"{key}={value_at(config, key)} is more than {most}: give less."
+
+
+def _own_task(config: RunConfig) -> Iterator[str]:
+    if config.own_task and not isinstance(config.own_task.get("_target_"), str):
+        yield "own_task has no _target_: name the function that makes the task, own_task: {_target_: module.function}."
 
 
 def _places(config: RunConfig) -> Iterator[str]:

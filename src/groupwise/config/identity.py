@@ -30,10 +30,10 @@ VOLATILE = (
 as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
 
 
-LATER = {"noise.secure": False}
+LATER = {"noise.secure": False, "own_task": "{}"}
 """Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
 
-FREE_MAPPINGS = ("clip.mapping", "model.shape")
+FREE_MAPPINGS = ("clip.mapping", "model.shape", "own_task")
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
