@@ -24,7 +24,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	figure-throughput figure-runtime_breakdown pretrain status view tables figures report audit verify trust api coverage lint format types clean
+	figure-throughput figure-runtime_breakdown pretrain status view tables figures report audit verify trust api notebook coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,6 +130,9 @@ trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its ta
 
 api: $(STAMP) ## the API reference from the docstrings, in docs/api/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -b html -q -W --keep-going docs/api docs/api/_build/html
+
+notebook: $(STAMP) ## examples/own_model.ipynb from its script, executed: seconds
+	$(BIN)/python scripts/notebook.py examples/own_model.py
 
 coverage: $(STAMP) ## the lines and branches of clipping and privacy that their own tests run, in percent
 	$(BIN)/python -m pytest tests/clipping tests/privacy -q -m "not slow" -n 0 --cov=groupwise.clipping --cov=groupwise.privacy --cov-branch \
