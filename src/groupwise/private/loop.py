@@ -39,7 +39,6 @@ class Private:
         self._last = self._summed = self._closing = self._closed = False
         self._marks: list[tuple[Tensor | None, int]] = []
         """The gradients as `backward` left them, each with the number of its changes."""
-        self._spent: tuple[int, float] | None = None
         TAKEN.update(mechanism.model.modules())
 
     # -- what was promised and spent --------------------------------------------------------------------------------
@@ -57,9 +56,7 @@ class Private:
     @property
     def epsilon(self) -> float:
         """ε of the steps that were executed, at the plan's δ, accounted anew (seconds, after a step)."""
-        if self._spent is None or self._spent[0] != self.executed:
-            self._spent = self.executed, self.plan.spent(self.executed).epsilon
-        return self._spent[1]
+        return self.mechanism.spent().epsilon
 
     def statement(self) -> str:
         """The plan in words, and what was spent of it."""

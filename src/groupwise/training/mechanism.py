@@ -18,6 +18,7 @@ from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
 from groupwise.privacy import (
     AdaptiveThresholds,
+    EpsilonReport,
     FixedThresholds,
     NoiseSource,
     PoissonSampler,
@@ -189,6 +190,10 @@ class Mechanism:
         )
         sizes = torch.tensor([sum(p.numel() for p in group.parameters) for group in self.engine.groups])
         return float((stds.square() * sizes).sum().sqrt()) / batch_size
+
+    def spent(self) -> EpsilonReport:
+        """What the steps on the ledger cost, accounted anew; seconds, where this process has not composed as many."""
+        return self.plan.spent(self.executed)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""
