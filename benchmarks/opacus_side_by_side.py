@@ -127,10 +127,10 @@ def run(arguments: Sequence[str]) -> None:
     """Measure and write the rows."""
     options = read(SideBySideOptions, arguments)
     check_above_zero(options, "seeds", "limit")
-    rows = measure(options)
     from benchmarks.results import merge, provenance
 
     source = {"device": "cpu", "threads": 1, "dtype": "float32", **provenance("cpu")}
+    rows = measure(options)
     merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
 
 

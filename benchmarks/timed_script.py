@@ -45,7 +45,7 @@ def lines(source: str) -> dict[str, int]:
     docstring = [
         node for node in before.body[:1] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     ]
-    return {"loop_lines": count([loop]), "script_lines": count(before.body[len(docstring) :] + [loop] + after.body)}
+    return {"loop_lines": count([loop]), "script_lines": count([*before.body[len(docstring) :], loop, *after.body])}
 
 
 def timed(source: str) -> dict[str, Any]:
