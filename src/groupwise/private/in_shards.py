@@ -17,7 +17,7 @@ def in_shards(model: nn.Module) -> bool:
 
 
 def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, checked: bool) -> None:
-    """Have gradients summed, not averaged, on their way into shards.
+    """Have gradients summed, not averaged, on their way into shards, from now on.
 
     Args:
         checked: whether the losses of single examples are wanted (`check` of `make_private`).
