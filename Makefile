@@ -11,6 +11,9 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKE
 # Options of the benchmark: make bench BENCH="workload=gpt2 rounds=3 layers=12"; --help lists them.
 BENCH ?= workload=all method=all
 BUDGET ?= 4
+# The oldest that pyproject.toml allows.
+TORCH ?= 2.11.0
+TRANSFORMERS ?= 5.17.0
 
 # Options of make sweep-<name>: what size, where, and what else run.py is given (ARGS="seed=0").
 SCALE ?= paper
@@ -26,8 +29,8 @@ NORMS_gradnorm_cifar := --examples 32
 NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layers '*word_embeddings' '*value' '*out_proj'
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-slurm bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	figure-throughput figure-runtime_breakdown gpu-kit pretrain status view reproduce tables figures report audit verify trust api coverage lint format types clean
+.PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
+	figure-throughput figure-runtime_breakdown gpu-kit pretrain status view reproduce tables figures report audit verify trust api notebook coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +55,14 @@ test: $(STAMP) ## the fast tests
 
 test-slow: $(STAMP) ## all tests, the slow ones too
 	$(PYTEST)
+
+# What pyproject.toml says of the oldest versions comes from this; the environment is made anew each time.
+test-versions: ## the library's tests with other versions: make test-versions TORCH=2.11.0 TRANSFORMERS=5.17.0
+	$(PYTHON) -m venv --clear $(VENV)-versions
+	$(VENV)-versions/bin/python -m pip install --quiet --disable-pip-version-check -e '.[suite,language,secure]' \
+		pytest hypothesis torch==$(TORCH) transformers==$(TRANSFORMERS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-versions/bin/python -m pytest -q -m "not slow" \
+		tests/clipping tests/privacy tests/test_private.py tests/test_private_misuse.py tests/tasks/test_text_generation.py
 
 bench: $(STAMP) ## speed and memory, ours and Opacus's, against non-private: all workloads, hours
 	$(BIN)/python -m benchmarks.throughput $(BENCH)
@@ -138,6 +149,9 @@ trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its ta
 api: $(STAMP) ## the API reference from the docstrings, in docs/api/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -b html -q -W --keep-going docs/api docs/api/_build/html
 
+notebook: $(STAMP) ## examples/own_model.ipynb from its script, executed: seconds
+	$(BIN)/python scripts/notebook.py examples/own_model.py
+
 coverage: $(STAMP) ## the lines and branches of clipping and privacy that their own tests run, in percent
 	$(BIN)/python -m pytest tests/clipping tests/privacy -q -m "not slow" -n 0 --cov=groupwise.clipping --cov=groupwise.privacy --cov-branch \
 		--cov-report=term:skip-covered
@@ -155,5 +169,5 @@ gpu-kit: $(STAMP) ## what a GPU machine without a network needs, in results/gpu-
 	$(BIN)/python -m scripts.gpu.make_kit data=$(DATA) $(KIT)
 
 clean: ## remove caches and .venv; results stay
-	rm -rf $(VENV) build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV)-versions build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

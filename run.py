@@ -27,14 +27,11 @@ def train(config: RunConfig) -> float | None:
 def main() -> int:
     """Return the exit code: 0 done, 1 a bug, 2 a mistake in one sentence, 130 interrupted."""
     try:
-        from groupwise.cli.main import help_text, launch
+        from groupwise.cli.main import launch
     except ModuleNotFoundError as error:
         told = f"run.py needs {error.name}, which is not installed: `make env`, or pip install -e '.[suite,language]'."
         print(f"error: {told}", file=sys.stderr)
         return 2
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(help_text(CONF))
-        return 0
     return launch(CONF, train)
 
 

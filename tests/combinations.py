@@ -20,7 +20,7 @@ Cell = tuple[str, ...]
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = groups(CONF)
 FAMILIES = {
-    task: next(iter(re.findall(r"override /family: (\w+)", (CONF / "task" / f"{task}.yaml").read_text())), "cifar")
+    task: re.findall(r"override /family: (\w+)", (CONF / "task" / f"{task}.yaml").read_text())[0]
     for task in OPTIONS["task"]
 }
 MODES = {task: Tables(CONF).parts(f"recipe/{family}") for task, family in FAMILIES.items()}

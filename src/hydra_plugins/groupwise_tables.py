@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +20,15 @@ SCHEME = "tables"
 
 
 class TablesPath(SearchPathPlugin):
-    """Has Hydra look for parts of tables wherever it looks for files of configuration."""
+    """Has Hydra look for parts of tables wherever it looks for files of configuration, and then in a folder of the
+    user's own; Hydra itself takes --config-dir for single runs alone, not for a sweep's cells."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         main = next((entry.path for entry in search_path.get_path() if entry.provider == "main"), None)
         if main is not None and not main.startswith("pkg://"):
             search_path.append("groupwise", f"{SCHEME}://{main.removeprefix('file://')}")
+            if folder := os.environ.get("GROUPWISE_CONFIG"):  # keys.CONFIG_DIR; importing it would cost every start
+                search_path.append("groupwise", f"file://{folder}")
 
 
 class TablesSource(ConfigSource):

@@ -119,3 +119,29 @@ def loop() -> pd.DataFrame:
         }
         for number, ratio in enumerate((0.96, 0.99, 0.98))
     )
+
+
+@pytest.fixture
+def beside() -> pd.DataFrame:
+    """A search and three results of two methods; accuracies of 94, 95 and 96, seconds of 7, 8 and 9."""
+    machine = {"device": "cpu", "hardware": "Made-up CPU", "threads": 1, "dtype": "float32"}
+    methods = {"adaptive_layer": (0.2, 3, 25), "opacus_hooks": (0.4, 6, 40)}
+    return pd.DataFrame(
+        {
+            "method": method,
+            "role": "search" if seed == 100 else "result",
+            "seed": seed,
+            "learning_rate": rate,
+            "accuracy": 50.0 if seed == 100 else 94.0 + seed,
+            "epsilon": 7.99,
+            "loop_lines": loop,
+            "script_lines": script,
+            "cpu_seconds": 7.0 + seed % 100,
+            "wall_seconds": 9.0,
+            "peak_bytes": 2 * 2**20,
+            **machine,
+            **PROVENANCE,
+        }
+        for method, (rate, loop, script) in methods.items()
+        for seed in (100, 0, 1, 2)
+    )

@@ -10,12 +10,13 @@ from groupwise.analysis.benchmark_tables import (
     growth_tables,
     loop_table,
     main,
+    side_by_side_table,
     throughput_summary,
     throughput_tables,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("summary", "figures")
+NAMES = ("summary", "side_by_side", "figures")
 
 
 def blank(path: Path) -> Path:
@@ -68,16 +69,22 @@ def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus
     assert " – |" in throughput_summary(unmeasured) and " – |" not in text
 
 
-def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop):
+def test_a_training_beside_opacus_has_a_line_a_method_of_its_results_alone(beside):
+    text = side_by_side_table(beside)
+    assert "| adaptive per layer, 0.2 | 3 of 25 | 95.0 [94.0..96.0] | 7.990 | 8.0 | 2 |" in text
+    assert "| Opacus, hooks, 0.4 | 6 of 40 | 95.0 [94.0..96.0] | 7.990 | 8.0 | 2 |" in text and text.count("\n") == 3
+
+
+def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop, beside):
     page, measured, figures = blank(tmp_path / "page.md"), tmp_path / "measured", tmp_path / "figures"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
     command = ["--page", str(page), "--out", str(tables.parent), "--measured", str(measured), "--figures", str(figures)]
     assert main(command) == 0
     text = page.read_text()
-    assert text.count("Not measured yet.") == 1 and text.count("kept") == 2 and "old" not in text
+    assert text.count("Not measured yet.") == 2 and text.count("kept") == 3 and "old" not in text
     assert tables.read_text().count("Not measured yet.") == 3
-    for name, rows in (("throughput", throughput), ("growth", growth), ("loop", loop)):
+    for name, rows in (("throughput", throughput), ("growth", growth), ("loop", loop), ("opacus_side_by_side", beside)):
         rows.to_csv(measured / f"{name}.csv", index=False)
     figures.mkdir()
     (figures / "throughput.png").write_text("")

@@ -40,7 +40,10 @@ def parts(conf: Path) -> Iterator[tuple[str, Part]]:
 def configurations(name: str) -> Iterator[tuple[str, ...]]:
     """All valid choices of task, mode and scale that take the part in, and any other option by itself."""
     kind, *rest = name.split("/")
-    if kind in ("clip", "task", "config", "family", "recipe", "scales", "exceptions"):
+    if "own" in rest and kind != "model":  # the family of a task of the user's own, which no option of conf/ takes
+        scales, modes = (*Tables(CONF).parts("scales/own"),), (*Tables(CONF).parts("recipe/own"),)
+        yield from (("family=own", f"clip={clip}", f"scale={scale}") for scale in scales for clip in modes)
+    elif kind in ("clip", "task", "config", "family", "recipe", "scales", "exceptions"):
         for task, clip, scale in CELLS:
             has = {
                 "family": FAMILIES[task],

@@ -28,6 +28,20 @@ def test_a_network_of_ones_own_reads_digits(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_groups_of_ones_own_each_get_a_threshold(monkeypatch, capsys):
+    monkeypatch.setattr(NoiseSource, "fresh", lambda: NoiseSource.from_seed(0))
+    runpy.run_path(str(EXAMPLES / "custom_partition.py"), run_name="__main__")
+    *groups, last = capsys.readouterr().out.splitlines()
+    told = {line.split()[0]: (int(line.split()[1]), float(line.split()[-1])) for line in groups}
+    assert {name: layers for name, (layers, _) in told.items()} == {"rest": 7, "attention": 4, "mlp": 4}
+    thresholds = [threshold for _, threshold in told.values()]
+    assert len({*thresholds}) == 3 and sum(t * t for t in thresholds) == pytest.approx(1, abs=0.01)  # moved, rescaled
+    epsilon, accuracy = map(float, re.findall(r"[\d.]+", last))
+    assert 7.9 < epsilon <= 8 and accuracy >= 0.8
+    assert len((EXAMPLES / "custom_partition.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.slow
 def test_adapters_of_a_llama_learn_to_count(monkeypatch, capsys):
     epsilon, before, after = printed("lora.py", monkeypatch, capsys)
     assert 7.9 < epsilon <= 8

@@ -196,6 +196,16 @@ def test_a_model_that_cannot_leave_logits_out_has_the_same_losses(tied, monkeypa
     torch.testing.assert_close(tied.losses(EXAMPLES), expected, rtol=1e-12, atol=0)
 
 
+def test_an_older_transformers_is_asked_for_all_logits(tied, monkeypatch):
+    kept = tied.losses(EXAMPLES)
+    monkeypatch.delattr("transformers.modeling_utils.slice_logits_to_keep", raising=False)
+    asked = []
+    logits = tied.logits
+    monkeypatch.setattr(tied, "logits", lambda inputs: (asked.append(inputs.keys()), logits(inputs))[1])
+    torch.testing.assert_close(tied.losses(EXAMPLES), kept)
+    assert asked and "logits_to_keep" not in asked[0]
+
+
 def test_order_leaves_the_sum_as_it_is_and_pads_less(tied):
     drawn = np.random.default_rng(0).permutation(40)
     ordered = tied.order(drawn)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
 from groupwise.training.train import train
@@ -98,6 +99,26 @@ def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):
     assert steps == [1, 2, 3, 4, 4]
     whole, resumed = (torch.load(folders[name] / "model.pt") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("error", "words"), [(-1, "released 0 steps"), (+1, "released 5 steps|spent epsilon")])
+def test_the_account_is_of_the_steps_that_were_released(error, words, tmp_path, monkeypatch):
+    close = Mechanism.close
+
+    def miscounted(self):
+        released = close(self)
+        self.executed += error if self.executed == 1 else 0
+        return released
+
+    session(tmp_path / "counted", Alone())
+    [folder] = (tmp_path / "counted" / "runs").iterdir()
+    privacy = json.loads((folder / "privacy.json").read_text())
+    assert privacy["executed_steps"] == privacy["spent"]["executed_steps"] == privacy["plan"]["steps"] == 4
+    monkeypatch.setattr(Mechanism, "close", miscounted)
+    with pytest.raises(UserError, match=words):
+        session(tmp_path / "miscounted", Alone())
+    [folder] = (tmp_path / "miscounted" / "runs").iterdir()
+    assert not (folder / "DONE").exists() and not (folder / "model.pt").exists()
 
 
 @pytest.mark.parametrize("altered", ["data.json", "metrics.jsonl", "privacy.json"])

@@ -60,6 +60,11 @@ GROWTH = (
 LOOP_CELL = ("task", "scale", "clip", "parameters", "batch", "microbatch", *MACHINE)
 LOOP = (*LOOP_CELL, "round", "loop_cpu_seconds", "bare_cpu_seconds", "loop_wall_seconds", "bare_wall_seconds", "ratio")
 """The columns of loop.csv that are read: one row a round."""
+SIDE_BY_SIDE = (
+    *("method", "role", "seed", "learning_rate", "accuracy", "epsilon", "loop_lines", "script_lines"),
+    *("cpu_seconds", "wall_seconds", "peak_bytes", *MACHINE),
+)
+"""The columns of opacus_side_by_side.csv that are read: one row a training; `role` is search or result."""
 METHODS = {
     "none": "non-private",
     "adaptive_layer": "adaptive per layer",

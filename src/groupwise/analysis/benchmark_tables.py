@@ -17,6 +17,7 @@ from groupwise.analysis.benchmark_rows import (
     LOOP,
     MACHINE,
     METHODS,
+    SIDE_BY_SIDE,
     THROUGHPUT,
     cells,
     growth_factors,
@@ -151,6 +152,22 @@ def loop_table(rows: pd.DataFrame) -> str:
     return markdown(head, lines)
 
 
+def side_by_side_table(rows: pd.DataFrame) -> str:
+    """One line a method: lines of code, and over the seeds of the results accuracy, CPU seconds and memory."""
+    results = rows[rows["role"] == "result"]
+    lines = []
+    for method in in_order(results["method"].unique()):
+        own = results[results["method"] == method]
+        first, accuracy, peak = own.iloc[0], own["accuracy"], own["peak_bytes"].median() / 2**20
+        spread = f"{accuracy.mean():.1f} [{accuracy.min():.1f}..{accuracy.max():.1f}]"
+        code = f"{first['loop_lines']} of {first['script_lines']}"
+        name = f"{METHODS.get(method, method)}, {first['learning_rate']:g}"
+        seconds = f"{own['cpu_seconds'].median():.1f}"
+        lines.append([name, code, spread, f"{own['epsilon'].max():.3f}", seconds, _number(peak, ".0f")])
+    head = ["method, learning rate", "lines of the loop", "accuracy, %", "ε", "CPU s of the loop", "memory, MiB"]
+    return markdown(head, lines)
+
+
 def figure_links(figures: Path, page: Path) -> str:
     """The figures that are there; for the others, the command that makes them."""
     lines = []
@@ -169,6 +186,8 @@ def fill(text: str, page: Path, measured: Path, figures: Path) -> str:
         UserError: a marker is missing, or a CSV is not what its benchmark writes.
     """
     text = between_markers(text, "summary", _made(measured, "throughput", THROUGHPUT, throughput_summary), page)
+    beside = _made(measured, "opacus_side_by_side", SIDE_BY_SIDE, side_by_side_table)
+    text = between_markers(text, "side_by_side", beside, page)
     return between_markers(text, "figures", figure_links(figures, page), page)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from traceback import walk_tb
@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from groupwise.cli.why import why
 from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, register, to_run_config, too_long
-from groupwise.config.keys import groups
+from groupwise.config.keys import CONFIG_DIR, groups
 from groupwise.config.schema import RunConfig
 from groupwise.errors import INTERRUPTED, MISTAKE, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.cell import run_cell
@@ -67,6 +67,7 @@ def help_text(conf: Path) -> str:
         "  python run.py -m clip=flat,ghost seed=0,1,2   every combination, in turn",
         "  python run.py clip=flat --cfg job             the configuration, without a run",
         "  python run.py --why clip.threshold task=sst2  which lines gave a key its value",
+        "  python run.py task=mine --config-dir my_conf  a task of your own",
         "  python run.py --hydra-help                    Hydra's own flags",
         "",
         "A run is recorded in results/runs/<hash>; the same command resumes it, or shows",
@@ -76,7 +77,7 @@ def help_text(conf: Path) -> str:
 
 
 def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
-    """Run what the command line asks for and return the exit code: 0, 1 a bug, 2 a mistake, 130 interrupted.
+    """Run, or tell, what the command line asks for and return the exit code: 0, 1 a bug, 2 a mistake, 130 interrupted.
 
     One run, or with ``-m`` every cell of a sweep that is not done, where a failing cell does not stop the others; what
     runs then is a copy of the code, in the sweep's folder. A mistake is one line on stderr with nothing written; a bug
@@ -100,6 +101,10 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     tell_warnings()
     try:
         register()
+        sys.argv[1:] = _without_folder(sys.argv[1:])
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(help_text(conf))
+            return 0
         if "--why" in sys.argv[1:]:
             print(why(sys.argv[1:], conf))
             return 0
@@ -185,15 +190,31 @@ def _is_mistake(error: Exception, began: bool) -> bool:
     return not began and last[0].f_globals["__name__"].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
+def _without_folder(arguments: Sequence[str]) -> list[str]:
+    """The arguments without Hydra's ``--config-dir FOLDER``: its name goes where every composition looks for it."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.error = _refuse  # type: ignore[method-assign]
+    given, rest = parser.parse_known_args(list(arguments))
+    if folder := given.config_dir or os.environ.pop(CONFIG_DIR, None):
+        if not Path(folder).expanduser().is_dir():
+            raise UserError(
+                f"--config-dir={folder} (or ${CONFIG_DIR}) is no folder: name one that has task/<name>.yaml."
+            )
+        os.environ[CONFIG_DIR] = str(Path(folder).expanduser().resolve())
+    return rest
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}; `python run.py --help` shows what can be given.")
+
+
 def _parse(arguments: Sequence[str]) -> Namespace:
     """Hydra's own flags, refused in one sentence rather than with a page of usage."""
     from hydra.main import get_args_parser
 
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"{message}; `python run.py --help` shows what can be given.")
-
     parser = get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = _refuse  # type: ignore[method-assign]
     given = parser.parse_args(list(arguments))
     if given.experimental_rerun:
         raise UserError("--experimental-rerun would unpickle a file; resume=results/runs/<hash> goes on with a run.")

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from groupwise.config import schema
 from groupwise.config.compose import in_one_sentence, register, unknown_key
-from groupwise.config.keys import FREE_KEYS, groups, key_types
+from groupwise.config.keys import FREE_KEYS, groups, key_types, roots
 from groupwise.config.tables import Tables, file_part, leaves
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import text
@@ -102,7 +102,8 @@ def statements(overrides: Sequence[str], conf: Path) -> Iterator[Statement]:
         if path == "schema":
             yield from _schema(conf)
         elif not path.startswith(("hydra/", "_")):
-            part = tables.part(path) or file_part(conf, path)
+            root = next((root for root in roots(conf) if (root / f"{path}.yaml").is_file()), conf)
+            part = tables.part(path) or file_part(root, path)
             package = () if default.package in (None, "", "_global_") else tuple(default.package.split("."))
             for keys, value, line in part.statements():
                 key = ".".join((*package, *keys))
@@ -138,8 +139,9 @@ def _schema_lines(section: type = schema.RunConfig, prefix: str = "") -> dict[st
 
 
 def _shown(file: Path, conf: Path) -> str:
-    root = conf.resolve().parent
-    return str(file.resolve().relative_to(root)) if file.resolve().is_relative_to(root) else str(file)
+    """From the checkout, else from here, else in full."""
+    inside = [root for root in (conf.resolve().parent, Path.cwd()) if file.resolve().is_relative_to(root)]
+    return str(file.resolve().relative_to(inside[0])) if inside else str(file)
 
 
 def _argument(line: str) -> str:

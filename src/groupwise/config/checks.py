@@ -34,6 +34,7 @@ def validate(config: RunConfig) -> None:
         _ranges,
         _places,
         _resume,
+        _own_task,
         _batch,
         _precision,
         _weights,
@@ -103,6 +104,11 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must lie in [0, 1)."
         if says["most"] is not None and value > says["most"]:
             yield f"{key}={value} is more than {says['most']}: give less."
+
+
+def _own_task(config: RunConfig) -> Iterator[str]:
+    if config.own_task and not isinstance(config.own_task.get("_target_"), str):
+        yield "own_task has no _target_: name the function that makes the task, own_task: {_target_: module.function}."
 
 
 def _places(config: RunConfig) -> Iterator[str]:

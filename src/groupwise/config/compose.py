@@ -49,6 +49,8 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
         return "clip.mapping has no entries yet, and new ones take a plus: '+clip.mapping={stem*:early,*:late}'."
     if key.startswith("model.shape."):
         return "model.shape has no entries yet, and new ones take a plus: '+model.shape={n_layer:2}'."
+    if key.startswith("own_task."):
+        return "own_task has no entries yet, and new ones take a plus: '+own_task._target_=module.function'."
     known = key_types()
     section, _, last = key.rpartition(".")
     same_end = [name for name in known if name.rpartition(".")[2] == last]

@@ -31,6 +31,7 @@ as it is written (``auto`` is the same experiment on every machine; what it foun
 
 
 LATER = {
+    "own_task": "{}",
     "noise.secure": False,
     "data.public": False,
     "data.flip": False,
@@ -41,7 +42,7 @@ LATER = {
 }
 """Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
 
-FREE_MAPPINGS = ("clip.mapping", "model.shape")
+FREE_MAPPINGS = ("clip.mapping", "model.shape", "own_task")
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -13,8 +14,10 @@ from groupwise.config.schema import RunConfig
 from groupwise.rows import SCALES
 
 IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-FREE_KEYS = ("clip.mapping.", "model.shape.")
+FREE_KEYS = ("clip.mapping.", "model.shape.", "own_task.")
 """Beginnings of keys that the schema leaves to the user."""
+CONFIG_DIR = "GROUPWISE_CONFIG"
+"""Names a folder of the user's own that is searched after `conf/`; --config-dir sets it, for a sweep's cells too."""
 
 
 @cache
@@ -66,11 +69,17 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def groups(conf: Path) -> dict[str, list[str]]:
-    """The groups of `conf/` that a person chooses from, with their options."""
+    """The groups of `conf/`, and of the user's own folder, that a person chooses from, with their options."""
     tables = ("recipe", "scales", "hydra")  # of the families; the last is Hydra's own
     files = {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        folder.name: sorted({file.stem for root in roots(conf) for file in root.glob(f"{folder.name}/*.yaml")})
         for folder in conf.iterdir()
         if folder.is_dir() and folder.name not in tables
     }
     return dict(sorted({**files, "scale": sorted(SCALES)}.items()))
+
+
+def roots(conf: Path) -> list[Path]:
+    """Where files of configuration lie: `conf/`, then the user's own folder (`CONFIG_DIR`), if there is one."""
+    own = os.environ.get(CONFIG_DIR)
+    return [conf, Path(own)] if own else [conf]

@@ -318,6 +318,8 @@ class RunConfig:
     """One run, complete: two equal RunConfigs on the same machine are the same experiment."""
 
     task: str = "cifar"
+    own_task: dict[str, Any] = field(default_factory=dict)
+    """A task of your own: {_target_: module.function}, and what else the function takes besides (config, device)."""
     scale: str = one_of("paper", *SCALES)
     """Written into every result row."""
     seed: int = number(0, NOT_NEGATIVE)

@@ -84,12 +84,19 @@ def _whole_masks() -> Iterator[None]:
 
     On Intel's, torch hands a whole mask to MKL's MCG31 with a seed of 31 bits, which are again few enough to try.
     """
+    if _in_force:  # torch before 2.13 refuses a second replacement
+        yield
+        return
     _hush()
-    library = _library()
+    _in_force.append(_library())
     try:
         yield
     finally:
-        library._destroy()
+        _in_force.pop()._destroy()
+
+
+_in_force: list[torch.library.Library] = []
+"""The replacement that is made now, at most one in a process."""
 
 
 def _library() -> torch.library.Library:

@@ -1,10 +1,11 @@
 """Trains privately in the user's own loop: `batches`, `backward`, `step`; refuses what the account does not cover."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,10 +37,9 @@ class Private:
         """Which call of `batches` is in force; a loop with an older number is over."""
         self._rows: int | None = None
         """Examples of the microbatch that waits for its backward pass."""
-        self._last = self._summed = self._closing = self._closed = False
+        self._last = self._summed = self._closing = self._closed = self._filler = False
         self._marks: list[tuple[Tensor | None, int]] = []
         """The gradients as `backward` left them, each with the number of its changes."""
-        self._spent: tuple[int, float] | None = None
         TAKEN.update(mechanism.model.modules())
 
     # -- what was promised and spent --------------------------------------------------------------------------------
@@ -57,9 +57,7 @@ class Private:
     @property
     def epsilon(self) -> float:
         """ε of the steps that were executed, at the plan's δ, accounted anew (seconds, after a step)."""
-        if self._spent is None or self._spent[0] != self.executed:
-            self._spent = self.executed, self.plan.spent(self.executed).epsilon
-        return self._spent[1]
+        return self.mechanism.spent().epsilon
 
     def statement(self) -> str:
         """The plan in words, and what was spent of it."""
@@ -115,19 +113,19 @@ class Private:
 
     def _microbatches(self, loop: int, end: int, size: int, options: dict[str, Any]) -> Iterator[Any]:
         mechanism = self.mechanism
-        ranks = mechanism.ranks
         places = self._places(self.executed, end, size)
-        loaded = load(self._data, places, mechanism.noise, ranks.replica, **options)
+        loaded = load(self._data, places, mechanism.noise, mechanism.ranks.replica, **options)
         try:
             while self.executed < end:
                 step = self.executed
-                share = ranks.share(mechanism.open(step))
+                self._reshard()
+                parts = self._parts(mechanism.open(step), size)
                 self._marks = self._marks_now()
-                for start in range(0, len(share), size):
+                for number, (start, rows, filler) in enumerate(parts, 1):
                     batch = next(loaded)
                     self._check_loop(loop)
-                    self._rows = len(share[start : start + size])
-                    self._last = start + size >= len(share)
+                    self._rows, self._filler = len(rows), filler
+                    self._last = number == len(parts)
                     self._context.enter_context(mechanism.microbatch(step, start))
                     yield batch
                     self._check_loop(loop)
@@ -135,7 +133,7 @@ class Private:
                         raise UserError(
                             "A microbatch had no private.backward(losses): all that are drawn take part in their step."
                         )
-                if not len(share):
+                if not parts:
                     self._close()
                 elif self.executed == step:
                     raise UserError(
@@ -148,9 +146,26 @@ class Private:
 
     def _places(self, first: int, end: int, size: int) -> Iterator[Place]:
         for step in range(first, end):
-            share = self.mechanism.ranks.share(self.mechanism.sampler.indices(step))
-            for start in range(0, len(share), size):
-                yield step, start, share[start : start + size].tolist()
+            for start, rows, _ in self._parts(self.mechanism.sampler.indices(step), size):
+                yield step, start, rows.tolist()
+
+    def _parts(self, drawn: np.ndarray, size: int) -> list[tuple[int, np.ndarray, bool]]:
+        """This process's microbatches of a batch: where each begins, its examples, and whether it is a filler.
+
+        In shards all processes take as many, as each needs the others' parts of the parameters: one that has no more
+        examples repeats the first that was drawn, with its loss times 0.
+        """
+        share = self.mechanism.ranks.share(drawn)
+        most = -(-len(drawn) // self.mechanism.ranks.replicas) if self.mechanism.in_shards else len(share)
+        rows = {start: share[start : start + size] for start in range(0, most, size)}
+        return [(start, own if len(own) else drawn[:1], not len(own)) for start, own in rows.items()]
+
+    def _reshard(self) -> None:
+        """Whole parameters that an evaluation left behind become shards again."""
+        if self.mechanism.in_shards:
+            from groupwise.training.shards import reshard
+
+            reshard(self.mechanism.model)
 
     def backward(self, losses: Tensor) -> None:
         """Add the clipped gradients of the microbatch; nothing is released.
@@ -176,7 +191,8 @@ class Private:
             )
         self._check_gradients()
         try:
-            self.mechanism.backward(losses)
+            with self.engine.uncounted() if self._filler else nullcontext():
+                self.mechanism.backward(losses * 0 if self._filler else losses)
         except BaseException:
             self._leave()  # the sums may be halves: only a batch that begins again can be released
             self._loop += 1
@@ -226,7 +242,7 @@ class Private:
 
     def _marks_now(self) -> list[tuple[Tensor | None, int]]:
         grads = [parameter.grad for parameter in self.mechanism.trainable]
-        return [(grad, 0 if grad is None else grad._version) for grad in grads]
+        return [(grad, 0 if grad is None else _changes(grad)) for grad in grads]
 
     def _check_gradients(self) -> None:
         pairs = zip(self._marks_now(), self._marks, strict=True)
@@ -268,15 +284,22 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
 
-        A batch that is under way is not in it: it is drawn again, with the same noise.
+        A batch that is under way is not in it: it is drawn again, with the same noise. In shards every process calls,
+        and gets whole tensors on the CPU.
         """
         self._check_open()
-        return {
+        self._reshard()
+        state = {
             **self.mechanism.state_dict(),
             "step": self.executed,
             "model": self.mechanism.model.state_dict(),
             "optimizer": self.mechanism.optimizer.state_dict(),
         }
+        if self.mechanism.in_shards:
+            from groupwise.training.shards import whole_state
+
+            return whole_state(state)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, to the same bits; before the first step.
@@ -299,6 +322,11 @@ class Private:
         self._leave()
         self._loop += 1
         mechanism = self.mechanism
+        if mechanism.in_shards:
+            from groupwise.training.shards import state_in_shards
+
+            self._reshard()
+            state = state_in_shards(state, mechanism.model, mechanism.trainable)
         secret, counted = state["noise_is_secret"], state.get("noise_counted", False)
         mechanism.use_key(NoiseSource.from_key(state["noise_key"], secret, mechanism.noise.secure, counted))
         mechanism.model.load_state_dict(state["model"])
@@ -314,6 +342,12 @@ class Private:
             self.engine.detach()
             for module in self.mechanism.model.modules():
                 TAKEN.discard(module)
+
+
+def _changes(tensor: Tensor) -> int:
+    """How often it was changed in place; a shard, as such or as the tensor that this process holds of it."""
+    own = getattr(tensor, "_local_tensor", None)
+    return tensor._version + (0 if own is None else own._version)
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
 from groupwise.privacy.mechanism import ALLOCATIONS
 from groupwise.private.batches import length_of
+from groupwise.private.in_shards import in_shards, prepare_shards
 from groupwise.private.loop import TAKEN, Private, check_parameters
 from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.mechanism import Mechanism
@@ -82,7 +83,9 @@ def make_private(
         check: indices of examples -> their losses (n,), through the model; five are tried before training.
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
         ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
-            same time, and draws its share. Weights and key become those of the first.
+            same time, and draws its share. Weights and key become those of the first. Parameters may be in shards of
+            all processes (``torch.distributed.fsdp.fully_shard``, before the optimiser is made), for clipping per layer
+            or by ghost norms.
         **settings: other fields of `groupwise.config.schema.ClipConfig`: target_quantile, quantile_budget, rule, ….
 
     Raises:
@@ -97,8 +100,10 @@ def make_private(
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     dataset_size = length_of(data)
     config = settle_clip(clip, threshold, settings)
+    if in_shards(model):
+        prepare_shards(model, config, ranks, checked=check is not None)
     partition = None if isinstance(clip, str | ClipConfig) else clip
-    engine = make_engine(model, config, partition=partition, batch_axis=batch_axis)
+    engine = make_engine(model, config, in_shards(model), partition=partition, batch_axis=batch_axis)
     assert engine is not None
     try:
         agreed = settle_plan(
@@ -122,7 +127,7 @@ def make_private(
         raise
     source = noise_source or NoiseSource.fresh()
     parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.counted))
-    ranks.copy_([*model.parameters(), *model.buffers()])
+    ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
     mechanism = Mechanism(
         model=model,
         engine=engine,
@@ -249,11 +254,6 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
         raise UserError(
             f"The model is wrapped in {type(model).__name__}, which averages gradients before the noise: give "
             "model.module, and ranks=Ranks() for replicas."
-        )
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-        raise UserError(
-            "The model's parameters are in shards (FSDP2), for which make_private has no loop: use replicas, "
-            "ranks=Ranks(), or parallel.kind=fsdp of run.py."
         )
     if ranks.stages > 1:
         raise UserError(

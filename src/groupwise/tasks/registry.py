@@ -6,6 +6,7 @@ import torch
 
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
+from groupwise.tasks.own import make_own_task
 from groupwise.training.task import Task
 
 Maker = Callable[[RunConfig, torch.device], Task]
@@ -47,9 +48,13 @@ def make_task(config: RunConfig, device: torch.device) -> Task:
     """Load the data and build the model of `config.task` on `device`; initial weights depend on `config.seed` alone.
 
     Raises:
-        UserError: an unknown task; missing or broken data.
+        UserError: an unknown task; missing or broken data; a function of the user's own that makes none.
     """
-    if config.task not in TASKS:
-        raise UserError(f"task={config.task} is not known: choose one of {', '.join(TASKS)}.")
+    own = bool(config.own_task)
+    if own and config.task in TASKS:
+        raise UserError(f"task={config.task} is the package's: say another name beside own_task, such as task: mine.")
+    if not own and config.task not in TASKS:
+        told = ", ".join(TASKS)
+        raise UserError(f"task={config.task} is not known: choose one of {told}, or say own_task._target_ in its file.")
     torch.manual_seed(config.seed)
-    return TASKS[config.task](config, device)
+    return make_own_task(config, device) if own else TASKS[config.task](config, device)

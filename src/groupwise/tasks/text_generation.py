@@ -156,10 +156,17 @@ class TextGeneration(TextTask):
             to_device(part, self.device) for part in predictions(tokens, samples.starts[np.asarray(rows)])
         )
         inputs = self.inputs(tokens, self.device)
-        if "logits_to_keep" in self.inputs.accepts:
+        if "logits_to_keep" in self.inputs.accepts and takes_places():
             return token_losses(self.logits(inputs | {"logits_to_keep": places}), labels), labels
         logits = self.logits(inputs)
         return token_losses(torch.take_along_dim(logits, places.unsqueeze(-1), dim=1), labels), labels
+
+
+def takes_places() -> bool:
+    """Whether transformers keeps the logits of other places in each text, as 5.23 does and 5.17 does not."""
+    from transformers import modeling_utils
+
+    return hasattr(modeling_utils, "slice_logits_to_keep")
 
 
 def make_text_generation(

@@ -18,6 +18,7 @@ from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
 from groupwise.privacy import (
     AdaptiveThresholds,
+    EpsilonReport,
     FixedThresholds,
     NoiseSource,
     PoissonSampler,
@@ -94,7 +95,7 @@ class Mechanism:
     def use_key(self, noise: NoiseSource) -> None:
         """Draw batches, masks and noise from this source from now on."""
         self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
-        if self._in_shards():  # each process adds noise to its own shards, from a stream of its own
+        if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         self.sampler = sampler_of(self.plan, noise)
 
@@ -162,9 +163,11 @@ class Mechanism:
 
     def _own_sums(self) -> list[Tensor]:
         """Gradients that hold this replica's share alone; those of an empty share are zeros."""
-        return [] if self._in_shards() else self._gradients()  # shards were summed on their way here
+        return [] if self.in_shards else self._gradients()  # shards were summed on their way here
 
-    def _in_shards(self) -> bool:
+    @property
+    def in_shards(self) -> bool:
+        """Does each process hold a part of every parameter (FSDP2), and gradients that are summed already?"""
         return any(hasattr(parameter, "to_local") for parameter in self.trainable)
 
     def _gradients(self) -> list[Tensor]:
@@ -191,6 +194,10 @@ class Mechanism:
         )
         sizes = torch.tensor([sum(p.numel() for p in group.parameters) for group in self.engine.groups])
         return float((stds.square() * sizes).sum().sqrt()) / batch_size
+
+    def spent(self) -> EpsilonReport:
+        """What the steps on the ledger cost, accounted anew; seconds, where this process has not composed as many."""
+        return self.plan.spent(self.executed)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""

@@ -6,7 +6,7 @@ from a stream of its own, so that together they add one noise to the whole gradi
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,15 @@ def shard(
     for name in blocks:
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for module in _sharded(model):
-        module.set_gradient_divide_factor(1.0)  # sums: the private release divides by the expected batch size
-        module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     return None if engine is None else make_engine(model, clip, direct=True)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Have the shards' gradients summed over the processes: the private release divides by the expected batch size."""
+    for module in sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _inside(layer: str, block: str) -> bool:
@@ -82,23 +87,16 @@ class ShardedTrainer(Trainer):
     ) -> dict[str, float]:
         """The task's own metrics, which the replicas work out together, all of them on the same examples."""
         found = super().evaluate(split, batch_size, limit, final)
-        for module in _sharded(self.task.model):
-            module.reshard()  # a forward pass alone leaves the outermost parameters whole
+        reshard(self.task.model)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """As `Trainer.state_dict`, every tensor whole and on the CPU."""
-        return _mapped(super().state_dict(), _whole)
+        return whole_state(super().state_dict())
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go back to where `state_dict` was taken; every replica has the whole of it."""
-        places = dict(self.task.model.named_parameters(remove_duplicate=False))
-        model = {name: _like(value, places.get(name)) for name, value in state["model"].items()}
-        moments = {
-            i: {name: _like(value, self.mechanism.trainable[i]) for name, value in entries.items()}
-            for i, entries in state["optimizer"]["state"].items()
-        }
-        super().load_state_dict({**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}}, step)
+        super().load_state_dict(state_in_shards(state, self.task.model, self.mechanism.trainable), step)
 
     def _accumulate(self, examples: np.ndarray, step: int) -> None:
         self._clear()
@@ -128,11 +126,38 @@ class ShardedTrainer(Trainer):
         """Nothing: what the task remembers are parameters from before they were sharded."""
 
     def _model_state(self) -> dict[str, Any]:
-        return _mapped(super()._model_state(), _whole)
+        return whole_state(super()._model_state())
 
 
-def _sharded(model: nn.Module) -> list[FSDPModule]:
+def sharded(model: nn.Module) -> list[FSDPModule]:
+    """The modules that `fully_shard` was called on."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Put all parameters back into shards: a forward pass without a backward leaves the outermost ones whole."""
+    for module in sharded(model):
+        module.reshard()
+
+
+def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with every tensor whole and on the CPU; every process asks at the same time."""
+    return _mapped(state, _whole)
+
+
+def state_in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """What `whole_state` made, with each tensor of the model's and the optimiser's cut as its parameter is.
+
+    Args:
+        trainable: the parameters that the optimiser moves, in its order.
+    """
+    places = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name: _like(value, places.get(name)) for name, value in state["model"].items()}
+    moments = {
+        i: {name: _like(value, trainable[i]) for name, value in entries.items()}
+        for i, entries in state["optimizer"]["state"].items()
+    }
+    return {**state, "model": weights, "optimizer": {**state["optimizer"], "state": moments}}
 
 
 def _whole(tensor: Tensor) -> Tensor:

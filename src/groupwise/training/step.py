@@ -16,7 +16,7 @@ import torch
 
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, PrivacyPlan
+from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.training.averaging import WeightAverage
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.mechanism import Mechanism
@@ -55,6 +55,10 @@ class Trainer:
     def plan(self) -> PrivacyPlan:
         """What was promised."""
         return self.mechanism.plan
+
+    def spent(self) -> EpsilonReport:
+        """What the steps that were released cost, those before a resumption included."""
+        return self.mechanism.spent()
 
     @property
     def noise(self) -> NoiseSource:

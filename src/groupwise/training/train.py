@@ -16,7 +16,7 @@ import torch
 
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.privacy import EpsilonReport, NoiseSource, PrivacyPlan
 from groupwise.training.arithmetic import arithmetic_told
 from groupwise.training.progress import Progress, result_lines
 from groupwise.training.provenance import resources, usable_cores
@@ -38,6 +38,9 @@ class AnyTrainer(Protocol):
     @property
     def plan(self) -> PrivacyPlan:
         """What was promised."""
+
+    def spent(self) -> EpsilonReport:
+        """What the steps that were released cost, those before a resumption included."""
 
     @property
     def noise(self) -> NoiseSource:
@@ -223,18 +226,24 @@ def _close(
     seconds: float,
     throughput: float,
 ) -> dict[str, Any]:
-    """Account for what was executed, write the result, and leave weights without the noise key behind."""
+    """Account for the steps that were released, write the result, and leave weights without the noise key behind."""
     plan, main = trainer.plan, trainer.ranks.main
     thresholds, machine = trainer.named_thresholds(), trainer.machine()
-    report = plan.spent(plan.steps)
+    report = trainer.spent()
+    if report.executed_steps != plan.steps:
+        raise UserError(
+            f"The run released {report.executed_steps} steps where its plan has {plan.steps}: do not use it; start "
+            "afresh with overwrite=true."
+        )
     if report.epsilon > plan.epsilon * (1 + 1e-6):
         raise UserError(
             f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
         )
     spent = {**report.to_dict(), "guaranteed": private}
     if main:
-        privacy = {"spent": spent, "executed_steps": plan.steps, "replayed_steps": replayed, "private": private}
-        record.write("privacy", {"plan": plan.to_dict(), "thresholds": thresholds, **privacy})
+        steps = {"executed_steps": report.executed_steps, "replayed_steps": replayed}
+        privacy = {"plan": plan.to_dict(), "thresholds": thresholds, "spent": spent, **steps, "private": private}
+        record.write("privacy", privacy)
     trainer.save_model(record.folder / "model.pt")
     if record.config.export is not None:
         export(record, trainer, final, private)

@@ -1,0 +1,143 @@
+"""Puts a training by Opacus beside the same one by `make_private`:  python -m benchmarks.opacus_side_by_side
+
+Two scripts of the same CNN on the same digits, at the same B, epsilon, delta, epochs, momentum, threshold and physical
+batch: examples/own_model.py and benchmarks/opacus_own_model.py. Each runs as it stands but for the learning rate, the
+seed of its weights and, for flat clipping, one argument. `--help` lists the options.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import command
+from benchmarks.options import check_above_zero, read
+from benchmarks.timed_script import lines
+from groupwise.analysis.benchmark_rows import SIDE_BY_SIDE
+from groupwise.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS, THEIRS = ROOT / "examples" / "own_model.py", ROOT / "benchmarks" / "opacus_own_model.py"
+FLAT = (", batch_size=256)", ', batch_size=256, clip="flat")')
+METHODS: dict[str, tuple[Path, tuple[tuple[str, str], ...]]] = {
+    "opacus_hooks": (THEIRS, ()),
+    "flat": (OURS, (FLAT,)),
+    "adaptive_layer": (OURS, ()),
+}
+"""Method -> its script, and what is replaced in it."""
+RATES = (0.1, 0.2, 0.4, 0.8)
+"""The grid of learning rates, the same for all."""
+TUNED_ON = 100
+"""The seed that the grid is tried on; those of the results are others."""
+FILE = "opacus_side_by_side.csv"
+KEY = ("method", "device", "hardware", "threads", "dtype")
+COLUMNS = (*SIDE_BY_SIDE, "commit", "dirty", "torch", "opacus", "python", "date")
+HELP = f"""python -m benchmarks.opacus_side_by_side [key=value ...]
+
+The digits' CNN by Opacus's make_private_with_epsilon and by groupwise.make_private: lines, accuracy, seconds, memory.
+For each method the best of the learning rates {RATES} on a seed of its own, then as many seeds as are asked for.
+
+  seeds=3          seeds of the results
+  limit=900        seconds that one training may take
+  out=results/measured/benchmarks   the folder of {FILE}
+
+  python -m benchmarks.opacus_side_by_side"""
+
+
+@dataclass
+class SideBySideOptions:
+    """What the command line may say."""
+
+    seeds: int = 3
+    limit: float = 900.0
+    out: str = "results/measured/benchmarks"
+
+
+Measure = Callable[[str, float], dict[str, Any]]
+
+
+def variant(method: str, rate: float, seed: int) -> str:
+    """The script of a method with that learning rate and seed.
+
+    Raises:
+        UserError: what is to be replaced is not there just once.
+    """
+    script, replaced = METHODS[method]
+    source = script.read_text(encoding="utf-8")
+    for old, new in (*replaced, ("lr=0.4", f"lr={rate}"), ("manual_seed(0)", f"manual_seed({seed})")):
+        if source.count(old) != 1:
+            raise UserError(
+                f"{script.name} has {source.count(old)} times {old!r}, where one was expected: mend METHODS."
+            )
+        source = source.replace(old, new)
+    return source
+
+
+def trained(source: str, limit: float) -> dict[str, Any]:
+    """Run a script in a process of its own, on one thread: what its loop took, and the epsilon and accuracy it prints.
+
+    Raises:
+        UserError: it failed, took longer than `limit` seconds, or printed no such line.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
+    words = [sys.executable, "-m", "benchmarks.timed_script"]
+    try:
+        done = subprocess.run(words, input=source, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"A training took more than {limit:g} s: give a larger limit.") from error
+    found = re.search(r"epsilon ([\d.]+), accuracy ([\d.]+)\n(.*)\n$", done.stdout)
+    if done.returncode or found is None:
+        raise UserError(f"A training failed: {(done.stderr.strip().splitlines() or ['it printed no result'])[-1]}.")
+    return {"epsilon": float(found[1]), "accuracy": 100 * float(found[2]), **json.loads(found[3])}
+
+
+def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[str, Any]]:
+    """The rows of all methods, which take turns: the search on `TUNED_ON`, then each seed at the rate that was best
+    (of several the smallest)."""
+    rows: list[dict[str, Any]] = []
+
+    def take(method: str, role: str, rate: float, seed: int) -> None:
+        told = train(variant(method, rate, seed), options.limit)
+        counted = lines(METHODS[method][0].read_text(encoding="utf-8"))
+        rows.append({"method": method, "role": role, "seed": seed, "learning_rate": rate, **counted, **told})
+        print(f"{method:15} {role:7} seed {seed:3} rate {rate:g}: {told['accuracy']:.1f} %", flush=True)
+
+    for rate in RATES:
+        for method in METHODS:
+            take(method, "search", rate, TUNED_ON)
+    best = {
+        method: max((row["accuracy"], -row["learning_rate"]) for row in rows if row["method"] == method)
+        for method in METHODS
+    }
+    for seed in range(options.seeds):
+        for method, (_, rate) in best.items():
+            take(method, "result", -rate, seed)
+    return rows
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Measure and write the rows."""
+    options = read(SideBySideOptions, arguments)
+    check_above_zero(options, "seeds", "limit")
+    from benchmarks.results import merge, provenance
+
+    source = {"device": "cpu", "threads": 1, "dtype": "float32", **provenance("cpu")}
+    rows = measure(options)
+    merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    return command(run, HELP, "nothing was written", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Runs a script as it stands, and tells what its training loop took:  python -m benchmarks.timed_script < script.py
+
+The loop is the script's one `for` statement on the top level. What stands before it (imports, data, model, the search
+for the noise) and after it (evaluation, the account) is not on the clock. The answer is a line of JSON, the last.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def split(source: str) -> tuple[ast.Module, ast.For, ast.Module]:
+    """The script before its loop, the loop, and the rest.
+
+    Raises:
+        ValueError: it has no loop on the top level, or several.
+    """
+    tree = ast.parse(source)
+    places = [place for place, node in enumerate(tree.body) if isinstance(node, ast.For)]
+    if len(places) != 1:
+        raise ValueError(f"a script with one loop was expected, and this one has {len(places)}")
+    place = places[0]
+    loop = tree.body[place]
+    assert isinstance(loop, ast.For)
+    return ast.Module(tree.body[:place], []), loop, ast.Module(tree.body[place + 1 :], [])
+
+
+def lines(source: str) -> dict[str, int]:
+    """Lines of code, without docstring, comments and blank lines: of the loop and of the whole script."""
+    before, loop, after = split(source)
+    text = source.splitlines()
+
+    def count(nodes: list[ast.stmt]) -> int:
+        spans = {number for node in nodes for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        return sum(1 for number in spans if text[number - 1].strip() and not text[number - 1].strip().startswith("#"))
+
+    docstring = [
+        node for node in before.body[:1] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    return {"loop_lines": count([loop]), "script_lines": count([*before.body[len(docstring) :], loop, *after.body])}
+
+
+def timed(source: str) -> dict[str, Any]:
+    """Run it; processor and wall seconds of its loop, and by how many bytes memory grew in it at most (Linux; else
+    None)."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    before, loop, after = split(source)
+    parts = [compile(part, "script", "exec") for part in (before, ast.Module([loop], []), after)]
+    exec(parts[0], namespace)
+    with suppress(OSError):
+        REFS.write_text("5")  # the peak so far is forgotten
+    resident, processor, wall = _memory("VmRSS"), time.process_time(), time.perf_counter()
+    exec(parts[1], namespace)
+    seconds = {"cpu_seconds": time.process_time() - processor, "wall_seconds": time.perf_counter() - wall}
+    peak = _memory("VmHWM")
+    exec(parts[2], namespace)
+    grown = None if peak is None or resident is None else peak - resident
+    return {**seconds, "peak_bytes": grown}
+
+
+def _memory(name: str) -> int | None:
+    with suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(timed(sys.stdin.read())))

@@ -1,0 +1,93 @@
+"""The comparison with Opacus runs the two scripts as they stand, counts their lines, and picks rates equally."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks import opacus_side_by_side as beside
+from benchmarks.timed_script import lines, split, timed
+from groupwise.analysis.benchmark_tables import side_by_side_table
+from groupwise.errors import UserError
+
+SCRIPT = '''"""A docstring
+of two lines."""
+import time
+
+rows = []  # a comment does not hide a line
+
+# nor is one counted
+for number in range(3):
+    time.process_time()
+
+    rows.append(bytearray(8 << 20))
+
+print(f"epsilon 1.000, accuracy {len(rows) / 4:.3f}")
+'''
+
+
+def test_lines_are_of_code():
+    assert lines(SCRIPT) == {"loop_lines": 3, "script_lines": 6}
+    with pytest.raises(ValueError, match="has 2"):
+        split(SCRIPT + "for x in y:\n    pass\n")
+
+
+def test_a_script_is_run_whole_and_its_loop_is_on_the_clock(capsys):
+    told = timed(SCRIPT)
+    assert capsys.readouterr().out == "epsilon 1.000, accuracy 0.750\n"
+    assert told["cpu_seconds"] >= 0 and told["wall_seconds"] > 0
+    assert told["peak_bytes"] is None or told["peak_bytes"] < 1 << 30
+
+
+def test_the_answer_of_a_process_is_what_it_prints():
+    told = beside.trained(SCRIPT, 60)
+    assert (told["epsilon"], told["accuracy"]) == (1.0, 75.0) and told["cpu_seconds"] >= 0
+    with pytest.raises(UserError, match="A training failed: ZeroDivisionError"):
+        beside.trained(SCRIPT.replace("len(rows) / 4", "1 / 0"), 60)
+
+
+@pytest.mark.parametrize("method", beside.METHODS)
+def test_a_variant_is_the_script_but_for_what_is_said(method):
+    script, replaced = beside.METHODS[method]
+    before, after = script.read_text().splitlines(), beside.variant(method, 0.25, 7).splitlines()
+    changed = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert len(changed) == 2 + len(replaced)
+    assert sum("lr=0.25" in line for line in changed) == sum("manual_seed(7)" in line for line in changed) == 1
+    assert sum('clip="flat"' in line for line in changed) == (method == "flat")
+
+
+def test_the_scripts_have_the_same_data_model_and_settings():
+    ours, theirs = (script.read_text() for script in (beside.OURS, beside.THEIRS))
+    start, end = "images, labels = load_digits", "data = TensorDataset"
+    assert ours[ours.index(start) : ours.index(end)] == theirs[theirs.index(start) : theirs.index(end)]
+    for setting in ("epsilon=8", "delta=1e-5", "batch_size=256"):
+        assert setting in ours and setting in theirs
+    assert "microbatch=128" in ours and "max_physical_batch_size=128" in theirs
+    assert "epochs=30" in ours and "EPOCHS = 30" in theirs
+
+
+def test_each_method_has_the_rate_that_was_best_for_it_on_a_seed_of_its_own(capsys):
+    best = {"opacus_hooks": 0.2, "flat": 0.8, "adaptive_layer": 0.1}
+
+    def train(source: str, limit: float) -> dict[str, float]:
+        method = "opacus_hooks" if "opacus" in source else "flat" if 'clip="flat"' in source else "adaptive_layer"
+        good = f"lr={best[method]}" in source and f"manual_seed({beside.TUNED_ON})" in source
+        return {"epsilon": 8.0, "accuracy": 90.0 if good else 50.0, "cpu_seconds": 1.0, "wall_seconds": 1.0,
+                "peak_bytes": 2**20}  # fmt: skip
+
+    rows = beside.measure(beside.SideBySideOptions(seeds=2), train)
+    results = [row for row in rows if row["role"] == "result"]
+    assert {(row["method"], row["learning_rate"]) for row in results} == set(best.items())
+    assert [row["seed"] for row in results] == [0, 0, 0, 1, 1, 1]
+    assert len(rows) == len(beside.METHODS) * (len(beside.RATES) + 2)
+    table = side_by_side_table(pd.DataFrame(rows))
+    assert "| Opacus, hooks, 0.2 | 6 of 40 | 50.0 [50.0..50.0] | 8.000 | 1.0 | 1 |" in table
+
+
+@pytest.mark.slow
+def test_the_real_scripts_run(tmp_path: Path):
+    for method in ("opacus_hooks", "flat"):
+        told = beside.trained(beside.variant(method, 0.4, 0), 900)
+        assert told["accuracy"] > 85 and 7.9 < told["epsilon"] <= 8

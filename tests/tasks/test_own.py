@@ -1,0 +1,174 @@
+"""A task of one's own: one file of configuration, one of Python, and one sentence for whatever is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.config.identity import config_hash, stable_config
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.tasks import make_task
+
+ROOT = Path(__file__).parents[2]
+CONF = """# @package _global_
+task: mine
+own_task: {_target_: sums.make_sums, features: 3}
+"""
+MODULE = '''"""Tells whether a row of numbers adds up to more than zero."""
+import torch
+from torch import nn
+
+from groupwise.training.task import Task
+
+
+class Sums(Task):
+    def __init__(self, x, device):
+        self.model, self.train_size = nn.Linear(x.shape[1], 2).to(device), len(x)
+        self.x, self.y = x.to(device), (x.sum(1) > 0).long().to(device)
+
+    def losses(self, examples):
+        return nn.functional.cross_entropy(self.model(self.x[examples]), self.y[examples], reduction="none")
+
+    @torch.no_grad()
+    def evaluate(self, split, batch_size, limit=None, final=False):
+        return {"accuracy": 100 * float((self.model(self.x).argmax(1) == self.y).double().mean())}
+
+    def describe_data(self):
+        return {"source": "made up", "sha256": {}, "train_examples": len(self.x), "selected_on": "nothing"}
+
+
+def make_sums(config, device, features=2):
+    x = torch.randn(400, features, generator=torch.Generator().manual_seed(0))
+    return Sums(x, device)
+
+
+def nothing(config, device):
+    return None
+
+
+def headless(config, device):
+    task = make_sums(config, device)
+    del task.model
+    return task
+
+
+def empty(config, device):
+    task = make_sums(config, device)
+    task.train_size = 0
+    return task
+
+
+constant = 3
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the user works: my_conf/task/mine.yaml and sums.py."""
+    (tmp_path / "my_conf" / "task").mkdir(parents=True)
+    (tmp_path / "my_conf" / "task" / "mine.yaml").write_text(CONF)
+    (tmp_path / "sums.py").write_text(MODULE)
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    words = [sys.executable, str(ROOT / "run.py"), *arguments, "--config-dir", "my_conf", "train.device=cpu"]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_two_files_make_a_run_without_touching_the_package(folder: Path) -> None:
+    done = command(folder, "task=mine", "clip=flat", "train.epochs=10", "privacy.epsilon=8")
+    assert done.returncode == 0, done.stderr
+    [run] = (folder / "results" / "runs").iterdir()
+    row = json.loads((run / "result.json").read_text())
+    assert row["valid/accuracy"] > 80  # half of the examples are of either class
+    assert (row["task"], row["model.name"], row["train.batch_size"]) == ("mine", "own", 256)
+    assert json.loads(row["own_task"]) == {"_target_": "sums.make_sums", "features": 3}
+    assert "Done already" in command(folder, "task=mine", "clip=flat", "train.epochs=10").stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_and_replicas_find_it_too(folder: Path) -> None:
+    done = command(folder, "-m", "task=mine", "scale=smoke", "own_task.features=3,4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\ndone ") == 2 and len([*(folder / "results" / "runs").iterdir()]) == 2
+    replicas = command(folder, "task=mine", "scale=smoke", "parallel.ranks=2", "seed=1")
+    assert replicas.returncode == 0 and "Spent: epsilon" in replicas.stdout, replicas.stderr
+
+
+def test_why_and_help_know_its_file(folder: Path) -> None:
+    told = command(folder, "--why", "task=mine", "own_task", "train.batch_size").stdout
+    assert "sums.make_sums  my_conf/task/mine.yaml:3  <- wins" in told and "conf/scales/own.yaml" in told
+    shown = command(folder, "--help").stdout
+    assert "e2e, mine, mnli" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("own_task", "words"),
+    [
+        ({"_target_": "nowhere.make"}, "cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
+        ({"_target_": "broken.make"}, "SyntaxError: invalid syntax"),
+        ({"_target_": "sums"}, "names no function"),
+        ({"_target_": "sums.make_sum"}, "the module sums has no make_sum (did you mean make_sums?)"),
+        ({"_target_": "sums.constant"}, "is of type int: give a function"),
+        ({"_target_": "sums.make_sums", "colour": "red"}, "does not take (config, device, colour)"),
+        ({"_target_": "sums.nothing"}, "returned a NoneType that is no Task"),
+        ({"_target_": "sums.headless"}, "returned a Sums without a model"),
+        ({"_target_": "sums.empty"}, "returned a Sums of 0 training examples"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    folder: Path, own_task: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "broken.py").write_text("def make(:\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "sums", raising=False)
+    with pytest.raises(UserError) as told:
+        make_task(RunConfig(task="mine", own_task=own_task), torch.device("cpu"))
+    assert words in str(told.value) and "\n" not in str(told.value)
+    monkeypatch.delitem(sys.modules, "sums", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("own_task._target_=nowhere.make", "cannot be imported"),
+        ("~own_task._target_", "own_task has no _target_"),
+        ("pipeline.stages=2", "pipeline.stages=2 is not for task=mine"),
+    ],
+)
+def test_a_mistake_on_the_command_line_writes_nothing(folder: Path, arguments: str, words: str) -> None:
+    done = command(folder, "task=mine", "scale=smoke", *arguments.split())
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
+    assert not (folder / "results").exists()
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(folder: Path) -> None:
+    (folder / "my_conf").rename(folder / "conf")
+    for arguments in (["task=mine"], ["--help"]):
+        done = command(folder, *arguments)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "my_conf" in done.stderr, done.stderr
+
+
+def test_the_hash_covers_the_function_and_its_options_and_leaves_others_as_they_were() -> None:
+    ours = {"_target_": "sums.make_sums", "features": 3}
+    configs = [RunConfig(task="mine", own_task=one) for one in (ours, {**ours, "features": 4}, {"_target_": "sums.x"})]
+    assert len({config_hash(config) for config in configs}) == 3
+    assert "own_task" not in stable_config(RunConfig())
+
+
+def test_a_name_of_the_packages_is_refused() -> None:
+    with pytest.raises(UserError, match="task=cifar is the package's"):
+        make_task(RunConfig(task="cifar", own_task={"_target_": "sums.make_sums"}), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"own_task\._target_"):
+        make_task(RunConfig(task="mine"), torch.device("cpu"))

@@ -1,0 +1,222 @@
+"""`make_private` on parameters in shards equals one process: two processes, in their users' own loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import TensorDataset
+
+import groupwise
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
+from groupwise.training.ranks import Alone, Ranks
+from tests.pipeline.ranks import run_ranks
+from tests.training.data_parallel import BATCHES, EXAMPLES, Batches, Network
+
+CASES = {
+    "adaptive_layer": {"clip": "adaptive_layer", "quantile_budget": 0.1},
+    "fixed_layer": {"clip": "fixed_layer"},
+    "ghost": {"clip": "ghost"},
+}
+
+
+def data() -> TensorDataset:
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(EXAMPLES, 5).double(), torch.randint(0, 3, (EXAMPLES,)))
+
+
+def network(shards: bool, **options) -> Network:
+    torch.manual_seed(1)
+    model = Network().double()
+    if shards:
+        options = {"mesh": init_device_mesh("cpu", (torch.distributed.get_world_size(),)), **options}
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def private_of(case: str, ranks, model, sigma: float = 0.0, batches=BATCHES, optimizer=None):
+    """With microbatches of 3 and batches that are given; noise, where there is any, from a seed."""
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
+    private = groupwise.make_private(
+        model, optimizer, data(), noise_multiplier=sigma, steps=len(batches), batch_size=8, delta=1e-5, threshold=0.5,
+        accountant="rdp", ranks=ranks, noise_source=NoiseSource.from_seed(7), **CASES[case],
+    )  # fmt: skip
+    private.mechanism.sampler = Batches(batches)
+    return private
+
+
+def train(private, model, steps: int | None = None) -> None:
+    for x, y in private.batches(microbatch=3, steps=steps):
+        private.backward(F.cross_entropy(model(x), y, reduction="none"))
+        private.step()
+
+
+def told(private) -> tuple[torch.Tensor, list[float], int]:
+    """All weights, thresholds and the number of steps."""
+    weights = private.state_dict()["model"].values()
+    return torch.cat([value.flatten() for value in weights]), private.engine.thresholds.tolist(), private.executed
+
+
+def outcome(case: str, ranks, shards: bool):
+    model = network(shards)
+    private = private_of(case, ranks, model)
+    train(private, model)
+    found = told(private), private.engine.counts.tolist()
+    private.detach()
+    return found
+
+
+def resumed(ranks, shards: bool):
+    """Weights after all steps in one go, and with an evaluation, a state and another object after the second."""
+    ends = []
+    for stops in (False, True):
+        model = network(shards)
+        private = private_of("adaptive_layer", ranks, model, sigma=1.0)
+        if stops:
+            train(private, model, steps=2)
+            with torch.no_grad():
+                model(data().tensors[0])  # leaves the outermost parameters whole
+            state = private.state_dict()
+            assert all(type(value) is torch.Tensor for value in state["model"].values())
+            private.detach()
+            model = network(shards)
+            private = private_of("adaptive_layer", ranks, model, sigma=1.0)
+            private.load_state_dict(state)
+            private.mechanism.sampler = Batches(BATCHES)
+        train(private, model)
+        ends.append(told(private))
+        private.detach()
+    return ends
+
+
+def moved(ranks, shards: bool) -> torch.Tensor:
+    """What 40 steps without any example moved each number by, (40, P)."""
+    model = network(shards)
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)  # times B
+    private = private_of("fixed_layer", ranks, model, 1.0, [[]] * 40, optimizer)
+    places = [told(private)[0]]
+    for _ in range(40):
+        train(private, model, steps=1)
+        places.append(told(private)[0])
+    private.detach()
+    return torch.stack(places).diff(dim=0)
+
+
+def refusals(ranks) -> dict[str, str]:
+    tied = network(False)
+    tied.blocks[1].fall.weight = tied.blocks[0].fall.weight
+    fully_shard(tied, mesh=init_device_mesh("cpu", (2,)))
+    part = Network().double()
+    fully_shard(part.blocks[0], mesh=init_device_mesh("cpu", (2,)))
+    halves = network(True, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    models = {"flat": network(True), "check": network(True), "alone": network(True)}
+    settings = {
+        "flat": {"clip": "flat"},
+        "tied": {},
+        "part": {},
+        "halves": {},
+        "alone": {"ranks": Alone()},
+        "check": {"check": lambda examples: torch.zeros(len(examples))},
+    }
+    found = {}
+    for name, model in {**models, "tied": tied, "part": part, "halves": halves}.items():
+        given = {"ranks": ranks, "noise_multiplier": 1.0, "steps": 1, "batch_size": 8, **settings[name]}
+        try:
+            groupwise.make_private(model, torch.optim.SGD(model.parameters(), lr=1.0), data(), **given)
+            found[name] = ""
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+def tampered(ranks, change) -> str:
+    model = network(True)
+    private = private_of("fixed_layer", ranks, model)
+    try:
+        for x, y in private.batches(microbatch=3):
+            private.backward(F.cross_entropy(model(x), y, reduction="none"))
+            change(model.head.weight.grad)
+            private.step()
+    except UserError as error:
+        return str(error)
+    finally:
+        private.detach()
+    return ""
+
+
+def _on_two(rank, world):
+    ranks = Ranks()
+    return {
+        "outcomes": {case: outcome(case, ranks, True) for case in CASES},
+        "resumed": resumed(ranks, True),
+        "moved": moved(ranks, True),
+        "refused": refusals(ranks),
+        "tampered": [
+            tampered(ranks, lambda gradient: gradient.mul_(2)),
+            tampered(ranks, lambda gradient: gradient.to_local().mul_(2)),
+        ],
+        "held": sum(parameter.to_local().numel() for parameter in network(True).parameters()),
+    }
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(_on_two, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_take_the_steps_of_one(two, case):
+    """The batches hold every kind: one process has a microbatch more, one has no example, nobody has one."""
+    (weights, thresholds, executed), _ = outcome(case, Alone(), False)
+    for process in two:
+        (found, at, steps), _ = process["outcomes"][case]
+        assert torch.allclose(found, weights, rtol=0, atol=1e-12) and steps == executed == len(BATCHES)
+        assert at == pytest.approx(thresholds, rel=1e-12)
+
+
+def test_each_holds_a_part_of_every_parameter(two):
+    whole = sum(parameter.numel() for parameter in network(False).parameters())
+    assert sum(process["held"] for process in two) == whole and all(p["held"] < 0.6 * whole for p in two)
+
+
+def test_together_they_add_one_noise(two):
+    """40 x P numbers: 1 % is over three standard errors of the scale; two noises would be √2, a shared stream shows as
+    equal halves."""
+    one = moved(Alone(), False)
+    found = two[0]["moved"]
+    assert torch.equal(found, two[1]["moved"])
+    error = 4 / (2 * found.numel()) ** 0.5
+    assert float(found.std() / one.std()) == pytest.approx(1, abs=error)
+    values = found.flatten()
+    assert len(values.unique()) == len(values)
+
+
+def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):
+    for process in two:
+        (whole, at, _), (again, then, steps) = process["resumed"]
+        assert torch.equal(whole, again) and at == then and steps == len(BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("flat", "use clip='adaptive_layer', 'fixed_layer' or 'ghost'"),
+        ("tied", "untie them"),
+        ("part", "call fully_shard on the model, last"),
+        ("halves", "leave mp_policy out"),
+        ("alone", "ranks=Ranks()"),
+        ("check", "verify before fully_shard"),
+    ],
+)
+def test_what_cannot_be_clipped_in_shards_is_refused_in_one_sentence(two, name, words):
+    for process in two:
+        assert words in process["refused"][name] and "\n" not in process["refused"][name]
+
+
+def test_gradients_in_shards_are_watched_too(two):
+    assert all("Gradients were changed" in told for process in two for told in process["tampered"])
