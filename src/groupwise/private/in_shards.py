@@ -26,6 +26,8 @@ def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, che
         UserError: shards whose sums are not those of all processes in the parameters' own precision; clipping that
             needs several layers at once.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     from groupwise.training.shards import sharded, sum_gradients
 
     if checked:
@@ -35,9 +37,7 @@ def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, che
             f"clip={clip.name!r} needs the layers of a group at once, and in shards (FSDP2) each is whole only while "
             "it works: use clip='adaptive_layer', 'fixed_layer' or 'ghost', or replicas without fully_shard."
         )
-
-    modules = sharded(model)
-    if not any(module is model for module in modules):
+    if not isinstance(model, FSDPModule):
         raise UserError("Parts of the model are in shards and the whole is not: call fully_shard on the model, last.")
     for name, parameter in model.named_parameters():
         shard: Any = parameter
@@ -48,7 +48,7 @@ def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, che
                 f"Parameter {name!r} is in shards over a mesh of shape {tuple(shard.device_mesh.shape)}, and ranks has "
                 f"{ranks.replicas} replicas: shard over all processes in one dimension, and give ranks=Ranks()."
             )
-    for module in modules:
+    for module in sharded(model):
         policy: Any = module._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None or policy.reduce_dtype is not None:
             raise UserError(
