@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,9 @@ def cases(options: TableOptions) -> list[Case]:
     for methods in (FIRST, THEN):
         for dtype in DTYPES:
             for workload, (batch, layers, tokens) in SIZES.items():
-                sizes = {} if options.tiny else {"batch": batch, "layers": layers, "tokens": tokens}
-                job = Job(workload, "none", device=options.device, dtype=dtype, tiny=options.tiny, **sizes)
+                job = Job(workload, "none", device=options.device, dtype=dtype, tiny=options.tiny)
+                if not options.tiny:
+                    job = replace(job, batch=batch, layers=layers, tokens=tokens)
                 found.append(Case(job, methods))
     return found
 
