@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST = 60_000_000
 """Bytes of a part, and of what it holds: mail, clipboards and small disks take that much."""
 PACKAGES = (
-    *("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3"),
+    *("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3", "hydra-submitit-launcher", "submitit", "cloudpickle"),
     *("prv-accountant", "dp-accounting", "dm-tree", "absl-py", "attrs", "wrapt"),
     *("rouge-score", "nltk", "sacrebleu", "portalocker", "tabulate", "colorama", "six"),
     *("opacus", "opt-einsum", "peft", "accelerate", "psutil", "tqdm"),

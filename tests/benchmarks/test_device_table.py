@@ -1,0 +1,111 @@
+"""The speed table in one process: what matters most first, nothing twice, on after a lost GPU or when time is up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from benchmarks import device_table, driver, together
+from benchmarks.device_table import AGAIN, FIRST, LEFT, THEN, TableOptions, cases, main, measure
+from benchmarks.job import Job
+from benchmarks.options import check_device
+from benchmarks.together import DeviceLost, Together
+from groupwise.errors import UserError
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+    """(workload, dtype, method) of each measurement, in the place of measuring."""
+    done: list[tuple[str, str, str]] = []
+
+    def run(case: Job, methods: Any, rounds: int, steps: int, limit: float, say: Any, start: Any, until: Any) -> Any:
+        rows = []
+        for method in methods:
+            done.append((case.workload, case.dtype, method))
+            start(Job(case.workload, method), limit)
+            if method == lost.get("method"):
+                del lost["method"]
+                raise DeviceLost("an illegal memory access")
+            row = {"workload": f"{case.workload} (tiny)", "method": method, "round": 0, "status": "ok", "device": "cpu"}
+            times = {"cpu_seconds": 1.0, "wall_seconds": 1.0, "noise_seconds": 0.1, "examples_per_second": 4.0}
+            same = {"threads": 1, "dtype": case.dtype, "batch": 4, "layers": None, "memory_format": "contiguous"}
+            rows.append({**row, **times, **same, "peak_bytes": 8, "flops": 2})
+        return rows
+
+    monkeypatch.setattr(driver, "run", run)
+    lost.clear()
+    return done
+
+
+lost: dict[str, str] = {}
+
+
+def options(tmp_path: Path, **others: Any) -> TableOptions:
+    return TableOptions(out=str(tmp_path), device="cpu", tiny=True, **others)
+
+
+def test_what_matters_most_comes_first() -> None:
+    found = cases(TableOptions())
+    assert [(case.job.workload, case.job.dtype) for case in found[:3]] == [
+        ("wrn16_4_ws", "float32"),
+        ("gpt2", "float32"),
+        ("roberta_base", "float32"),
+    ]
+    assert [case.methods for case in found] == [FIRST] * 6 + [THEN] * 6
+    assert (found[0].job.batch, found[0].job.layers) == (512, None)
+    assert (found[1].job.batch, found[1].job.layers, found[1].job.tokens) == (16, 12, 100)
+
+
+def test_nothing_is_measured_twice(asked: list[Any], tmp_path: Path) -> None:
+    assert measure(options(tmp_path)) == 0
+    assert len(asked) == 6 * (len(FIRST) + len(THEN))
+    asked.clear()
+    assert measure(options(tmp_path)) == 0 and not asked
+
+
+def test_a_lost_gpu_is_told_in_a_row_and_the_rest_goes_on(asked: list[Any], tmp_path: Path) -> None:
+    lost["method"] = "flat"
+    assert measure(options(tmp_path)) == AGAIN
+    rows = pd.read_csv(tmp_path / "throughput.csv")
+    assert rows["status"].tolist() == ["refused: an illegal memory access"] and rows["method"].tolist() == ["flat"]
+    asked.clear()
+    assert measure(options(tmp_path)) == 0
+    assert [method for _, _, method in asked[:3]] == ["none", "adaptive_layer", "ghost"]
+
+
+def test_what_is_not_begun_in_time_is_left(asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 40))
+    monkeypatch.setattr(device_table.time, "monotonic", lambda: float(next(clock)))
+    assert measure(options(tmp_path, limit=300.0)) == LEFT
+    measured = len(asked)
+    assert 0 < measured < 6 * (len(FIRST) + len(THEN)) and (tmp_path / "throughput.csv").is_file()
+
+
+def test_answers_are_those_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Together(Job("mlp", "flat", tiny=True), 60.0) as here:
+        facts = here.ask(do="measure")
+        assert facts["peak_bytes"] > 0 and facts["batch"] == 4
+        assert here.ask(do="round", steps=1)["wall_seconds"] > 0
+    with Together(Job("mlp", "no_such_method", tiny=True), 60.0) as here:
+        assert "unknown" in here.ask(do="measure")["refused"]
+
+
+def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    here = Together(Job("mlp", "flat", device="cuda", tiny=True), 60.0)
+    monkeypatch.setattr(together, "answer", lambda bench, request: {"seconds": 1.0})
+    monkeypatch.setattr(together.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(together.torch.cuda, "synchronize", broken)
+    with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$"):
+        here.ask(do="measure")
+
+
+def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"out={tmp_path}", "devise=cpu"]) == 2 and "did you mean device" in capsys.readouterr().err
+    with pytest.raises(UserError, match="device=tpu is unknown"):
+        check_device("tpu")
