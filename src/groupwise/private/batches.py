@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -12,6 +13,26 @@ from groupwise.privacy import NoiseSource, secret_randomness
 
 Place = tuple[int, int, Sequence[int]]
 """Of a microbatch: its step, where it begins in this process's share of the batch, and its examples."""
+
+Order = Callable[[np.ndarray], np.ndarray]
+"""The numbers of a batch's examples, (n,), to the same numbers in the order in which they share microbatches."""
+
+
+def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:
+    """The examples of a batch, (n,), as ``order`` puts them.
+
+    Raises:
+        UserError: it gives others than were drawn.
+    """
+    if order is None:
+        return drawn
+    ordered = np.asarray(order(drawn))
+    if not np.array_equal(np.sort(ordered, axis=None), drawn):
+        raise UserError(
+            "order gave other examples than were drawn, which no account of epsilon covers: return the numbers that "
+            "it is given, each once."
+        )
+    return ordered
 
 
 def length_of(data: Any) -> int:

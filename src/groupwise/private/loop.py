@@ -5,13 +5,14 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
-from groupwise.private.batches import Place, length_of, load
+from groupwise.private.batches import Order, Place, in_order, length_of, load
 from groupwise.training.mechanism import Mechanism
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
@@ -77,6 +78,7 @@ class Private:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
+        order: Order | None = None,
     ) -> Iterator[Any]:
         """Draw the batches of the steps that are left, and yield them in microbatches.
 
@@ -89,6 +91,8 @@ class Private:
             microbatch: examples at once, at most; the update depends on it by rounding and masks alone.
             steps: after how many steps to stop, to evaluate or to save; by default after the last of the plan.
             num_workers, collate_fn, pin_memory: as in ``torch.utils.data.DataLoader``.
+            order: the numbers of a batch's examples, (n,), in the order in which they share microbatches: the longest
+                texts first, say. By default as they are numbered.
 
         Raises:
             UserError: all steps of the plan were taken; the data grew or shrank; an argument out of range.
@@ -111,17 +115,18 @@ class Private:
         self._loop += 1
         end = self.plan.steps if steps is None else min(self.plan.steps, self.executed + steps)
         options = {"num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory}
-        return self._microbatches(self._loop, end, int(microbatch), options)
+        return self._microbatches(self._loop, end, int(microbatch), order, options)
 
-    def _microbatches(self, loop: int, end: int, size: int, options: dict[str, Any]) -> Iterator[Any]:
+    def _microbatches(
+        self, loop: int, end: int, size: int, order: Order | None, options: dict[str, Any]
+    ) -> Iterator[Any]:
         mechanism = self.mechanism
-        ranks = mechanism.ranks
-        places = self._places(self.executed, end, size)
-        loaded = load(self._data, places, mechanism.noise, ranks.replica, **options)
+        places = self._places(self.executed, end, size, order)
+        loaded = load(self._data, places, mechanism.noise, mechanism.ranks.replica, **options)
         try:
             while self.executed < end:
                 step = self.executed
-                share = ranks.share(mechanism.open(step))
+                share = self._share(mechanism.open(step), order)
                 self._marks = self._marks_now()
                 for start in range(0, len(share), size):
                     batch = next(loaded)
@@ -146,11 +151,14 @@ class Private:
             if loop == self._loop:
                 self._leave()
 
-    def _places(self, first: int, end: int, size: int) -> Iterator[Place]:
+    def _places(self, first: int, end: int, size: int, order: Order | None) -> Iterator[Place]:
         for step in range(first, end):
-            share = self.mechanism.ranks.share(self.mechanism.sampler.indices(step))
+            share = self._share(self.mechanism.sampler.indices(step), order)
             for start in range(0, len(share), size):
                 yield step, start, share[start : start + size].tolist()
+
+    def _share(self, drawn: np.ndarray, order: Order | None) -> np.ndarray:
+        return self.mechanism.ranks.share(in_order(drawn, order))
 
     def backward(self, losses: Tensor) -> None:
         """Add the clipped gradients of the microbatch; nothing is released.
