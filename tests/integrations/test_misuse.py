@@ -95,6 +95,11 @@ def after_the_end(folder: Path) -> None:
     trainer(folder).train(str(folder / "checkpoint-3"))
 
 
+def at_the_end(folder: Path) -> None:
+    trainer(folder).train()
+    resume(folder)
+
+
 def mean_of_a_batch(model, inputs):
     return model(**inputs).loss
 
@@ -127,8 +132,14 @@ class Stream(IterableDataset):
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "compute_loss_func, or compute_loss of one's own": (own_loss, "compute_loss gives one loss for a whole batch"),
-    "losses_of that returns a mean": (lambda f: trainer(f, losses_of=mean_of_a_batch).train(), "The loss must be one value per example"),
-    "losses_of that mixes examples": (lambda f: trainer(f, losses_of=mixed).train(), "it cannot be told whose they are"),
+    "losses_of that returns a mean": (
+        lambda f: trainer(f, losses_of=mean_of_a_batch).train(),
+        "The loss must be one value per example",
+    ),
+    "losses_of that mixes examples": (
+        lambda f: trainer(f, losses_of=mixed).train(),
+        "it cannot be told whose they are",
+    ),
     "labels that are no classes or tokens": (regression, "no whole numbers as 'labels'"),
     "an encoder-decoder without losses_of": (seq2seq, "makes its inputs from the labels"),
     "a dataset without numbered examples": (
@@ -149,6 +160,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "resuming without the key": (without_the_key, f"There is no {KEY} beside"),
     "resuming from save_only_model": (only_the_model, "no whole checkpoint of a private training"),
     "going back after the end": (after_the_end, "one that is done does not go on"),
+    "going on after the end": (at_the_end, "nothing is left to train"),
     "hyperparameter_search": (lambda f: trainer(f).hyperparameter_search(), "their epsilons add up"),
 }
 
@@ -211,14 +223,15 @@ def test_max_grad_norm_is_set_to_zero_with_a_sentence(tmp_path, caplog):
     assert args.max_grad_norm == 0
 
 
-def test_the_optimizer_moves_nothing_by_itself(tmp_path):
+def test_other_loops_of_accelerate_are_left_alone(tmp_path):
+    """Its optimisers share one state, which says whether they step."""
     run = trainer(tmp_path, save_strategy="no", max_steps=1)
     run.train()
-    before = weights(run.model).clone()
-    for parameter in run.model.parameters():
-        parameter.grad = None
-    run.optimizer.step()
-    assert torch.equal(weights(run.model), before)
+    assert run.accelerator.sync_gradients
+    run = trainer(tmp_path, callbacks=[Kill(1)], max_steps=2)
+    with pytest.raises(Killed):
+        run.train()
+    assert run.accelerator.sync_gradients
 
 
 def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path):

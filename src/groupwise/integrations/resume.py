@@ -104,6 +104,10 @@ def load(folder: Path, private: Private, settings: dict[str, str], steps: int) -
                 f"{name} is {value} and was {saved['settings'].get(name)} when {folder} was written: steps that are "
                 "taken again would add the same noise to other gradients, so give the same settings."
             )
+    if saved["step"] >= private.plan.steps:
+        raise UserError(
+            f"{folder} was written after the last step, so nothing is left to train: from_pretrained loads it."
+        )
     key = _key_of(folder, saved)
     state = {**saved, **key, "model": private.mechanism.model.state_dict()}
     state["optimizer"] = private.mechanism.optimizer.state_dict()

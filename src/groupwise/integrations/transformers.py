@@ -161,6 +161,7 @@ class PrivateTrainer(Trainer):
             return output
         finally:
             self.is_in_train = False
+            self.accelerator.gradient_state._set_sync_gradients(True)  # one state for all that accelerate prepares
             if self.private is not None:
                 self._released = self.private.executed
                 self.private.detach()

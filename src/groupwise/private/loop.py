@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
-from groupwise.private.batches import Order, Place, in_order, length_of, load
+from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load
 from groupwise.training.mechanism import Mechanism
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
@@ -98,6 +98,7 @@ class Private:
             UserError: all steps of the plan were taken; the data grew or shrank; an argument out of range.
         """
         self._check_open()
+        check_processes(self.mechanism.ranks)
         for name, value in (("microbatch", microbatch), ("steps", 1 if steps is None else steps)):
             if not is_whole(value) or value < 1:
                 raise UserError(f"{name}={value!r} is out of range: give a whole number of at least 1.")

@@ -199,9 +199,8 @@ def make_private(
     """
     ranks = ranks or Alone()
     _check_model(model, ranks)
+    _check_optimizer(optimizer)
     check_parameters(model, optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     dataset_size = length_of(data)
@@ -244,6 +243,16 @@ def make_private(
         ranks=ranks,
     )
     return Private(mechanism, data)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        raise UserError(
+            f"The optimizer is wrapped in {type(optimizer).__name__}, which may step by itself: give the one inside, "
+            "optimizer.optimizer."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
 
 
 def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
