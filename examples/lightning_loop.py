@@ -30,8 +30,9 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
     def configure_optimizers(self) -> None:
         """No optimiser that Lightning would step; here the network is on its device, and becomes private."""
         optimizer = torch.optim.SGD(self.network.parameters(), lr=1.0)
-        budget = {"epsilon": 8.0, "delta": 1e-5, "epochs": 5, "batch_size": 200}
-        self.private = groupwise.make_private(self.network, optimizer, self.train_data, **budget)
+        self.private = groupwise.make_private(
+            self.network, optimizer, self.train_data, epsilon=8, delta=1e-5, epochs=5, batch_size=200
+        )
 
     def training_step(self, turn: int) -> None:
         """One step of the plan."""

@@ -10,6 +10,7 @@ import csv
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from groupwise.integrations.transformers import PrivacyArguments, PrivateTrainer
 
@@ -36,22 +37,21 @@ def texts(folder: str | None, name: str, count: int) -> list[dict[str, str]]:
     return [{"sentence": "a {} , {} film".format(*random.choices(WORDS[i], k=2)), "label": str(i)} for i in labels]
 
 
-parser = hf.HfArgumentParser((TextArguments, PrivacyArguments, hf.TrainingArguments))
+kinds: Any = (TextArguments, PrivacyArguments, hf.TrainingArguments)
+parser = hf.HfArgumentParser(kinds)
 parser.set_defaults(per_device_train_batch_size=150, gradient_accumulation_steps=4, learning_rate=0.02, epsilon=8.0)
 which, privacy, args = parser.parse_args_into_dataclasses()
 hf.set_seed(args.seed)
 tokenizer = hf.AutoTokenizer.from_pretrained(which.model or MINI)
-tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
-config = hf.AutoConfig.from_pretrained(
-    which.model or MINI, **({} if which.model else tiny | {"initializer_range": 0.1})
-)
-kind = hf.AutoModelForSequenceClassification
-model = kind.from_pretrained(which.model, config=config) if which.model else kind.from_config(config)
+sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
+tiny = hf.AutoConfig.from_pretrained(MINI, initializer_range=0.1, **sizes)
+auto = hf.AutoModelForSequenceClassification
+model = auto.from_pretrained(which.model) if which.model else auto.from_config(tiny)
 train, held_out = (
     [{**tokenizer(row["sentence"], truncation=True, max_length=128), "labels": int(row["label"])} for row in rows]
     for rows in (texts(which.data, "train.tsv", 6000), texts(which.data, "dev.tsv", 500))
 )
-given = {"train_dataset": train, "eval_dataset": held_out, "processing_class": tokenizer}
+given: dict[str, Any] = {"train_dataset": train, "eval_dataset": held_out, "processing_class": tokenizer}
 given["compute_metrics"] = lambda found: {"accuracy": float((found[0].argmax(1) == found[1]).mean())}
 trainer = PrivateTrainer(model, args, privacy=privacy, **given)
 spent = trainer.train(any(Path(args.output_dir).glob("checkpoint-*/privacy.pt"))).metrics["epsilon"]

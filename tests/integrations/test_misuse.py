@@ -57,6 +57,13 @@ def other_settings(folder: Path) -> None:
     resume(folder, weight_decay=0.1)
 
 
+def other_optimizer(folder: Path) -> None:
+    """Its state is taken from the checkpoint, so that alone would not tell."""
+    kill(folder)
+    model = encoder()
+    trainer(folder, model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None)).train(True)
+
+
 def other_budget(folder: Path) -> None:
     kill(folder)
     resume(folder, budget=privacy(threshold=2.0))
@@ -153,6 +160,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "train() twice": (twice, "training again would spend another epsilon"),
     "train() where a killed run can go on": (after_a_kill, "a private training that did not end"),
     "resuming with other settings": (other_settings, "weight_decay is 0.1 and was 0.0"),
+    "resuming with another optimizer": (other_optimizer, "optimizer is SGD and was AdamW"),
     "resuming with another budget": (other_budget, "threshold is 2.0 and was 1.0"),
     "resuming on other weights": (other_weights, "are not those that were saved"),
     "resuming without the optimiser's state": (no_optimizer_state, "are not those that were saved"),

@@ -88,14 +88,11 @@ def save(folder: Path, private: Private, settings: dict[str, str]) -> None:
     save_checkpoint(folder / STATE, {**kept, **key, "settings": settings, "digest": _digest(state)})
 
 
-def load(folder: Path, private: Private, settings: dict[str, str], steps: int) -> None:
-    """Go on after the ``steps`` of a checkpoint, whose weights and optimiser were read already, with its key.
-
-    A replayed step repeats its noise, which is private only if it repeats everything else too. So weights, optimiser
-    and settings are held to what was saved.
+def read(folder: Path, settings: dict[str, str]) -> dict[str, Any]:
+    """What `save` wrote, before transformers reads the rest of a checkpoint.
 
     Raises:
-        UserError: something is missing, was altered, or is another.
+        UserError: under other settings, or damaged.
     """
     saved = load_checkpoint(folder / STATE)
     for name, value in settings.items():
@@ -104,12 +101,23 @@ def load(folder: Path, private: Private, settings: dict[str, str], steps: int) -
                 f"{name} is {value} and was {saved['settings'].get(name)} when {folder} was written: steps that are "
                 "taken again would add the same noise to other gradients, so give the same settings."
             )
+    return saved
+
+
+def load(folder: Path, saved: dict[str, Any], private: Private, steps: int) -> None:
+    """Go on after the ``steps`` of a checkpoint, whose weights and optimiser were read already, with its key.
+
+    A replayed step repeats its noise, which is private only if it repeats everything else too. So weights and
+    optimiser are held to what was saved, as settings are by `read`.
+
+    Raises:
+        UserError: something is missing, was altered, or is another; nothing is left to train.
+    """
     if saved["step"] >= private.plan.steps:
         raise UserError(
             f"{folder} was written after the last step, so nothing is left to train: from_pretrained loads it."
         )
-    key = _key_of(folder, saved)
-    state = {**saved, **key, "model": private.mechanism.model.state_dict()}
+    state = {**saved, **_key_of(folder, saved), "model": private.mechanism.model.state_dict()}
     state["optimizer"] = private.mechanism.optimizer.state_dict()
     if saved["step"] != steps or _digest(state) != saved["digest"]:
         raise UserError(
@@ -146,7 +154,7 @@ def _digest(state: dict[str, Any]) -> str:
         if isinstance(value, Tensor):
             whole = value.detach().cpu().contiguous()
             found.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            found.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
+            found.update(whole.flatten().view(torch.uint8).numpy().tobytes())
         else:
             found.update(f"{name} {value!r}".encode())
     return found.hexdigest()

@@ -221,11 +221,17 @@ class PrivateTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.private is not None:
-            resume.save(Path(output_dir), self.private, moving_settings(self.args, self.privacy))
+            resume.save(Path(output_dir), self.private, self._settings())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.private is None:
+            return
+        saved = resume.read(Path(checkpoint), self._settings())
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.private is not None:
-            settings = moving_settings(self.args, self.privacy)
-            resume.load(Path(checkpoint), self.private, settings, self.state.global_step)
-            resume.begin(self._folder, self.private.mechanism.noise)
+        resume.load(Path(checkpoint), saved, self.private, self.state.global_step)
+        resume.begin(self._folder, self.private.mechanism.noise)
+
+    def _settings(self) -> dict[str, str]:
+        assert self.private is not None
+        kinds = {"model": self.model, "optimizer": self.private.mechanism.optimizer, "lr_scheduler": self.lr_scheduler}
+        return moving_settings(self.args, self.privacy) | {name: type(of).__name__ for name, of in kinds.items()}
