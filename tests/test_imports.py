@@ -16,7 +16,7 @@ ORDER = (
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
     {"tasks", "private"},
-    {"pipeline"},
+    {"pipeline", "integrations"},
     {"build", "planner"},
     {"run"},
     {"processes"},

@@ -148,6 +148,24 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(workers):
     assert torch.equal(resumed.mechanism.thresholds.clip_thresholds, private.mechanism.thresholds.clip_thresholds)
 
 
+def test_examples_share_microbatches_in_the_order_that_is_asked_for():
+    task, other = Points(dropout=0.0), Points(dropout=0.0)
+    go_on(start(task), task)
+    private, seen = start(other), []
+
+    def order(drawn: np.ndarray) -> np.ndarray:
+        return drawn[np.argsort(-task.x[drawn, 0].numpy(), kind="stable")]
+
+    for x, y in private.batches(MICROBATCH, order=order):
+        seen.append(x[:, 0])
+        private.backward(other.of(x, y))
+        if private.step():
+            first = torch.cat(seen)
+            assert torch.equal(first, first.sort(descending=True).values) and len(first) > MICROBATCH
+            seen.clear()
+    torch.testing.assert_close(weights(other.model), weights(task.model), rtol=1e-9, atol=1e-12)
+
+
 def test_an_empty_batch_is_a_step_of_noise_alone():
     task = Points()
     private = start(task, adam=False, batch_size=0.001, steps=1)

@@ -213,6 +213,21 @@ def lbfgs() -> None:
     make_private(model, torch.optim.LBFGS(model.parameters()), DATA, epsilon=1, steps=1, batch_size=2)
 
 
+def wrapped() -> None:
+    from accelerate.optimizer import AcceleratedOptimizer  # one of several: they step when they see fit
+
+    model = network()
+    inside = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = AcceleratedOptimizer.__new__(AcceleratedOptimizer)
+    inner.optimizer = inside
+    make_private(model, inner, DATA, epsilon=1, steps=1, batch_size=2)
+
+
+def other_order() -> None:
+    for _ in Use().private.batches(MICROBATCH, order=lambda drawn: drawn[:-1]):
+        pass
+
+
 def mixing() -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -278,6 +293,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "not the model's",
     ),
     "LBFGS": (lbfgs, "LBFGS"),
+    "an optimizer that another library has wrapped": (wrapped, "optimizer.optimizer"),
     "`make_private` twice on one model": (twice, "already"),
     "`make_private` on a model with a private part": (nested, "already"),
     "a mean loss, or any that is not one number an example": (
@@ -325,6 +341,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a state loaded after steps were taken (the same noise again)": (back_in_time, "going back"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "not copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "not copied"),
+    "an `order` that leaves examples out": (other_order, "other examples than were drawn"),
     "a microbatch size that is none": (lambda: Use().private.batches(0), "microbatch=0"),
 }
 

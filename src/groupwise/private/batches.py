@@ -4,14 +4,37 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
+from groupwise.training.ranks import Alone, Ranks
 
 Place = tuple[int, int, Sequence[int]]
 """Of a microbatch: its step, where it begins in this process's share of the batch, and its examples."""
+
+Order = Callable[[np.ndarray], np.ndarray]
+"""The numbers of a batch's examples, (n,), to the same numbers in the order in which they share microbatches."""
+
+
+def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:
+    """The examples of a batch, (n,), as ``order`` puts them.
+
+    Raises:
+        UserError: it gives others than were drawn.
+    """
+    if order is None:
+        return drawn
+    ordered = np.asarray(order(drawn))
+    if not np.array_equal(np.sort(ordered, axis=None), drawn):
+        raise UserError(
+            "order gave other examples than were drawn, which no account of epsilon covers: return the numbers that "
+            "it is given, each once."
+        )
+    return ordered
 
 
 def length_of(data: Any) -> int:
@@ -31,6 +54,20 @@ def length_of(data: Any) -> int:
             "a dataset with __len__ and __getitem__."
         )
     return len(data)
+
+
+def check_processes(ranks: Alone | Ranks) -> None:
+    """Refuse to draw alone where several processes train: theirs would be releases of their own, summed by nobody.
+
+    Raises:
+        UserError: torch.distributed has more processes than ``ranks``.
+    """
+    there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if there > ranks.replicas * ranks.stages:
+        raise UserError(
+            f"{there} processes train, and make_private knows of {ranks.replicas}: give it ranks=Ranks(), or start one "
+            "process (devices=1, num_processes=1)."
+        )
 
 
 def load(

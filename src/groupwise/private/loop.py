@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
-from groupwise.private.batches import Place, length_of, load
+from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load
 from groupwise.training.mechanism import Mechanism
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
@@ -75,6 +75,7 @@ class Private:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
+        order: Order | None = None,
     ) -> Iterator[Any]:
         """Draw the batches of the steps that are left, and yield them in microbatches.
 
@@ -87,11 +88,14 @@ class Private:
             microbatch: examples at once, at most; the update depends on it by rounding and masks alone.
             steps: after how many steps to stop, to evaluate or to save; by default after the last of the plan.
             num_workers, collate_fn, pin_memory: as in ``torch.utils.data.DataLoader``.
+            order: the numbers of a batch's examples, (n,), in the order in which they share microbatches: the longest
+                texts first, say. By default as they are numbered.
 
         Raises:
             UserError: all steps of the plan were taken; the data grew or shrank; an argument out of range.
         """
         self._check_open()
+        check_processes(self.mechanism.ranks)
         for name, value in (("microbatch", microbatch), ("steps", 1 if steps is None else steps)):
             if not is_whole(value) or value < 1:
                 raise UserError(f"{name}={value!r} is out of range: give a whole number of at least 1.")
@@ -109,17 +113,19 @@ class Private:
         self._loop += 1
         end = self.plan.steps if steps is None else min(self.plan.steps, self.executed + steps)
         options = {"num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory}
-        return self._microbatches(self._loop, end, int(microbatch), options)
+        return self._microbatches(self._loop, end, int(microbatch), order, options)
 
-    def _microbatches(self, loop: int, end: int, size: int, options: dict[str, Any]) -> Iterator[Any]:
+    def _microbatches(
+        self, loop: int, end: int, size: int, order: Order | None, options: dict[str, Any]
+    ) -> Iterator[Any]:
         mechanism = self.mechanism
-        places = self._places(self.executed, end, size)
+        places = self._places(self.executed, end, size, order)
         loaded = load(self._data, places, mechanism.noise, mechanism.ranks.replica, **options)
         try:
             while self.executed < end:
                 step = self.executed
                 self._reshard()
-                parts = self._parts(mechanism.open(step), size)
+                parts = self._parts(in_order(mechanism.open(step), order), size)
                 self._marks = self._marks_now()
                 for number, (start, rows, filler) in enumerate(parts, 1):
                     batch = next(loaded)
@@ -144,9 +150,9 @@ class Private:
             if loop == self._loop:
                 self._leave()
 
-    def _places(self, first: int, end: int, size: int) -> Iterator[Place]:
+    def _places(self, first: int, end: int, size: int, order: Order | None) -> Iterator[Place]:
         for step in range(first, end):
-            for start, rows, _ in self._parts(self.mechanism.sampler.indices(step), size):
+            for start, rows, _ in self._parts(in_order(self.mechanism.sampler.indices(step), order), size):
                 yield step, start, rows.tolist()
 
     def _parts(self, drawn: np.ndarray, size: int) -> list[tuple[int, np.ndarray, bool]]:

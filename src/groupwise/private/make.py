@@ -93,9 +93,8 @@ def make_private(
     """
     ranks = ranks or Alone()
     _check_model(model, ranks)
+    _check_optimizer(optimizer)
     check_parameters(model, optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     dataset_size = length_of(data)
@@ -247,6 +246,16 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, budget: f
             f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
             f"{'adaptive' if budget else 'fixed'} thresholds: they need {'some of the budget' if budget else '0'}."
         )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        raise UserError(
+            f"The optimizer is wrapped in {type(optimizer).__name__}, which may step by itself: give the one inside, "
+            "optimizer.optimizer."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
 
 
 def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:

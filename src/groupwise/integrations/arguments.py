@@ -1,0 +1,134 @@
+"""Says what a private training by transformers is given, and refuses what of `TrainingArguments` cannot be private."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import transformers
+from transformers import TrainingArguments
+
+from groupwise.errors import UserError
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class PrivacyArguments:
+    """What `groupwise.make_private` takes, for `transformers.HfArgumentParser`.
+
+    The length of the run and the batch size are those of `TrainingArguments`. In Python, ``clip`` may also be a
+    partition of the model's layers or a whole `groupwise.config.schema.ClipConfig`.
+    """
+
+    epsilon: float | None = _option(None, "The budget. Give this or --noise_multiplier.")
+    noise_multiplier: float | None = _option(None, "Sigma, the noise in units of the sensitivity, in place of epsilon.")
+    delta: float | None = _option(None, "Of (epsilon, delta); N^-1.1 for N training examples where it is not given.")
+    clip: str = _option("adaptive_layer", "flat, ghost, fixed_layer, fixed_block, or adaptive_flat, _layer, _block.")
+    threshold: float = _option(1.0, "The norm that one example's whole gradient is clipped to.")
+    noise: str = _option("global", "How groups share the noise: global, equal_budget or weighted.")
+    accountant: str = _option("prv", "What composes the steps: prv, pld or rdp.")
+    target_quantile: float | None = _option(None, "Adaptive: the share of examples that is not to be clipped.")
+    quantile_learning_rate: float | None = _option(None, "Adaptive: how fast thresholds follow their quantile.")
+    quantile_budget: float | None = _option(None, "Adaptive: the share of the budget that pays for the quantiles.")
+    initial_threshold: float | None = _option(None, "Adaptive: where each group's threshold begins.")
+    rescale: bool | None = _option(None, "Adaptive: rescale all thresholds to the norm --threshold.")
+    secure_noise: bool = _option(False, "Draw noise and batches from a cipher, on a lattice (slower, on the CPU).")
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `make_private` that were given; ``secure_noise`` is none of them."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in given.items() if name != "secure_noise"}
+
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+"""Those that were tried; they read noised gradients alone, after the backward pass."""
+SAMPLING = ("random", "group_by_length")
+
+_Value = Callable[[TrainingArguments], Any]
+REFUSED: dict[str, tuple[_Value, str]] = {
+    "fp16": (
+        lambda a: a.fp16,
+        "scales the loss, and with it the gradients before they are clipped: use bf16=True, or float32",
+    ),
+    "deepspeed": (lambda a: a.deepspeed, "has an engine of its own that sums gradients before the noise: leave it out"),
+    "fsdp": (lambda a: a.fsdp, "puts parameters into shards: leave it out, or use parallel.kind=fsdp of run.py"),
+    "parallelism_config": (lambda a: a.parallelism_config, "splits examples or layers over processes: leave it out"),
+    "n_gpu": (
+        lambda a: a.n_gpu if a.n_gpu > 1 else None,
+        "wraps the model in DataParallel, which sums gradients before the noise: show one device alone "
+        "(CUDA_VISIBLE_DEVICES=0)",
+    ),
+    "world_size": (
+        lambda a: a.world_size if a.world_size > 1 else None,
+        "wraps the model in DistributedDataParallel, which averages gradients before the noise: start one process, or "
+        "use make_private(ranks=...) in a loop of your own",
+    ),
+    "torch_compile": (lambda a: a.torch_compile, "was never tried around clipping by the Trainer: leave it out"),
+    "use_liger_kernel": (lambda a: a.use_liger_kernel, "joins layers that have to be clipped: leave it out"),
+    "neftune_noise_alpha": (
+        lambda a: a.neftune_noise_alpha,
+        "scales its noise by the padded length, which depends on the other examples of a batch: leave it out",
+    ),
+    "label_smoothing_factor": (
+        lambda a: a.label_smoothing_factor,
+        "is a mean over the batch: smooth in losses_of(model, inputs), one loss for each example",
+    ),
+    "auto_find_batch_size": (
+        lambda a: a.auto_find_batch_size,
+        "begins the training again with another batch size, each time at the price of another epsilon: set "
+        "per_device_train_batch_size",
+    ),
+    "dataloader_drop_last": (
+        lambda a: a.dataloader_drop_last,
+        "has nothing to drop, since every step draws each example by itself: leave it out",
+    ),
+    "include_num_input_tokens_seen": (
+        lambda a: a.include_num_input_tokens_seen if a.include_num_input_tokens_seen != "no" else None,
+        "tells the lengths of the examples that were drawn: leave it out",
+    ),
+    "enable_jit_checkpoint": (
+        lambda a: a.enable_jit_checkpoint,
+        "may save between the noise and the count of a step: use save_steps",
+    ),
+    "optim": (
+        lambda a: str(a.optim) if a.optim not in OPTIMIZERS else None,
+        f"was never tried after private steps: choose one of {', '.join(OPTIMIZERS)}, or give optimizers=(yours, None)",
+    ),
+    "train_sampling_strategy": (
+        lambda a: a.train_sampling_strategy if a.train_sampling_strategy not in SAMPLING else None,
+        "is not how Poisson batches are drawn: leave it out, or group_by_length to put the longest of a batch first",
+    ),
+}
+"""Name -> what is refused of it (None, False, 0 and "" are fine), and why, with what to do."""
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse what cannot be private, by name; set right what only has no meaning, and say so.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    for name, (value, why) in REFUSED.items():
+        if found := value(args):
+            raise UserError(f"{name}={found} {why}.")
+    if args.max_grad_norm:
+        transformers.utils.logging.get_logger(__name__).warning(
+            f"max_grad_norm={args.max_grad_norm:g} is set to 0: each example's gradient is clipped before the noise, "
+            "and their sum is not clipped again."
+        )
+        args.max_grad_norm = 0.0
+
+
+MOVING = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "train_sampling_strategy"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
+)
+"""What of `TrainingArguments` moves the weights."""
+
+
+def moving_settings(args: TrainingArguments, privacy: PrivacyArguments) -> dict[str, str]:
+    """All settings that a step depends on, in words: a replayed step repeats its noise, so none of them may change."""
+    return {name: str(getattr(args, name)) for name in MOVING} | {name: str(v) for name, v in asdict(privacy).items()}

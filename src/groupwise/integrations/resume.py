@@ -1,0 +1,164 @@
+"""Keeps what a private training needs to go on beside transformers' checkpoints, and the key of the noise out of them.
+
+A checkpoint's folder may be published, pushed or tracked: its `privacy.pt` holds plan, thresholds and steps, but no
+key. The key lies one folder above, readable by its owner alone, under a name that `push_to_hub` leaves out.
+"""
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer import TRAINER_STATE_NAME
+
+from groupwise.atomic import remove
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
+from groupwise.private import Private
+from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
+
+KEY, STATE = "_noise_key.pt", "privacy.pt"
+
+
+def begin(folder: Path, noise: NoiseSource) -> None:
+    """Keep the key of a run that writes its checkpoints into ``folder``, before its first release."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder / KEY, {"noise_key": noise.key, "noise_is_secret": noise.is_secret})
+
+
+def check_new(folder: Path) -> None:
+    """Refuse to begin where another run can go on.
+
+    Raises:
+        UserError: there are its key and a checkpoint.
+    """
+    if (folder / KEY).exists() and any(folder.glob(f"checkpoint-*/{STATE}")):
+        raise UserError(
+            f"{folder} holds a private training that did not end, and a new one would spend another epsilon: "
+            "train(resume_from_checkpoint=True) goes on with it, or give another output_dir."
+        )
+
+
+def find(folder: Path, asked: str | bool) -> Path:
+    """The checkpoint to go on from: ``asked``, or for True the last that was written to its end.
+
+    Raises:
+        UserError: there is none.
+    """
+    places = [Path(asked)] if isinstance(asked, str) else sorted(folder.glob("checkpoint-*"), key=_number, reverse=True)
+    for place in places:
+        if _whole(place):
+            return place
+        if place is not places[-1]:
+            warnings.warn(f"{place} was not written to its end: going on from the one before it.", stacklevel=2)
+    raise UserError(
+        f"{asked if isinstance(asked, str) else folder} has no whole checkpoint of a private training with its "
+        "optimiser: give one that PrivateTrainer wrote without save_only_model, or begin anew."
+    )
+
+
+def _number(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _whole(checkpoint: Path) -> bool:
+    """Whether all of it is there: transformers writes the trainer's state last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return (checkpoint / STATE).exists()
+
+
+def forget(folder: Path) -> None:
+    """Remove the key of a run that is done."""
+    if (folder / KEY).exists():
+        remove(folder / KEY)
+
+
+def save(folder: Path, private: Private, settings: dict[str, str]) -> None:
+    """Write ``privacy.pt`` into a checkpoint's folder, where weights and optimiser are."""
+    state = private.state_dict()
+    kept = {name: value for name, value in state.items() if name not in ("noise_key", "model", "optimizer")}
+    key = {"key_digest": _key_digest(state["noise_key"])}
+    save_checkpoint(folder / STATE, {**kept, **key, "settings": settings, "digest": _digest(state)})
+
+
+def read(folder: Path, settings: dict[str, str]) -> dict[str, Any]:
+    """What `save` wrote, before transformers reads the rest of a checkpoint.
+
+    Raises:
+        UserError: under other settings, or damaged.
+    """
+    saved = load_checkpoint(folder / STATE)
+    for name, value in settings.items():
+        if saved["settings"].get(name) != value:
+            raise UserError(
+                f"{name} is {value} and was {saved['settings'].get(name)} when {folder} was written: steps that are "
+                "taken again would add the same noise to other gradients, so give the same settings."
+            )
+    return saved
+
+
+def load(folder: Path, saved: dict[str, Any], private: Private, steps: int) -> None:
+    """Go on after the ``steps`` of a checkpoint, whose weights and optimiser were read already, with its key.
+
+    A replayed step repeats its noise, which is private only if it repeats everything else too. So weights and
+    optimiser are held to what was saved, as settings are by `read`.
+
+    Raises:
+        UserError: something is missing, was altered, or is another; nothing is left to train.
+    """
+    if saved["step"] >= private.plan.steps:
+        raise UserError(
+            f"{folder} was written after the last step, so nothing is left to train: from_pretrained loads it."
+        )
+    state = {**saved, **_key_of(folder, saved), "model": private.mechanism.model.state_dict()}
+    state["optimizer"] = private.mechanism.optimizer.state_dict()
+    if saved["step"] != steps or _digest(state) != saved["digest"]:
+        raise UserError(
+            f"The weights, the optimiser or the steps in {folder} are not those that were saved with {STATE}: go on "
+            "from another checkpoint."
+        )
+    private.load_state_dict(state)
+
+
+def _key_of(folder: Path, saved: dict[str, Any]) -> dict[str, Any]:
+    path = folder.absolute().parent / KEY
+    if not path.exists():
+        raise UserError(
+            f"There is no {KEY} beside {folder}: bring it back if the run was killed; one that is done does not go on."
+        )
+    key = load_checkpoint(path)
+    if _key_digest(key["noise_key"]) != saved["key_digest"]:
+        raise UserError(
+            f"{folder} was written by another run than {path} belongs to: give a checkpoint of that run, or an "
+            "output_dir of its own to each."
+        )
+    return key
+
+
+def _key_digest(key: bytes) -> str:
+    """Of 256 bits that nobody can guess, so it tells nothing of them."""
+    return hashlib.sha256(b"groupwise key\0" + key).hexdigest()
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """SHA-256 of the weights and of what the optimiser remembers of each, in bytes."""
+    found = hashlib.sha256()
+    for name, value in [*state["model"].items(), *_flat(state["optimizer"]["state"])]:
+        if isinstance(value, Tensor):
+            whole = value.detach().cpu().contiguous()
+            found.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+            found.update(whole.flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(f"{name} {value!r}".encode())
+    return found.hexdigest()
+
+
+def _flat(state: dict[int, dict[str, Any]]) -> list[tuple[str, Any]]:
+    return [(f"{number} {name}", held[name]) for number, held in sorted(state.items()) for name in sorted(held)]

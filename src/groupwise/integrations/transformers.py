@@ -1,0 +1,237 @@
+"""Trains privately with the transformers library's Trainer: same arguments, checkpoints, metrics and callbacks."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from groupwise.clipping import verify
+from groupwise.errors import UserError
+from groupwise.integrations import resume
+from groupwise.integrations.arguments import PrivacyArguments, check_arguments, moving_settings
+from groupwise.integrations.losses import LossesOf, find_losses
+from groupwise.privacy import NoiseSource
+from groupwise.private import Private, make_private
+from groupwise.private.batches import length_of
+from groupwise.private.make import CHECKED
+
+__all__ = ["PrivacyArguments", "PrivateTrainer"]
+COARSE = {"tolerance": 0.3, "loss_tolerance": 0.05}
+"""Of the check before training, in bfloat16."""
+
+
+class PrivateTrainer(Trainer):
+    """`transformers.Trainer` whose training is one `groupwise.make_private`.
+
+    A step draws each example with probability B/N, B = per_device_train_batch_size · gradient_accumulation_steps, and
+    reads the batch per_device_train_batch_size examples at a time. Drawing, clipping, noise, update and count happen
+    inside of `training_step`, so that no callback or hook sees a gradient without noise. An epoch is ⌈N/B⌉ steps.
+
+    `log_history`, trackers and metrics get ``epsilon``, of the steps that were executed; the training loss, which no
+    noise protects, is called ``nonprivate/loss``.
+
+    Example:
+        trainer = PrivateTrainer(model, args, privacy=PrivacyArguments(epsilon=8), train_dataset=data)
+        trainer.train()
+
+    Args:
+        model, args, others: as `transformers.Trainer` has them.
+        privacy: budget, clipping and noise.
+        losses_of: (model, inputs of b examples) -> (b,) losses, each of its own example alone; by default the
+            cross-entropy of ``labels`` for classification and language models (-100 predicts nothing).
+        noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
+
+    Raises:
+        UserError: `TrainingArguments` or others that cannot be private; what `make_private` refuses, at `train`.
+    """
+
+    private: Private | None = None
+    """The training under way or, detached, the one that ended: `statement()` and `epsilon` tell what was spent."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        privacy: PrivacyArguments,
+        losses_of: LossesOf | None = None,
+        noise_source: NoiseSource | None = None,
+        **others: Any,
+    ) -> None:
+        args = args or TrainingArguments("tmp_trainer")
+        check_arguments(args)
+        if others.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
+            raise UserError(
+                "compute_loss gives one loss for a whole batch, which cannot be clipped by example: give "
+                "losses_of(model, inputs), one loss for each."
+            )
+        super().__init__(model, args, **others)
+        if losses_of is None and getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            raise UserError(
+                "An encoder-decoder makes its inputs from the labels, so no loss is known for it: give losses_of."
+            )
+        self.privacy, self._noise_source = privacy, noise_source
+        self._given_losses = losses_of
+        self._folder = Path(str(self.args.output_dir))
+        self._resuming, self._released = False, 0
+
+    # -- the data, and the plan --------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """As many empty inputs as the Trainer's loop has turns: `training_step` draws for itself."""
+        if self.train_dataset is not None:
+            length_of(self.train_dataset)
+        loader = super().get_train_dataloader()
+        self._data, self._collate = loader.dataset, loader.collate_fn
+        self._lengths = None
+        if self.args.train_sampling_strategy == "group_by_length":
+            self._lengths = np.array(loader.batch_sampler.sampler.lengths)  # type: ignore[union-attr]
+        size, accumulated = length_of(self._data), self.args.gradient_accumulation_steps
+        turns = math.ceil(size / self._batch_size()) * accumulated
+        return DataLoader(range(size), batch_sampler=[[]] * turns, collate_fn=dict)  # type: ignore[arg-type]
+
+    def _batch_size(self) -> int:
+        return self.args.train_batch_size * self.args.gradient_accumulation_steps
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Where model, optimiser and the number of steps are settled, so the private training is made here."""
+        if self.is_in_train:
+            self._begin(num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _begin(self, steps: int) -> None:
+        model: Any = self.model
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's around it
+        self.private = make_private(
+            model,
+            optimizer,
+            self._data,
+            steps=steps,
+            batch_size=self._batch_size(),
+            noise_source=self._noise_source or NoiseSource.fresh(self.privacy.secure_noise),
+            **self.privacy.settings(),
+        )
+        rows = np.linspace(0, length_of(self._data) - 1, CHECKED).round().astype(int).tolist()
+        self._losses = self._given_losses or find_losses(
+            model, [self._inputs([row]) for row in rows], tolerance=0.02 if self.args.bf16 else 1e-5
+        )
+        coarse: dict[str, Any] = COARSE if self.args.bf16 else {}
+        verify(self.private.engine, lambda some: self._losses(model, self._inputs(some)), rows, **coarse)
+        if not self._resuming:
+            resume.begin(self._folder, self.private.mechanism.noise)
+
+    def _inputs(self, rows: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        return self._prepare_inputs(self._collate([self._data[int(row)] for row in rows]))
+
+    def _longest_first(self, drawn: np.ndarray) -> np.ndarray:
+        return drawn if self._lengths is None else drawn[np.argsort(-self._lengths[drawn], kind="stable")]
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **others: Any) -> TrainOutput:
+        """As the Trainer does. Afterwards the model is as it was, with other weights.
+
+        Raises:
+            UserError: steps were released here before, and this call does not resume them; the folder holds a training
+                that did not end.
+        """
+        self._resuming = bool(resume_from_checkpoint)
+        if resume_from_checkpoint:
+            resume_from_checkpoint = str(resume.find(self._folder, resume_from_checkpoint))
+        else:
+            if self._released:
+                raise UserError(
+                    f"{self._released} steps were released here, and training again would spend another epsilon: "
+                    "resume_from_checkpoint=True goes on, and a new PrivateTrainer begins anew."
+                )
+            resume.check_new(self._folder)
+        try:
+            output = super().train(resume_from_checkpoint, *args, **others)
+            if self.private is not None and self.private.executed == self.private.plan.steps:
+                resume.forget(self._folder)
+            return output
+        finally:
+            self.is_in_train = False
+            self.accelerator.gradient_state._set_sync_gradients(True)  # one state for all that accelerate prepares
+            if self.private is not None:
+                self._released = self.private.executed
+                self.private.detach()
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One private step, from its drawing to its update, in the last of the turns that accumulate gradients.
+
+        Returns:
+            The mean loss of the drawn examples, (); not private.
+        """
+        total, drawn = torch.zeros((), device=self.args.device), 0
+        if not self.accelerator.sync_gradients or self.private is None:
+            return total
+        model.train()
+        for batch in self.private.batches(
+            self.args.train_batch_size,
+            steps=1,
+            collate_fn=self._collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            order=self._longest_first,
+        ):
+            losses = self._losses(model, self._prepare_inputs(batch))
+            self.private.backward(losses)
+            self.private.step()
+            total += losses.detach().sum()
+            drawn += len(losses)
+        # The update is done: accelerate's optimiser, which the Trainer's loop calls next, passes nothing on unless
+        # gradients are in sync.
+        self.accelerator.gradient_state._set_sync_gradients(False)
+        return total / max(drawn, 1)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """0: they follow the lengths of the examples that were drawn, which no noise protects."""
+        return 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the Trainer does, with ``epsilon``; losses on training data become ``nonprivate/...``."""
+        for name in ("loss", "train_loss"):
+            if name in logs:
+                logs[f"nonprivate/{name}"] = logs.pop(name)
+        if self.private is not None:
+            logs["epsilon"] = self.private.epsilon
+        super().log(logs, start_time)
+
+    def hyperparameter_search(self, *args: Any, **others: Any) -> NoReturn:
+        """Refuse: every trial is a release."""
+        raise UserError(
+            "hyperparameter_search trains once for each trial, and their epsilons add up unaccounted: train one "
+            "PrivateTrainer for each setting, and add up what you look at."
+        )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.private is not None:
+            resume.save(Path(output_dir), self.private, self._settings())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.private is None:
+            return
+        saved = resume.read(Path(checkpoint), self._settings())
+        super()._load_optimizer_and_scheduler(checkpoint)
+        resume.load(Path(checkpoint), saved, self.private, self.state.global_step)
+        resume.begin(self._folder, self.private.mechanism.noise)
+
+    def _settings(self) -> dict[str, str]:
+        assert self.private is not None
+        kinds = {"model": self.model, "optimizer": self.private.mechanism.optimizer, "lr_scheduler": self.lr_scheduler}
+        return moving_settings(self.args, self.privacy) | {name: type(of).__name__ for name, of in kinds.items()}

@@ -1,0 +1,264 @@
+"""Every way to hold `PrivateTrainer` wrong that docs/integrations.md lists is refused in a sentence, or harmless."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import IterableDataset
+from transformers import T5Config, T5ForConditionalGeneration, Trainer
+
+from groupwise.errors import UserError
+from groupwise.integrations.arguments import REFUSED, check_arguments
+from groupwise.integrations.resume import KEY
+from groupwise.integrations.transformers import PrivateTrainer
+from groupwise.privacy import NoiseSource
+from tests.integrations.test_transformers import Kill, Killed
+from tests.integrations.tiny import Texts, arguments, collate, encoder, privacy, trainer, weights
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+
+
+def kill(folder: Path, **options) -> None:
+    """A run with a checkpoint after step 3 that ends before its sixth step."""
+    with pytest.raises(Killed):
+        trainer(folder, callbacks=[Kill(5)], **options).train()
+
+
+def resume(folder: Path, **options) -> None:
+    trainer(folder, **options).train(True)
+
+
+def own_loss(folder: Path) -> None:
+    class Own(PrivateTrainer):
+        def compute_loss(self, model, inputs, **others):
+            return super().compute_loss(model, inputs, **others)
+
+    Own(encoder(), arguments(folder), privacy=privacy())
+
+
+def twice(folder: Path) -> None:
+    run = trainer(folder, save_strategy="no", max_steps=1)
+    run.train()
+    run.train()
+
+
+def after_a_kill(folder: Path) -> None:
+    kill(folder)
+    trainer(folder).train()
+
+
+def other_settings(folder: Path) -> None:
+    kill(folder)
+    resume(folder, weight_decay=0.1)
+
+
+def other_optimizer(folder: Path) -> None:
+    """Its state is taken from the checkpoint, so that alone would not tell."""
+    kill(folder)
+    model = encoder()
+    trainer(folder, model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None)).train(True)
+
+
+def other_budget(folder: Path) -> None:
+    kill(folder)
+    resume(folder, budget=privacy(threshold=2.0))
+
+
+def other_weights(folder: Path) -> None:
+    kill(folder)
+    encoder(num_labels=2).save_pretrained(folder / "checkpoint-3")
+    resume(folder)
+
+
+def no_optimizer_state(folder: Path) -> None:
+    kill(folder)
+    (folder / "checkpoint-3" / "optimizer.pt").unlink()
+    resume(folder)
+
+
+def other_data(folder: Path) -> None:
+    kill(folder)
+    resume(folder, train_dataset=Texts(48))
+
+
+def without_the_key(folder: Path) -> None:
+    kill(folder)
+    (folder / KEY).unlink()
+    resume(folder)
+
+
+def only_the_model(folder: Path) -> None:
+    kill(folder, save_only_model=True)
+    resume(folder)
+
+
+def after_the_end(folder: Path) -> None:
+    trainer(folder).train()
+    trainer(folder).train(str(folder / "checkpoint-3"))
+
+
+def at_the_end(folder: Path) -> None:
+    trainer(folder).train()
+    resume(folder)
+
+
+def mean_of_a_batch(model, inputs):
+    return model(**inputs).loss
+
+
+def mixed(model, inputs):
+    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    losses = F.cross_entropy(logits, inputs["labels"], reduction="none")
+    return losses * losses.mean()
+
+
+def seq2seq(folder: Path) -> None:
+    sizes = {"vocab_size": 50, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    trainer(folder, T5ForConditionalGeneration(T5Config(**sizes)))
+
+
+def regression(folder: Path) -> None:
+    model = encoder(num_labels=2, problem_type="multi_label_classification")
+
+    def both(rows):
+        batch = collate(rows)
+        return batch | {"labels": F.one_hot(batch["labels"], 2).float()}
+
+    trainer(folder, model, data_collator=both).train()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Texts())
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "compute_loss_func, or compute_loss of one's own": (own_loss, "compute_loss gives one loss for a whole batch"),
+    "losses_of that returns a mean": (
+        lambda f: trainer(f, losses_of=mean_of_a_batch).train(),
+        "The loss must be one value per example",
+    ),
+    "losses_of that mixes examples": (
+        lambda f: trainer(f, losses_of=mixed).train(),
+        "it cannot be told whose they are",
+    ),
+    "labels that are no classes or tokens": (regression, "no whole numbers as 'labels'"),
+    "an encoder-decoder without losses_of": (seq2seq, "makes its inputs from the labels"),
+    "a dataset without numbered examples": (
+        lambda f: trainer(f, train_dataset=Stream()).train(),
+        "without a length or numbered examples",
+    ),
+    "neither epsilon nor noise_multiplier, or both": (
+        lambda f: trainer(f, budget=privacy(epsilon=8.0)).train(),
+        "give exactly one",
+    ),
+    "train() twice": (twice, "training again would spend another epsilon"),
+    "train() where a killed run can go on": (after_a_kill, "a private training that did not end"),
+    "resuming with other settings": (other_settings, "weight_decay is 0.1 and was 0.0"),
+    "resuming with another optimizer": (other_optimizer, "optimizer is SGD and was AdamW"),
+    "resuming with another budget": (other_budget, "threshold is 2.0 and was 1.0"),
+    "resuming on other weights": (other_weights, "are not those that were saved"),
+    "resuming without the optimiser's state": (no_optimizer_state, "are not those that were saved"),
+    "resuming on other data": (other_data, "another plan"),
+    "resuming without the key": (without_the_key, f"There is no {KEY} beside"),
+    "resuming from save_only_model": (only_the_model, "no whole checkpoint of a private training"),
+    "going back after the end": (after_the_end, "one that is done does not go on"),
+    "going on after the end": (at_the_end, "nothing is left to train"),
+    "hyperparameter_search": (lambda f: trainer(f).hyperparameter_search(), "their epsilons add up"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSALS)
+def test_a_way_to_hold_it_wrong_is_refused_in_a_sentence(tmp_path, way):
+    do, words = REFUSALS[way]
+    with pytest.raises(UserError, match=re.escape(words)) as refusal:
+        do(tmp_path)
+    assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
+
+
+ARGUMENTS = {
+    "fp16": True,
+    "torch_compile": True,
+    "use_liger_kernel": True,
+    "neftune_noise_alpha": 5.0,
+    "label_smoothing_factor": 0.1,
+    "auto_find_batch_size": True,
+    "dataloader_drop_last": True,
+    "include_num_input_tokens_seen": "all",
+    "enable_jit_checkpoint": True,
+    "optim": "lomo",
+    "train_sampling_strategy": "sequential",
+}
+"""Those that a machine without a GPU can be given."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_cannot_be_private_is_refused_by_name(tmp_path, name):
+    args = arguments(tmp_path)
+    if name in ARGUMENTS:
+        try:
+            args = arguments(tmp_path, **{name: ARGUMENTS[name]})
+        except (ImportError, ValueError):  # of the library itself, where this machine has not what it needs
+            setattr(args, name, ARGUMENTS[name])
+    elif name == "n_gpu":
+        args._n_gpu = 2
+    elif name == "world_size":
+        args.distributed_state.num_processes = 2
+    else:
+        setattr(args, name, {"given": True})
+    try:
+        with pytest.raises(UserError, match=f"^{name}=") as refusal:
+            check_arguments(args)
+    finally:
+        args.distributed_state.num_processes = 1
+    assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
+
+
+def test_max_grad_norm_is_set_to_zero_with_a_sentence(tmp_path, caplog):
+    from transformers.utils import logging
+
+    logging.enable_propagation()
+    try:
+        args = arguments(tmp_path, max_grad_norm=1.0)
+        check_arguments(args)
+    finally:
+        logging.disable_propagation()
+    assert args.max_grad_norm == 0
+
+
+def test_other_loops_of_accelerate_are_left_alone(tmp_path):
+    """Its optimisers share one state, which says whether they step."""
+    run = trainer(tmp_path, save_strategy="no", max_steps=1)
+    run.train()
+    assert run.accelerator.sync_gradients
+    run = trainer(tmp_path, callbacks=[Kill(1)], max_steps=2)
+    with pytest.raises(Killed):
+        run.train()
+    assert run.accelerator.sync_gradients
+
+
+def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path):
+    run = trainer(tmp_path, callbacks=[Kill(5)])
+    with pytest.raises(Killed):
+        run.train()
+    with pytest.raises(UserError, match="training again would spend another epsilon"):
+        run.train()
+    run.remove_callback(Kill)
+    run.train(True)
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    assert torch.equal(weights(run.model), weights(whole.model))
+
+
+def test_the_page_lists_what_is_tried_here():
+    page = PAGE.read_text()
+    rows = {row.split("|")[1].strip().replace("`", "") for row in page.splitlines() if row.startswith("| ")}
+    assert set(REFUSALS) <= rows
+    assert all(f"`{name}`" in page for name in REFUSED)
+    assert "`max_grad_norm`" in page
+    assert issubclass(PrivateTrainer, Trainer) and NoiseSource

@@ -1,0 +1,306 @@
+"""`PrivateTrainer` is `make_private` in the Trainer's loop: the same bits, resumable, its key in no other file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from huggingface_hub.utils import filter_repo_objects
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, TrainerCallback, TrainingArguments
+from transformers.models.roberta import RobertaForSequenceClassification
+
+from groupwise import make_private
+from groupwise.errors import UserError
+from groupwise.integrations.resume import KEY, STATE
+from groupwise.integrations.transformers import PrivacyArguments
+from groupwise.privacy import NoiseSource
+from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, encoder, privacy, trainer, weights
+
+
+class Killed(Exception):
+    """Stands for a signal."""
+
+
+class Kill(TrainerCallback):
+    """Ends the training at the beginning of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Killed
+
+
+def loop_of_ones_own(model, steps: int = 8, longest_first: bool = False) -> torch.Tensor:
+    """What the trainer of `tiny` does, through `make_private` and by hand."""
+    decayed = {"lr": 0.02, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), **decayed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (8 - step) / 8)
+    data, settings = Texts(), {"noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
+    source = NoiseSource.from_seed(SEED)
+    private = make_private(model.train(), optimizer, data, steps=8, batch_size=12, noise_source=source, **settings)
+    lengths = np.array([len(row) for row in data.rows])
+    order = (lambda drawn: drawn[np.argsort(-lengths[drawn], kind="stable")]) if longest_first else None
+    for batch in private.batches(4, steps=steps, collate_fn=collate, order=order):
+        labels = batch.pop("labels")
+        private.backward(F.cross_entropy(model(**batch).logits, labels, reduction="none"))
+        if private.step():
+            schedule.step()
+    private.detach()
+    return weights(model)
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_the_same_bits_as_a_loop_of_ones_own(tmp_path, strategy):
+    by_hand = loop_of_ones_own(encoder(), longest_first=strategy == "group_by_length")
+    run = trainer(tmp_path, optim="adamw_torch", train_sampling_strategy=strategy, save_strategy="no")
+    output = run.train()
+    assert output.global_step == run.private.executed == 8
+    assert torch.equal(weights(run.model), by_hand)
+    assert "forward" not in vars(run.model), "the model is as it was"
+
+
+@pytest.mark.parametrize("asked", [True, "checkpoint-3"])
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, asked):
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    killed = trainer(tmp_path / "killed", callbacks=[Kill(7)])
+    with pytest.raises(Killed):
+        killed.train()
+    torch.manual_seed(99)
+    resumed = trainer(tmp_path / "killed", noise_source=NoiseSource.from_seed(99))
+    output = resumed.train(asked if asked is True else str(tmp_path / "killed" / asked))
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    thresholds = [run.private.mechanism.thresholds.clip_thresholds for run in (resumed, whole)]
+    assert torch.equal(*thresholds)
+    assert output.metrics["epsilon"] == whole.private.epsilon
+    lines = [[line for line in run.state.log_history if "grad_norm" in line] for run in (resumed, whole)]
+    for line in (*lines[0], *lines[1]):
+        del line["nonprivate/loss"]  # the Trainer forgets what it summed up since its last line
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path):
+    with pytest.raises(Killed):
+        trainer(tmp_path, callbacks=[Kill(7)], optim="adamw_torch").train()
+    state = tmp_path / "checkpoint-6" / "trainer_state.json"
+    state.write_text(state.read_text()[:50])
+    resumed = trainer(tmp_path, optim="adamw_torch")
+    with pytest.warns(UserWarning, match="checkpoint-6 was not written to its end"):
+        resumed.train(True)
+    assert torch.equal(weights(resumed.model), loop_of_ones_own(encoder()))
+
+
+def test_epsilon_is_in_logs_state_and_metrics_and_losses_are_marked(tmp_path):
+    run = trainer(tmp_path, eval_dataset=Texts(12, seed=2), eval_strategy="steps", eval_steps=4, max_grad_norm=1.0)
+    output = run.train()
+    assert run.args.max_grad_norm == 0
+    kept = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+    plan = run.private.plan
+    for line in kept:
+        assert line["epsilon"] == pytest.approx(plan.spent(line["step"]).epsilon)
+        assert not {"loss", "train_loss"} & line.keys()
+    assert {line["step"] for line in kept if "nonprivate/loss" in line} == {2, 4, 6, 8}
+    assert {line["step"] for line in kept if "eval_loss" in line} == {4, 8}
+    assert output.metrics["epsilon"] == plan.epsilon == run.private.epsilon
+    assert output.metrics["nonprivate/train_loss"] == output.training_loss
+
+
+def test_steps_and_batch_size_follow_the_training_arguments(tmp_path):
+    run = trainer(tmp_path, max_steps=-1, num_train_epochs=1.5, save_strategy="no")
+    run.train()
+    plan = run.private.plan
+    assert (plan.expected_batch_size, plan.steps) == (12, math.ceil(1.5 * 60 / 12))
+    assert run.state.epoch == pytest.approx(plan.steps / 5)
+
+
+class Watch(TrainerCallback):
+    """Compares the gradients that callbacks see with what a step released."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.seen.append(max(float(p.grad.abs().max()) for p in model.parameters()))
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_callback_sees_a_gradient_without_noise(tmp_path):
+    watch = Watch()
+    run = trainer(tmp_path, callbacks=[watch], budget=privacy(noise_multiplier=1e4), save_strategy="no")
+    run.train()
+    least = run.private.plan.gradient_noise_multiplier / 12
+    assert len(watch.seen) == 8 and min(watch.seen) > least, "each gradient shows the noise"
+
+
+def secrets_in(folder: Path, key: bytes) -> list[str]:
+    pickled = key.decode("latin1").encode()
+    forms = [key, pickled, key.hex().encode(), base64.b64encode(key), repr(key).encode(), repr(list(key)).encode()]
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return [str(file.relative_to(folder)) for file in files if any(form in file.read_bytes() for form in forms)]
+
+
+def test_the_key_is_in_one_file_that_its_owner_alone_reads_and_the_hub_never_gets(tmp_path, caplog, capfd):
+    run = trainer(tmp_path, noise_source=None, callbacks=[Kill(7)], log_level="debug")
+    with caplog.at_level("DEBUG"), pytest.raises(Killed):
+        run.train()
+    run.save_model()
+    key = run.private.mechanism.noise.key
+    assert secrets_in(tmp_path, key) == [KEY]
+    assert (tmp_path / KEY).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "checkpoint-6" / STATE).stat().st_mode & 0o777 == 0o600
+    assert key.hex() not in caplog.text + "".join(capfd.readouterr())
+    pushed = filter_repo_objects([KEY, "config.json"], ignore_patterns=["_*", "checkpoint-*"])  # of Trainer.push_to_hub
+    assert list(pushed) == ["config.json"]
+    trainer(tmp_path, noise_source=None).train(True)
+    assert secrets_in(tmp_path, key) == [], "the key of a run that is done is removed"
+
+
+def test_an_exported_model_is_loaded_back(tmp_path):
+    run = trainer(tmp_path, save_strategy="no")
+    run.train()
+    run.save_model(str(tmp_path / "export"))
+    loaded = RobertaForSequenceClassification.from_pretrained(tmp_path / "export")
+    assert torch.equal(weights(loaded), weights(run.model))
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    run = trainer(tmp_path, eval_dataset=Texts(12, seed=2), **best)
+    run.train()
+    loaded = RobertaForSequenceClassification.from_pretrained(run.state.best_model_checkpoint)
+    assert torch.equal(weights(loaded), weights(run.model))
+
+
+class Sentences(Texts):
+    """Texts for a causal model: the first three tokens are no targets."""
+
+    def __getitem__(self, row: int) -> dict[str, list[int]]:
+        tokens = self.rows[row]
+        return {"input_ids": tokens, "labels": [-100] * 3 + tokens[3:]}
+
+
+def causal() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=20, n_embd=8, n_layer=1, n_head=1, pad_token_id=1)
+    )
+
+
+def test_without_noise_a_step_of_a_causal_model_is_that_of_a_loop_over_single_examples(tmp_path):
+    """The mean over a sentence's own targets, which leaves out what is labelled -100, is what is clipped."""
+    plain, data = causal().double().eval(), Sentences()
+    model = causal().double()
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    options = {"max_steps": 1, "save_strategy": "no"}
+    budget = privacy(noise_multiplier=0.0, clip="flat", threshold=0.5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = trainer(tmp_path, model, budget, train_dataset=data, optimizers=(sgd, None), **options | {"warmup_steps": 0})
+    run.train()
+    rows = run.private.mechanism.sampler.indices(0)
+    parameters = list(plain.parameters())
+    sums, clipped = [torch.zeros_like(p) for p in parameters], 0
+    for row in rows:
+        tokens = torch.tensor(data.rows[row])
+        loss = F.cross_entropy(plain(tokens[None]).logits[0, 2:-1], tokens[3:])
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = float(torch.cat([g.flatten() for g in gradients]).norm())
+        clipped += norm > 0.5
+        for total, gradient in zip(sums, gradients, strict=True):
+            total += gradient * min(1.0, 0.5 / norm)
+    assert clipped > 0
+    expected = torch.cat([(p - 0.1 * s / 12).flatten() for p, s in zip(parameters, sums, strict=True)])
+    torch.testing.assert_close(weights(model), expected.detach(), rtol=1e-9, atol=1e-10)
+
+
+def test_adapters_resume_to_the_same_bits(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        model = causal()
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM"))
+
+    data = {"train_dataset": Sentences()}
+    whole = trainer(tmp_path / "whole", adapted(), **data)
+    whole.train()
+    with pytest.raises(Killed):
+        trainer(tmp_path / "killed", adapted(), callbacks=[Kill(5)], **data).train()
+    resumed = trainer(tmp_path / "killed", adapted(), **data)
+    resumed.train(True)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert not torch.equal(weights(whole.model), weights(adapted()))
+
+
+def test_bfloat16_trains_and_resumes_to_the_same_bits(tmp_path):
+    whole = trainer(tmp_path / "whole", bf16=True)
+    whole.train()
+    with pytest.raises(Killed):
+        trainer(tmp_path / "killed", bf16=True, callbacks=[Kill(5)]).train()
+    resumed = trainer(tmp_path / "killed", bf16=True)
+    resumed.train(True)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    full = trainer(tmp_path / "full")
+    full.train()
+    assert not torch.equal(weights(full.model), weights(whole.model)), "it does compute in bfloat16"
+
+
+def test_an_empty_batch_is_a_step_too(tmp_path):
+    few = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "logging_steps": 1}
+    run = trainer(tmp_path, save_strategy="no", max_steps=8, **few)
+    run.train()
+    drawn = [len(run.private.mechanism.sampler.indices(step)) for step in range(8)]
+    assert 0 in drawn and run.private.executed == run.state.global_step == 8
+
+
+def test_losses_of_ones_own_and_checkpointed_activations(tmp_path):
+    def losses(model, inputs):
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+    plain = trainer(tmp_path, encoder(0.0), save_strategy="no")
+    plain.train()
+    same = trainer(tmp_path, encoder(0.0), losses_of=losses, save_strategy="no", activation_checkpointing=True)
+    same.train()
+    torch.testing.assert_close(weights(same.model), weights(plain.model))
+
+
+def test_the_command_line_reads_both_kinds_of_arguments(tmp_path):
+    parser = HfArgumentParser((TrainingArguments, PrivacyArguments))
+    words = ["--output_dir", str(tmp_path), "--epsilon", "8", "--clip", "flat", "--rescale", "False"]
+    args, budget = parser.parse_args_into_dataclasses(words)
+    assert isinstance(args, TrainingArguments)
+    assert budget == PrivacyArguments(epsilon=8, clip="flat", rescale=False)
+    assert all(text in parser.format_help() for text in ("--noise_multiplier", "--accountant", "--target_quantile"))
+
+
+def test_settings_reach_the_plan_and_the_thresholds(tmp_path):
+    budget = privacy(noise="weighted", target_quantile=0.8, quantile_budget=0.2, initial_threshold=2.0, rescale=False)
+    run = trainer(tmp_path, budget=budget, save_strategy="no", max_steps=1)
+    run.train()
+    assert run.private.plan.quantile_budget == 0.2 and run.private.mechanism.allocation == "weighted"
+    moved = run.private.mechanism.thresholds.clip_thresholds / 2.0
+    assert float(moved.log().abs().max()) < 10, "they began at 2"
+
+
+def test_a_folder_of_another_run_is_not_taken_for_its_own(tmp_path):
+    with pytest.raises(Killed):
+        trainer(tmp_path / "one", callbacks=[Kill(5)]).train()
+    with pytest.raises(Killed):
+        trainer(tmp_path / "two", callbacks=[Kill(5)], noise_source=NoiseSource.from_seed(8)).train()
+    shutil.copytree(tmp_path / "one" / "checkpoint-3", tmp_path / "two" / "checkpoint-9")
+    with pytest.raises(UserError, match="was written by another run"):
+        trainer(tmp_path / "two").train(True)
