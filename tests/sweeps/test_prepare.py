@@ -62,13 +62,13 @@ def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout
     files = [checkout.root / line.rpartition("(")[2].rstrip(")") for line in (bug, mistake)]
     assert "Traceback" in files[0].read_text() and "a bug" in files[0].read_text()
     assert files[1].read_text().startswith("UserError: no data: bring some.\n")
-    told = checkout.command("-m", "groupwise.sweeps.status")
-    assert "8 cells: 6 done, 2 failed" in told.stdout and "RuntimeError: a bug" in told.stdout
+    told = checkout.status()
+    assert "8 cells: 6 done, 2 failed" in told and "RuntimeError: a bug" in told
     (checkout.root / "fail").unlink()
     again = checkout.sweep()
     assert (again.returncode, len(rows(again.stdout))) == (0, 2)
     assert "6 of 8 cells are done already" in again.stderr
-    assert "8 cells: 8 done" in checkout.command("-m", "groupwise.sweeps.status", str(checkout.folder)).stdout
+    assert "8 cells: 8 done" in checkout.status(str(checkout.folder))
 
 
 def test_cells_at_once_keep_their_output_apart(checkout):
@@ -94,7 +94,7 @@ def test_a_cell_that_is_killed_gets_another_go_and_does_not_overwrite_twice(chec
     logs = [file.read_text() for file in (checkout.folder / "logs").iterdir()]
     assert len(logs) == 4
     assert [(log.count("ran "), log.count("overwrites")) for log in logs].count((2, 1)) >= 1
-    assert checkout.command("-m", "groupwise.sweeps.status", str(checkout.folder)).stdout.endswith("4 cells: 4 done\n")
+    assert checkout.status(str(checkout.folder)).endswith("4 cells: 4 done\n")
 
 
 def test_jobs_run_the_code_and_the_configuration_of_the_submission(checkout):
