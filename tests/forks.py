@@ -35,7 +35,7 @@ class Command:
         """Start ``python script.py …``, given as ``script.py, …``, in the folder ``cwd``."""
         self._folder = tempfile.TemporaryDirectory()
         told = Path(self._folder.name)
-        self._process = FORKS.Process(target=_live, args=(arguments, str(cwd), dict(environment), told))
+        self._process = FORKS.Process(target=_live, args=(arguments, str(cwd), dict(environment), told), daemon=True)
         self._process.start()
         self._told = told
 
