@@ -108,8 +108,15 @@ def test_no_example_exceeds_its_threshold(case):
                 assert float(norm) <= threshold * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("microbatch", [1, 4])
-@pytest.mark.parametrize("make_partition", [flat, per_layer])
+@pytest.mark.parametrize(
+    ("make_partition", "microbatch"),
+    [
+        (flat, 1),
+        (per_layer, 4),
+        pytest.param(flat, 4, marks=pytest.mark.slow),
+        pytest.param(per_layer, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_microbatches_accumulate(case, make_partition, microbatch):
     partition = make_partition(case.model)
     thresholds, _ = truth_of(case.name, make_partition)
