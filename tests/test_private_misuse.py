@@ -1,64 +1,24 @@
-"""Every way to hold `make_private` wrong that docs/sharp_edges.md lists is refused in a sentence, or harmless."""
+"""Every way to hold `make_private` wrong that docs/sharp_edges.md calls refused is refused, in a sentence."""
 
 from __future__ import annotations
 
 import copy
-import math
 import pickle
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from groupwise import Private, make_private
+from groupwise import make_private
 from groupwise.clipping import per_layer
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource, make_plan
+from groupwise.privacy import make_plan
 from groupwise.training.ranks import Alone
-
-EXAMPLES, BATCH, MICROBATCH = 40, 20, 4
-X = torch.randn(EXAMPLES, 5, generator=torch.Generator().manual_seed(1))
-Y = (X[:, 0] > 0).long()
-DATA = TensorDataset(X, Y)
-
-
-class Use:
-    """A model, an optimiser and their private training, with batches of several microbatches each."""
-
-    def __init__(self, model: nn.Module | None = None, data: Any = DATA, seed: int = 3, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = model or network()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
-        settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": BATCH, "accountant": "rdp", "delta": 1e-3}
-        self.private = make_private(
-            self.model,
-            self.optimizer,
-            data,
-            **{**settings, "noise_source": NoiseSource.from_seed(seed), **options},
-        )
-
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(x), y, reduction="none")
-
-    def train(self, steps: int | None = None) -> Use:
-        for x, y in self.private.batches(MICROBATCH, steps=steps):
-            self.private.backward(self.losses(x, y))
-            self.private.step()
-        return self
-
-    @property
-    def weights(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
-
-
-def network(*more: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *more, nn.Linear(8, 2))
+from tests.private_use import BATCH, DATA, EXAMPLES, MICROBATCH, Use, X, Y, documented, network, other_model, well
 
 
 def make(**options: Any) -> None:
@@ -71,10 +31,6 @@ def in_the_loop(do: Callable[[Use, Tensor, Tensor], object], **options: Any) -> 
     for x, y in use.private.batches(MICROBATCH):
         do(use, x, y)
         use.private.step()
-
-
-def well(use: Use, x: Tensor, y: Tensor) -> None:
-    use.private.backward(use.losses(x, y))
 
 
 def then(do: Callable[[Use], object]) -> Callable[[Use, Tensor, Tensor], None]:
@@ -92,10 +48,6 @@ def plan(**options: Any) -> Any:
 
 def with_plan(made: Any, **options: Any) -> None:
     Use(**{"plan": made, "noise_multiplier": None, "steps": None, "batch_size": None, "delta": None, **options})
-
-
-def other_model(use: Use, x: Tensor, y: Tensor) -> None:
-    use.private.backward(F.cross_entropy(network()(x), y, reduction="none"))
 
 
 def past_the_engine(use: Use, x: Tensor, y: Tensor) -> None:
@@ -354,130 +306,5 @@ def test_is_refused_in_one_sentence(misuse):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def left_in_the_middle(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        well(use, x, y)
-        break
-    use.train()
-
-
-def zero_grad_first(use: Use) -> None:
-    for x, y in use.private.batches(EXAMPLES):
-        use.optimizer.zero_grad()
-        well(use, x, y)
-        use.private.step()
-
-
-def whole(use: Use) -> None:
-    for x, y in use.private.batches(EXAMPLES):
-        well(use, x, y)
-        use.private.step()
-
-
-def an_error_in_the_loop(use: Use) -> None:
-    with pytest.raises(KeyError):
-        for x, y in use.private.batches(MICROBATCH):
-            well(use, x, y)
-            raise KeyError
-    use.train()
-
-
-def seeds_everywhere(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        well(use, x, y)
-        torch.manual_seed(0)
-        use.private.step()
-
-
-def evaluates(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        with torch.no_grad():
-            use.model.eval()(X)
-        use.model.train()
-        well(use, x, y)
-        use.private.step()
-
-
-def refused_losses_and_again(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        losses = use.losses(x, y)
-        with pytest.raises(UserError):
-            use.private.backward(losses.mean())
-        use.private.backward(losses)
-        use.private.step()
-
-
-def loop_of_epochs(use: Use) -> None:
-    while use.private.executed < use.private.plan.steps:
-        use.train(1)
-
-
-HARMLESS: dict[str, tuple[Callable[[Use], object], Callable[[Use], object]]] = {
-    "leaving the loop in the middle of a batch": (left_in_the_middle, Use.train),
-    "an error in the loop, and a new loop": (an_error_in_the_loop, Use.train),
-    "`torch.manual_seed` in the loop": (seeds_everywhere, Use.train),
-    "evaluating in the loop": (evaluates, Use.train),
-    "losses that were refused for their shape, then right ones": (refused_losses_and_again, Use.train),
-    "a loop for each few steps": (loop_of_epochs, Use.train),
-    "`optimizer.zero_grad()` before a batch of one microbatch": (zero_grad_first, whole),
-}
-
-
-@pytest.mark.parametrize("misuse", HARMLESS, ids=lambda name: name.replace("`", ""))
-def test_is_harmless(misuse):
-    """The same weights, to the bit, and the same steps on the account."""
-    do, usual = HARMLESS[misuse]
-    model = [network(nn.Dropout(0.3)) for _ in range(2)]
-    model[1].load_state_dict(model[0].state_dict())
-    held, right = Use(model[0]), Use(model[1])
-    do(held)
-    usual(right)
-    assert torch.equal(held.weights, right.weights)
-    assert held.private.executed == right.private.executed == 3
-
-
-def test_what_is_refused_releases_nothing():
-    use = Use().train(1)
-    before, executed = use.weights, use.private.executed
-    for misuse in (use.private.step, use.optimizer.step, lambda: use.private.backward(torch.ones(3))):
-        with pytest.raises(UserError):
-            misuse()
-    assert torch.equal(use.weights, before) and use.private.executed == executed
-
-
-def test_after_a_failed_backward_the_batch_begins_again():
-    use, right = Use(), Use()
-    with pytest.raises(UserError):
-        for x, y in use.private.batches(MICROBATCH):
-            other_model(use, x, y)
-    assert torch.equal(use.train().weights, right.train().weights)
-
-
-def test_a_call_that_is_refused_leaves_the_model_as_it_was():
-    model = network()
-    with pytest.raises(UserError):
-        Use(model, steps=None)
-    assert all("forward" not in vars(module) for module in model.modules())
-    model[0].weight.sum().backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert Use(model).train().private.executed == 3
-
-
-def test_after_detach_the_model_and_the_optimizer_are_the_users_again():
-    use = Use().train(1)
-    use.private.detach()
-    use.losses(X, Y).mean().backward()
-    use.optimizer.step()
-    assert isinstance(Use(use.model).private, Private)
-    assert math.isfinite(float(use.weights.sum()))
-
-
 def test_the_page_names_just_these():
-    """Below each of the two words are lists: a kind and a colon, perhaps, then names parted by semicolons."""
-    text = (Path(__file__).resolve().parents[1] / "docs" / "sharp_edges.md").read_text()
-    section = text.split("## Holding `make_private` wrong")[1].split("\n## ")[0]
-    for word, tried in (("Refused", REFUSED), ("Harmless", HARMLESS)):
-        [lists] = re.findall(rf"^{word}\b.*?:\n\n(- .*?)\n\n", section, re.M | re.S)
-        items = " ".join(lists.split()).removeprefix("- ").removesuffix(".").split(". - ")
-        named = [name for item in items for name in re.sub(r"^\*.*?:\* ", "", item).split("; ")]
-        assert sorted(named) == sorted(tried)
+    assert documented("Refused") == sorted(REFUSED)

@@ -17,6 +17,7 @@ BATCH = 6
 class Case:
     """A model, its batch, and per-example losses of any subset of it."""
 
+    name: str
     model: nn.Module
     inputs: Tensor
     targets: Tensor
@@ -286,4 +287,4 @@ def make_case(name: str) -> Case:
     model, inputs = make_model(), make_inputs()
     with torch.no_grad():
         outputs = model(inputs).flatten(1)
-    return Case(model, inputs, outputs + torch.randn_like(outputs) * torch.logspace(-1, 1, BATCH)[:, None])
+    return Case(name, model, inputs, outputs + torch.randn_like(outputs) * torch.logspace(-1, 1, BATCH)[:, None])

@@ -1,10 +1,13 @@
 """Every mode × every layer rule equals a float64 loop over single examples, to 1e-9 relative."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from groupwise.clipping import attach, automatic_factors, by_mapping, clip_factors, flat, per_block, per_layer
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.reference import Reference, clipped_sums
+from tests.clipping.conftest import make_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 RTOL = 1e-9
@@ -28,9 +31,17 @@ def middle_thresholds(case, partition) -> list[float]:
     return [max(float(row.median()), 1e-3) for row in norms]
 
 
-def assert_equal_to_reference(case, partition, thresholds, **options) -> None:
-    rule = options.get("clip_rule", clip_factors)
-    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds, rule)
+@cache
+def truth_of(name, make_partition, rule=clip_factors) -> tuple[list[float], Reference]:
+    """Thresholds in the middle of a case's norms, and the loop at them: once for all modes that share it."""
+    torch.manual_seed(0)  # the very weights and inputs that the fixture gives each test
+    case = make_case(name)
+    partition = make_partition(case.model)
+    thresholds = middle_thresholds(case, partition)
+    return thresholds, clipped_sums(case.model, case.loss_of, range(6), partition, thresholds, rule)
+
+
+def assert_equal_to_reference(case, partition, thresholds, truth, **options) -> None:
     with attach(case.model, partition, thresholds, **options) as engine:
         engine.backward(case.losses())
         for name, parameter in case.model.named_parameters():
@@ -48,15 +59,17 @@ def assert_equal_to_reference(case, partition, thresholds, **options) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_clipped_sums_norms_and_counts(case, mode):
     make_partition, options = MODES[mode]
-    partition = make_partition(case.model)
-    assert_equal_to_reference(case, partition, middle_thresholds(case, partition), **options)
+    thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
+    assert_equal_to_reference(case, make_partition(case.model), thresholds, truth, **options)
 
 
 def test_any_mapping(build):
     case = build("conv2d")
     partition = by_mapping(case.model, {"0": "first", "*": "rest"})
     assert [group.layers for group in partition] == [("0",), ("2",)]
-    assert_equal_to_reference(case, partition, middle_thresholds(case, partition))
+    thresholds = middle_thresholds(case, partition)
+    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds)
+    assert_equal_to_reference(case, partition, thresholds, truth)
 
 
 def test_one_group_a_layer_equals_flat_for_a_single_layer(build):
@@ -85,7 +98,7 @@ def test_infinite_thresholds_are_plain_sgd(case):
 def test_no_example_exceeds_its_threshold(case):
     """The sensitivity itself: one example alone moves group k by at most C_k."""
     partition = per_layer(case.model)
-    thresholds = [0.5 * c for c in middle_thresholds(case, partition)]
+    thresholds = [0.5 * c for c in truth_of(case.name, per_layer)[0]]
     with attach(case.model, partition, thresholds) as engine:
         for example in range(6):
             case.model.zero_grad()
@@ -95,11 +108,18 @@ def test_no_example_exceeds_its_threshold(case):
                 assert float(norm) <= threshold * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("microbatch", [1, 4])
-@pytest.mark.parametrize("make_partition", [flat, per_layer])
+@pytest.mark.parametrize(
+    ("make_partition", "microbatch"),
+    [
+        (flat, 1),
+        (per_layer, 4),
+        pytest.param(flat, 4, marks=pytest.mark.slow),
+        pytest.param(per_layer, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_microbatches_accumulate(case, make_partition, microbatch):
     partition = make_partition(case.model)
-    thresholds = middle_thresholds(case, partition)
+    thresholds, _ = truth_of(case.name, make_partition)
     results = []
     for size in (6, microbatch):
         case.model.zero_grad()

@@ -1,6 +1,7 @@
 """direct=True: layers return clipped gradients themselves. The same sums as through a gate, and what it cannot do."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, automatic_factors, clip_factors, flat, per_block, per_layer
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.conftest import CASES, make_case
 
@@ -28,16 +29,24 @@ def middle_thresholds(case, partition) -> list[float]:
     return norms.sort(1).values[:, 2:4].mean(1).clamp_min(1e-3).tolist()
 
 
+@cache
+def truth_of(name, make_partition, rule) -> tuple[list[float], Reference]:
+    """Thresholds and the loop at them, once for all modes that share them."""
+    torch.manual_seed(0)  # as the fixture
+    case = make_case(name)
+    partition = make_partition(case.model)
+    thresholds = middle_thresholds(case, partition)
+    return thresholds, clipped_sums(case.model, case.loss_of, range(6), partition, thresholds, rule)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SIMPLE)
 def test_clipped_sums_norms_and_counts(double, name, mode):
-    case = make_case(name)
     make_partition, options = MODES[mode]
-    partition = make_partition(case.model)
-    thresholds = middle_thresholds(case, partition)
-    rule = options.get("clip_rule", clip_factors)
-    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds, rule)
-    with attach(case.model, partition, thresholds, direct=True, **options) as engine:
+    thresholds, truth = truth_of(name, make_partition, options.get("clip_rule", clip_factors))
+    torch.manual_seed(0)
+    case = make_case(name)
+    with attach(case.model, make_partition(case.model), thresholds, direct=True, **options) as engine:
         engine.backward(case.losses())
         for key, parameter in case.model.named_parameters():
             if not parameter.requires_grad:

@@ -5,6 +5,7 @@ as it is, and the model makes its own positions. The loss of an example is the m
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import choose_trainable
@@ -139,14 +140,24 @@ def middle_thresholds(case: Case, partition) -> list[float]:
     return (ordered[:, 2:4].mean(1)).clamp_min(1e-6).tolist()
 
 
+@cache
+def truth_of(name: str, make_partition) -> tuple[list[float], Reference]:
+    """Thresholds and the loop at them, once for all modes that share them."""
+    torch.manual_seed(0)  # as the fixture
+    case = make_case(name)
+    partition = make_partition(case.model)
+    thresholds = middle_thresholds(case, partition)
+    return thresholds, clipped_sums(case.model, case.loss_of, range(6), partition, thresholds)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*CAUSAL, *CLASSIFIERS])
 def test_clipped_sums_norms_and_counts(double, name, mode):
-    case = make_case(name)
     make_partition, options = MODES[mode]
+    thresholds, truth = truth_of(name, make_partition)
+    torch.manual_seed(0)
+    case = make_case(name)
     partition = make_partition(case.model)
-    thresholds = middle_thresholds(case, partition)
-    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds)
     assert bool(((truth.norms > torch.tensor(thresholds)[:, None]).sum(1) == 3).any())  # clipped, and not
     with attach(case.model, partition, thresholds, **options) as engine:
         engine.backward(case.losses())

@@ -1,11 +1,13 @@
 """Modules that are re-expressed as linear layers and embeddings, through the engine, in every mode."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.reference import Reference, clipped_sums
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -118,17 +120,29 @@ def made(name: str) -> nn.Module:
     return model
 
 
+@cache
+def truths_of(name: str, make_partition) -> list[tuple[torch.Tensor, Reference]]:
+    """Batches, of as many examples as steps too, and the loop over each; once for all modes that share them."""
+    torch.manual_seed(0)
+    model = made(name)
+    partition = make_partition(model)
+    found = []
+    for x in (torch.randn(batch, 4, 4) for batch in (4, 3, 1)):
+        one = lambda i, x=x: losses_of(model, x, [i])[0]  # noqa: E731
+        found.append((x, clipped_sums(model, one, range(len(x)), partition, [0.3] * len(partition))))
+    return found
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_a_loop_over_single_examples(name, mode):
     make_partition, options = MODES[mode]
+    truths = truths_of(name, make_partition)
+    torch.manual_seed(0)
     model = made(name)
     partition = make_partition(model)
-    for batch in (4, 3, 1):  # as many examples as steps, too
-        x = torch.randn(batch, 4, 4)
-        truth = clipped_sums(
-            model, lambda i, x=x: losses_of(model, x, [i])[0], range(batch), partition, [0.3] * len(partition)
-        )
+    for x, truth in truths:
+        batch = len(x)
         model.zero_grad()
         with attach(model, partition, 0.3, **options) as engine:
             engine.backward(losses_of(model, x, list(range(batch))))

@@ -3,7 +3,6 @@
 The processes stay for the next call, because what they import takes seconds; each call has a process group of its own.
 """
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -18,22 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forks import FORKS
 from tests.waiting import PATIENCE
-
-LIBRARIES = ("torch.distributed.pipelining", "transformers")
-"""What a server imports once; the processes are forks of it."""
 
 
 class _Worker:
     """A process that waits for work, and ends with this one."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # a plain fork would share torch's threads and a test's state
-        context.set_forkserver_preload(list(LIBRARIES))
-        self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_live, args=(there,), daemon=True)
+        self.pipe, there = FORKS.Pipe()
+        self.process = FORKS.Process(target=_live, args=(there,), daemon=True)
         self.process.start()
         there.close()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from groupwise.config.compose import compose_run
+from groupwise.data import synthetic_text
 from groupwise.errors import UserError
 from groupwise.run import run
 
@@ -22,6 +23,13 @@ QUICK = {("sst2", "flat"), ("qnli", "ghost"), ("qqp", "fixed_layer"), ("mnli", "
 }
 """Every task, and every mode on each kind of task; the others are slow."""
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n\n" * 400
+
+
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the made-up text, where nothing is to be learned from it."""
+    for name, count in (("TRAIN", 200), ("VALID", 40), ("REQUESTS", 8)):
+        monkeypatch.setattr(synthetic_text, name, count)
 
 
 def smoke(tmp_path: Path, task: str, *overrides: str):
@@ -43,8 +51,9 @@ def folder_of(tmp_path: Path) -> Path:
         for mode in MODES
     ],
 )
-def test_every_task_trains_in_every_mode(tmp_path, task, mode, capsys):
-    row = run(smoke(tmp_path, task, f"clip={mode}"))
+def test_every_task_trains_in_every_mode(little_text, tmp_path, task, mode, capsys):
+    small = () if task in CLASSIFICATION else ("train.batch_size=4", "eval.train_limit=4")
+    row = run(smoke(tmp_path, task, f"clip={mode}", *small))
     folder = folder_of(tmp_path)
     assert (folder / "DONE").exists() and row["plan.steps"] == 4
     assert row["plan.private"] is (mode != "none")
@@ -61,7 +70,7 @@ def test_every_task_trains_in_every_mode(tmp_path, task, mode, capsys):
 
 
 @pytest.mark.parametrize("task", ["mnli", "e2e"])
-def test_flat_and_ghost_and_any_microbatch_are_the_same_run(tmp_path, task):
+def test_flat_and_ghost_and_any_microbatch_are_the_same_run(little_text, tmp_path, task):
     same = [
         "model.dropout=0",
         "model.attention_dropout=0",
@@ -70,6 +79,9 @@ def test_flat_and_ghost_and_any_microbatch_are_the_same_run(tmp_path, task):
         "privacy.epsilon=50",
         "train.steps=1",
         "eval.generate.limit=0",
+        "train.batch_size=8",
+        "train.sample_rate=null",
+        "eval.train_limit=4",
     ]
     losses = [
         run(smoke(tmp_path, task, *same, mode, f"train.microbatch={size}"))["valid/loss"]
@@ -86,13 +98,13 @@ def test_learning_is_real(tmp_path):
     assert row["valid/accuracy"] > 65  # 50 is chance
 
 
-def test_delta_and_batch_follow_the_number_of_examples(tmp_path):
+def test_delta_and_batch_follow_the_number_of_examples(little_text, tmp_path):
     row = run(smoke(tmp_path, "sst2", "clip=flat", "train.steps=1", "data.train_limit=80"))
     assert row["plan.delta"] == pytest.approx(80**-1.1)
     assert row["plan.expected_batch_size"] == 20  # a quarter
 
 
-def test_a_pretrained_model_is_exported_and_fine_tuned(tmp_path, capsys):
+def test_a_pretrained_model_is_exported_and_fine_tuned(little_text, tmp_path, capsys):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(TEXT)
     for task, then in (("pretrain_masked", "sst2"), ("pretrain_causal", "samsum")):
@@ -115,14 +127,14 @@ def test_pretraining_learns(tmp_path):
     assert row["valid/perplexity"] < 30  # of 8,257 tokens
 
 
-def test_in_context_trains_nothing_and_says_that_it_is_not_private(tmp_path, capsys):
+def test_in_context_trains_nothing_and_says_that_it_is_not_private(little_text, tmp_path, capsys):
     row = run(smoke(tmp_path, "samsum", "clip=none", "eval.shots=2", "eval.prompt_set=1"))
     assert row["plan.private"] is False and row["plan.steps"] == 0 and "test/rouge1" in row
     assert "NOT PRIVATE" in capsys.readouterr().out
     assert (folder_of(tmp_path) / "outputs-test.jsonl").exists()
 
 
-def test_lora_in_bfloat16_over_frozen_halves(tmp_path):
+def test_lora_in_bfloat16_over_frozen_halves(little_text, tmp_path):
     halves = ("train.precision=bfloat16", "model.frozen_dtype=bfloat16")
     row = run(smoke(tmp_path, "samsum", "clip=flat", *halves, "train.steps=2", "eval.generate.limit=1"))
     weights = torch.load(folder_of(tmp_path) / "model.pt", weights_only=True)
@@ -150,7 +162,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("task", "overrides", "words"), REFUSED)
-def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch, task, overrides, words):
+def test_a_mistake_is_one_sentence_and_nothing_is_written(little_text, tmp_path, monkeypatch, task, overrides, words):
     data = tmp_path / "data"
     (data / "glue" / "QNLI").mkdir(parents=True)
     (data / "glue" / "QNLI" / "dev.tsv").write_text("index\tquestion\tsentence\tlabel\n0\ta?\tb\tentailment\n")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from safetensors.torch import load_file
 
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
+from groupwise.data import synthetic_text
 from groupwise.errors import UserError
 from groupwise.processes.distributed import run_here
 from groupwise.processes.environment import Place
-from groupwise.processes.start import spawn
 from groupwise.run import run
+from tests.forks import FORKS
 from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ CELLS: dict[str, tuple[str, ...]] = {
     "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null", SILENT),
     "flat": ("clip=flat", "privacy.epsilon=inf", "optim.learning_rate=1", *PLAIN),
     "none": ("clip=none", "pipeline.balance=time", "optim.learning_rate=0.01", *PLAIN),
-    "from a folder": ("clip=per_device", "model=gpt2_mini", SILENT, "train.steps=1"),
+    "from a folder": ("clip=per_device", "model=gpt2_mini", SILENT, "train.steps=1", "train.batch_size=4"),
 }
 AS_ONE_PROCESS = ("flat", "none")
 MISTAKES = {
@@ -55,23 +55,47 @@ def folder_of(results: Path) -> Path:
     return folder
 
 
-def all_cells(config: RunConfig, place: Place) -> dict[str, Any]:
-    """Each cell and each mistake in the same two processes, one after the other."""
+def make_little_text() -> None:
+    """A tenth of the made-up text: nothing is to be learned from it."""
+    synthetic_text.TRAIN, synthetic_text.REQUESTS = 200, 8
+
+
+@pytest.fixture(autouse=True)
+def _little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRAIN", "REQUESTS"):
+        monkeypatch.setattr(synthetic_text, name, getattr(synthetic_text, name))
+    make_little_text()
+
+
+def all_cells(results: Path, rank: int) -> None:
+    """Each cell and each mistake in the same two processes, one after the other; the first leaves the rows."""
+    make_little_text()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
     rows: dict[str, Any] = {}
-    for name, overrides in (CELLS | {name: (override,) for name, (override, _) in MISTAKES.items()}).items():
-        cell = smoke(Path(config.paths.results) / name, *overrides)
+    for number, (name, overrides) in enumerate(
+        (CELLS | {name: given for name, (*given, _) in MISTAKES.items()}).items()
+    ):
+        cell = smoke(results / name, *overrides)
         try:
-            rows[name] = run_here(cell, replace(place, meeting=f"{place.meeting}-{name}"))
+            rows[name] = run_here(cell, Place(rank, 2, rank, 2, f"file://{results}/meeting-{number}"))
         except UserError as error:
             rows[name] = str(error)
             dist.destroy_process_group()
-    return rows
+    if rank == 0:
+        (results / "rows.json").write_text(json.dumps(rows))
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     results = tmp_path_factory.mktemp("cells")
-    return results, spawn(smoke(results), all_cells)
+    stages = [FORKS.Process(target=all_cells, args=(results, rank), daemon=True) for rank in range(2)]
+    for stage in stages:
+        stage.start()
+    for stage in stages:
+        stage.join(PATIENCE)
+    assert [stage.exitcode for stage in stages] == [0, 0]
+    return results, json.loads((results / "rows.json").read_text())
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
 from groupwise.run import require_gpu_for_the_paper, run
 from groupwise.training.step import Trainer
+from tests.forks import Command
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +28,9 @@ def smoke(tmp_path: Path, *overrides: str):
     return compose_run(["task=cifar", "scale=smoke", f"paths.results={tmp_path}", *overrides], ROOT / "conf")
 
 
-def command(tmp_path: Path, *overrides: str) -> list[str]:
-    return [sys.executable, str(ROOT / "run.py"), "task=cifar", "scale=smoke", f"paths.results={tmp_path}", *overrides]
+def command(tmp_path: Path, *overrides: str) -> Command:
+    words = [str(ROOT / "run.py"), "task=cifar", "scale=smoke", f"paths.results={tmp_path}", *overrides]
+    return Command(*words, cwd=ROOT, environment=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -69,7 +69,7 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
 def test_flat_equals_ghost_through_the_whole_program(tmp_path):
     for mode in ("flat", "ghost"):
         # one formula for both: ghost chooses the one that keeps nothing, and rounding grows over the steps
-        run(smoke(tmp_path / mode, f"clip={mode}", "clip.formula=materialize", "debug.noise_seed=1"))
+        run(smoke(tmp_path / mode, f"clip={mode}", "clip.formula=materialize", "debug.noise_seed=1", RDP))
     a, b = (torch.load(next((tmp_path / mode).glob("runs/*/model.pt"))) for mode in ("flat", "ghost"))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
@@ -85,7 +85,7 @@ def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys)
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 def test_a_forced_formula_is_the_same_run_to_rounding(tmp_path, formula):
     for name in ("auto", formula):
-        run(smoke(tmp_path / name, f"clip.formula={name}", "debug.noise_seed=1", "train.steps=2"))
+        run(smoke(tmp_path / name, f"clip.formula={name}", "debug.noise_seed=1", "train.steps=2", RDP))
     a, b = (torch.load(next((tmp_path / name).glob("runs/*/model.pt"))) for name in ("auto", formula))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
@@ -222,9 +222,8 @@ def finished(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     return torch.load(folder / "model.pt"), privacy["thresholds"], privacy["plan"]
 
 
-def killed_after(step: int, words: list[str], runs: Path, environment: dict[str, str]) -> bool:
-    """Start a run, and kill it a little after its files show that step; false if it ended before."""
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+def killed_after(step: int, process: Command, runs: Path) -> bool:
+    """Kill a run a little after its files show that step; false if it ended before."""
 
     def come() -> bool:
         lines = [line for file in runs.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
@@ -244,17 +243,16 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
         "train.microbatch=8",
         RDP,
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    whole = subprocess.run(command(tmp_path / "whole", *settings), capture_output=True, text=True, env=environment)
-    assert whole.returncode == 0, whole.stderr
+    code, _, told = command(tmp_path / "whole", *settings).finish()
+    assert code == 0, told
     expected = finished(next((tmp_path / "whole" / "runs").iterdir()))
     kills, chance = 0, random.Random(0)
     for chain in itertools.count():  # on a busy machine a run may be done before its time has come: then another
         runs = tmp_path / f"killed-{chain}" / "runs"
         for step in sorted(chance.choices(range(1, 18), k=3)):
-            kills += killed_after(step, command(runs.parent, *settings), runs, environment)
-        again = subprocess.run(command(runs.parent, *settings), capture_output=True, text=True, env=environment)
-        assert again.returncode == 0, again.stderr
+            kills += killed_after(step, command(runs.parent, *settings), runs)
+        code, _, told = command(runs.parent, *settings).finish()
+        assert code == 0, told
         model, thresholds, plan = finished(next(runs.iterdir()))
         assert all(torch.equal(model[name], expected[0][name]) for name in expected[0])
         assert thresholds == expected[1] and plan == expected[2]
@@ -266,14 +264,14 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
 
 def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path):
     settings = ["train.steps=4000", "train.checkpoint_every=1000", RDP]
-    process = subprocess.Popen(command(tmp_path, *settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = command(tmp_path, *settings)
 
     def logged() -> Path | None:
-        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert process.poll() is None, process.finish()
         return next((file for file in tmp_path.glob("runs/*/metrics.jsonl") if file.stat().st_size), None)
 
     metrics = until(logged, "a step")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130 and "goes on from the last checkpoint" in errors and "Traceback" not in errors
+    code, _, errors = process.finish()
+    assert code == 130 and "goes on from the last checkpoint" in errors and "Traceback" not in errors
     assert torch.load(metrics.parent / "checkpoint.pt")["step"] >= 1

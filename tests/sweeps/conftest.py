@@ -1,5 +1,7 @@
 """A checkout of its own for tests of sweeps, in which a cell takes no time: it writes its row, or fails if told to."""
 
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.sweeps import status
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +93,12 @@ class Checkout:
 
     def sweep(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.command("run.py", "-m", "+sweep=table", "scale=smoke", *arguments)
+
+    def status(self, *arguments: str) -> str:
+        """What `python -m groupwise.sweeps.status` prints here."""
+        with contextlib.chdir(self.root), contextlib.redirect_stdout(io.StringIO()) as told:
+            assert status.main(arguments) == 0
+        return told.getvalue()
 
     def write_sweep(self, text: str) -> None:
         (self.root / "sweeps" / "table.yaml").write_text("# @package _global_\n" + textwrap.dedent(text))

@@ -51,24 +51,24 @@ def test_the_command_line_changes_cells(checkout):
 
 def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout):
     (checkout.root / "fail").touch()
-    failing = checkout.sweep()
+    failing = checkout.sweep("seed=1")  # the two that fail come first
     assert failing.returncode == 1
-    assert len(rows(failing.stdout)) == 6
-    assert "2 of 8 cells failed:" in failing.stderr
-    assert sorted(line.split()[0] for line in failing.stdout.splitlines()[-8:]) == ["done"] * 6 + ["failed"] * 2
+    assert len(rows(failing.stdout)) == 2
+    assert "2 of 4 cells failed:" in failing.stderr
+    assert sorted(line.split()[0] for line in failing.stdout.splitlines()[-4:]) == ["done"] * 2 + ["failed"] * 2
     bug, mistake = [line for line in failing.stderr.splitlines() if line.startswith("  clip=flat")]
     assert bug.startswith("  clip=flat privacy.epsilon=3 task=cifar seed=1: RuntimeError (results/sweeps/")
     assert "UserError" in mistake
     files = [checkout.root / line.rpartition("(")[2].rstrip(")") for line in (bug, mistake)]
     assert "Traceback" in files[0].read_text() and "a bug" in files[0].read_text()
     assert files[1].read_text().startswith("UserError: no data: bring some.\n")
-    told = checkout.command("-m", "groupwise.sweeps.status")
-    assert "8 cells: 6 done, 2 failed" in told.stdout and "RuntimeError: a bug" in told.stdout
+    told = checkout.status()
+    assert "4 cells: 2 done, 2 failed" in told and "RuntimeError: a bug" in told
     (checkout.root / "fail").unlink()
-    again = checkout.sweep()
+    again = checkout.sweep("seed=1")
     assert (again.returncode, len(rows(again.stdout))) == (0, 2)
-    assert "6 of 8 cells are done already" in again.stderr
-    assert "8 cells: 8 done" in checkout.command("-m", "groupwise.sweeps.status", str(checkout.folder)).stdout
+    assert "2 of 4 cells are done already" in again.stderr
+    assert "4 cells: 4 done" in checkout.status(str(checkout.folder))
 
 
 def test_cells_at_once_keep_their_output_apart(checkout):
@@ -85,16 +85,16 @@ def test_cells_at_once_keep_their_output_apart(checkout):
 
 
 def test_a_cell_that_is_killed_gets_another_go_and_does_not_overwrite_twice(checkout):
-    cells = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "clip=flat"]
+    cells = ["clip=flat", "privacy.epsilon=8"]
     assert checkout.sweep(*cells).returncode == 0
     (checkout.root / "kill").touch()
-    done = checkout.sweep(*cells, "overwrite=true")
+    done = checkout.sweep(*cells, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "overwrite=true")
     assert done.returncode == 0, done.stderr
     assert "a cell was killed (TerminatedWorkerError)" in done.stderr
     logs = [file.read_text() for file in (checkout.folder / "logs").iterdir()]
-    assert len(logs) == 4
+    assert len(logs) == 2
     assert [(log.count("ran "), log.count("overwrites")) for log in logs].count((2, 1)) >= 1
-    assert checkout.command("-m", "groupwise.sweeps.status", str(checkout.folder)).stdout.endswith("4 cells: 4 done\n")
+    assert checkout.status(str(checkout.folder)).endswith("2 cells: 2 done\n")
 
 
 def test_jobs_run_the_code_and_the_configuration_of_the_submission(checkout):

@@ -10,8 +10,16 @@ from groupwise.sweeps.prepare import plan_sweep
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for file in (ROOT / "sweeps").glob("*.yaml") if "grids:" in file.read_text())
+ROWS = {file.stem for file in (ROOT / "results" / "measured").glob("*.csv")}
+
+
+def is_slow(file: Path, scale: str) -> bool:
+    """Whether it is a search, or has rows, whose cells compose in test_committed_rows.py."""
+    return file.stem.startswith("search_") or f"{file.stem}_{scale}" in ROWS
+
+
 SCALES = [
-    pytest.param(file, scale, marks=[pytest.mark.slow] if file.stem.startswith("search_") else [])
+    pytest.param(file, scale, marks=[pytest.mark.slow] if is_slow(file, scale) else [])
     for file in FILES
     for scale in (PAPER, *read_sweep(file).scales)
 ]

@@ -31,18 +31,6 @@ def test_files_keep_every_metric(tmp_path: Path) -> None:
     assert record.metrics() == [{"step": 1, "nonprivate/train_loss": 2.0}, {"step": 2, "valid_accuracy": 0.5}]
 
 
-def test_files_import_no_tracker(tmp_path: Path) -> None:
-    import subprocess
-
-    code = (
-        "import sys, groupwise.training.trackers\n"
-        "print([name for name in ('wandb', 'tensorboard') if name in sys.modules])"
-    )
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
-
-
 def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(tmp_path: Path) -> None:
     class Failing:
         def log(self, step: int, metrics: Mapping[str, float]) -> None:

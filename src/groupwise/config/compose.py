@@ -132,7 +132,9 @@ def register() -> None:
     """Give Hydra the schema, first in `conf/config.yaml`, and the resolvers that recipes use; repeatable."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=RunConfig)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:  # reading the schema off its dataclasses takes a seventh of a composition
+        store.store(name="schema", node=RunConfig)
     OmegaConf.register_new_resolver("at_epsilon", _at_epsilon, replace=True)
     OmegaConf.register_new_resolver("at", _at, replace=True)
     OmegaConf.register_new_resolver("joint", _joint, replace=True)

@@ -1,0 +1,74 @@
+"""Runs commands in forks of a process that has imported the libraries: in all else as new as a process can be.
+
+What a command imports of this project it imports itself; what takes seconds, torch and the like, is there already.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+LIBRARIES = [
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "transformers",
+    "scipy.stats",
+    "sklearn.datasets",
+    "hydra",
+]
+FORKS = multiprocessing.get_context("forkserver")  # a plain fork would share torch's threads and a test's state
+FORKS.set_forkserver_preload(LIBRARIES)
+OURS = ("groupwise", "hydra_plugins", "tests")
+
+
+class Command:
+    """A command of Python's in a process of its own, with as much of `subprocess.Popen` as tests use."""
+
+    def __init__(self, *arguments: str, cwd: Path, environment: Mapping[str, str] = os.environ) -> None:
+        """Start ``python script.py …``, given as ``script.py, …``, in the folder ``cwd``."""
+        self._folder = tempfile.TemporaryDirectory()
+        told = Path(self._folder.name)
+        self._process = FORKS.Process(target=_live, args=(arguments, str(cwd), dict(environment), told), daemon=True)
+        self._process.start()
+        self._told = told
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal for one that was killed; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for its end: exit code, and what it wrote to stdout and stderr."""
+        return (self.wait(), *((self._told / name).read_text() for name in ("out", "err")))
+
+
+def _live(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], told: Path) -> None:
+    """Become what `python script.py …` would be there."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(told / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]
+    script = Path(arguments[0])
+    sys.argv = list(arguments)
+    sys.path[:0] = [str(script.parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    runpy.run_path(str(script), run_name="__main__")

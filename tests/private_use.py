@@ -1,0 +1,71 @@
+"""Trains a small model by `make_private` as one should, for tests of what happens to those who do not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from groupwise import make_private
+from groupwise.privacy import NoiseSource
+
+EXAMPLES, BATCH, MICROBATCH = 40, 20, 4
+X = torch.randn(EXAMPLES, 5, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] > 0).long()
+DATA = TensorDataset(X, Y)
+
+
+class Use:
+    """A model, an optimiser and their private training, with batches of several microbatches each."""
+
+    def __init__(self, model: nn.Module | None = None, data: Any = DATA, seed: int = 3, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = model or network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
+        settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": BATCH, "accountant": "rdp", "delta": 1e-3}
+        self.private = make_private(
+            self.model,
+            self.optimizer,
+            data,
+            **{**settings, "noise_source": NoiseSource.from_seed(seed), **options},
+        )
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x), y, reduction="none")
+
+    def train(self, steps: int | None = None) -> Use:
+        for x, y in self.private.batches(MICROBATCH, steps=steps):
+            self.private.backward(self.losses(x, y))
+            self.private.step()
+        return self
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def network(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *more, nn.Linear(8, 2))
+
+
+def well(use: Use, x: Tensor, y: Tensor) -> None:
+    use.private.backward(use.losses(x, y))
+
+
+def other_model(use: Use, x: Tensor, y: Tensor) -> None:
+    use.private.backward(F.cross_entropy(network()(x), y, reduction="none"))
+
+
+def documented(word: str) -> list[str]:
+    """What docs/sharp_edges.md names below `Refused` or `Harmless`: lists of a kind and a colon, perhaps, then names
+    parted by semicolons."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "sharp_edges.md").read_text()
+    section = text.split("## Holding `make_private` wrong")[1].split("\n## ")[0]
+    [lists] = re.findall(rf"^{word}\b.*?:\n\n(- .*?)\n\n", section, re.M | re.S)
+    items = " ".join(lists.split()).removeprefix("- ").removesuffix(".").split(". - ")
+    return sorted(name for item in items for name in re.sub(r"^\*.*?:\* ", "", item).split("; "))
