@@ -76,7 +76,7 @@ def test_flat_equals_ghost_through_the_whole_program(tmp_path):
 
 
 def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys):
-    assert run(smoke(tmp_path, "explain=true", "clip.formula=materialize")) == {}
+    assert run(smoke(tmp_path, "explain=true", "clip.formula=materialize", RDP)) == {}
     printed = capsys.readouterr().out
     assert "stem" in printed and "WSConv2d" in printed and "(forced)" in printed and "ms and" in printed
     assert not (tmp_path / "runs").exists()
@@ -85,7 +85,7 @@ def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys)
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 def test_a_forced_formula_is_the_same_run_to_rounding(tmp_path, formula):
     for name in ("auto", formula):
-        run(smoke(tmp_path / name, f"clip.formula={name}", "debug.noise_seed=1", "train.steps=2", RDP))
+        run(smoke(tmp_path / name, f"clip.formula={name}", "debug.noise_seed=1", "train.steps=2"))
     a, b = (torch.load(next((tmp_path / name).glob("runs/*/model.pt"))) for name in ("auto", formula))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
