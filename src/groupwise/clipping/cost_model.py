@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from groupwise.cache import read_cache, write_cache
 from groupwise.clipping.norm_terms import GramTerms, Terms, squares_together
-from groupwise.clipping.precision import longest_sum, rounding_slack
+from groupwise.clipping.precision import batched_product, keeps_half, longest_sum, rounding_slack, upcast
 
 Formula = Literal["auto", "gram", "materialize"]
 
@@ -181,12 +181,15 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d), long rows a part at a time."""
     most = longest_sum(a.device)
     if a.shape[2] <= most:
-        return torch.bmm(a, b.mT)
+        return batched_product(a, b.mT)
     parts = zip(a.split(most, 2), b.split(most, 2), strict=True)
     first, other = next(parts)
-    products = torch.bmm(first, other.mT)
+    products = batched_product(first, other.mT)
     for part, other in parts:
-        torch.baddbmm(products, part, other.mT, out=products)
+        if keeps_half(part, other):
+            products += batched_product(part, other.mT)
+        else:
+            torch.baddbmm(products, upcast(part), upcast(other).mT, out=products)
     return products
 
 
@@ -227,23 +230,24 @@ class LastProducts:
         self._key = self._kept = None
 
 
-def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Terms | Tensor:
+def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Tensor:
     """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, not under-stated."""
+    return squares_together([[gram_terms(x, g, bias, shared)]])[0]
+
+
+def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Terms | Tensor:
+    """The same, or what it is made of."""
     step = max(1, CHUNK_FLOATS // x.shape[1] ** 2)
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
-        return torch.cat([_norms_of(gram_norms(x_part, g_part, bias)) for x_part, g_part in parts])
+        return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
     xx = self_products(x) if shared is None else shared.of(x)
     return GramTerms(xx, self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:
     """The same from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any of their sums."""
-    return _norms_of(GramTerms(xx, gg, bias, longest))
-
-
-def _norms_of(terms: Terms | Tensor) -> Tensor:
-    return squares_together([[terms]])[0]
+    return squares_together([[GramTerms(xx, gg, bias, longest)]])[0]
 
 
 @dataclass(frozen=True)
@@ -260,8 +264,13 @@ class OuterProducts:
 
     def _size(self) -> Tensor:
         """Σ_t ‖l_t‖‖r_t‖, (B,): what the inner products are made of, before anything cancels."""
-        lengths = self.right.norm(dim=2)
-        return (lengths * self.left.norm(dim=2) if self.left.is_floating_point() else lengths).sum(1)
+        lengths = _lengths(self.right)
+        return (lengths * _lengths(self.left) if self.left.is_floating_point() else lengths).sum(1)
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """‖row‖ (B, T) of rows (B, T, n), float32 at least."""
+    return torch.linalg.vector_norm(rows, dim=2, dtype=torch.promote_types(rows.dtype, torch.float32))
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ def squared_row_norms(rows: Tensor) -> Tensor:
     """‖row_i‖² of rows (B, ...), float32 or float64 -> (B,), float64; infinite above 1.8e19 in float32."""
     if rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last):
         rows = rows.permute(0, 2, 3, 1)  # the order of a row's numbers is all the same, and this takes no copy
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        return squared_row_norms(upcast(rows)) if rows.device.type == "cpu" else _squares_of_halves(rows)
     flat = rows.reshape(len(rows), -1) if rows.dim() == 1 else rows.flatten(1)
     count, rest = divmod(flat.shape[1], BLOCK)
     if not count:
@@ -48,6 +50,19 @@ def squared_row_norms(rows: Tensor) -> Tensor:
     if rest:
         squares += torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1).double().square_()
     return squares
+
+
+def _squares_of_halves(rows: Tensor) -> Tensor:
+    """The same for half precision on a GPU, whose kernel reads it as float32."""
+    flat = rows.flatten(1)
+    count = flat.shape[1] // BLOCK
+    squares = torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1, dtype=torch.float32).double().square_()
+    if not count:
+        return squares
+    lengths = torch.linalg.vector_norm(
+        flat[:, : count * BLOCK].unflatten(1, (count, BLOCK)), dim=2, dtype=torch.float32
+    )
+    return squares.add_(torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64).square_())
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -88,12 +103,59 @@ def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
     x and g (B, ...) are the two sides of one example's gradient, a sum of `terms` outer products. The second product
     rounds otherwise than the first, by up to 4·√n·eps·‖x‖‖g‖: nothing, unless the outer products cancel almost wholly.
     """
-    return squared_row_norms(x) * squared_row_norms(g) * (16 * terms * torch.finfo(g.dtype).eps ** 2)
+    eps = torch.finfo(torch.promote_types(g.dtype, torch.float32)).eps
+    return squared_row_norms(x) * squared_row_norms(g) * (16 * terms * eps**2)
 
 
 def upcast(t: Tensor) -> Tensor:
     """Half precision becomes float32; everything else stays: norms and sums are float32 or better."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+HALF_PRODUCTS = hasattr(torch.ops.aten.bmm, "dtype")
+"""Whether this torch has products of half-precision matrices with sums and results in float32 (from 2.11 on)."""
+
+
+def keeps_half(*tensors: Tensor) -> bool:
+    """Whether bfloat16 numbers may go into products as they are: two of them have an exact product in float32."""
+    return HALF_PRODUCTS and all(t.dtype == torch.bfloat16 and t.device.type != "cpu" for t in tensors)
+
+
+def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """AB (B, n, m) of a (B, n, k) and b (B, k, m), added up in float32 at least; into `out`, if it is given."""
+    if not keeps_half(a, b) or a.device.type == "cpu":
+        return torch.bmm(upcast(a), upcast(b), out=out)
+    if out is None:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b, out_dtype=torch.float32, out=out)
+
+
+def product_over_rows(a: Tensor, b: Tensor) -> Tensor:
+    """AᵀB (n, m) of a (k, n) and b (k, m), added up in float32 at least.
+
+    Where one of them is bfloat16, the other is bfloat16 as well, or bfloat16 numbers times factors of `cut_factors`:
+    those have 16 bits, which two bfloat16 matrices hold without loss.
+    """
+    if not keeps_half(a) and not keeps_half(b):
+        return a.t() @ b
+    products = [_half_product(x.t(), y) for x in _halves(a) for y in _halves(b)]
+    return products[0] if len(products) == 1 else products[0].add_(products[1])
+
+
+def _halves(t: Tensor) -> tuple[Tensor, ...]:
+    if keeps_half(t):
+        return (t,)
+    high = t.bfloat16()
+    return high, (t - high).bfloat16()
+
+
+def _half_product(a: Tensor, b: Tensor) -> Tensor:
+    return a.float() @ b.float() if a.device.type == "cpu" else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def cut_factors(factors: Tensor) -> Tensor:
+    """Factors (B,), float32, cut to the 8 bits of a bfloat16 number: never larger, by 2⁻⁷ at most smaller; 1 stays."""
+    return (factors.float().view(torch.int32) & -65536).view(torch.float32)
 
 
 def floor(rows: Tensor) -> float:
@@ -112,9 +174,12 @@ def full_float32() -> Iterator[None]:
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"
+    partial_sums = on.cuda.matmul.allow_bf16_reduced_precision_reduction
+    on.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # else parts of a sum may be added up in bfloat16
     try:
         yield
     finally:
+        on.cuda.matmul.allow_bf16_reduced_precision_reduction = partial_sums
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
 

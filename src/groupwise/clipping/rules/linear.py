@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.cost_model import OuterProducts
-from groupwise.clipping.precision import upcast
+from groupwise.clipping.precision import keeps_half, upcast
 from groupwise.clipping.rules.base import Saved, register_rule
 from groupwise.clipping.rules.matrix import MatrixRule
 
@@ -39,10 +39,10 @@ class LinearRule(MatrixRule):
         return g @ (weight.t() if self.transposed else weight)
 
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs (B, T, d) and output gradients (B, T, p)."""
+        """Inputs (B, T, d) and output gradients (B, T, p): both bfloat16, or float32 at least."""
         x = saved[0]
         assert x is not None
-        return _as_rows(upcast(x)), _as_rows(upcast(g))
+        return (_as_rows(x), _as_rows(g)) if keeps_half(x, g) else (_as_rows(upcast(x)), _as_rows(upcast(g)))
 
     def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
         """Calls one after the other along the sequence: (B, ΣT, d) and (B, ΣT, p)."""

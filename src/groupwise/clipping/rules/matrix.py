@@ -21,10 +21,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from groupwise.clipping.cost_model import Work, gram_norms
+from groupwise.clipping.cost_model import Work, gram_terms
 from groupwise.clipping.factors import add_weighed_rows, gone_rows, weigh_rows, without_rows
 from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together, starts_kernels
-from groupwise.clipping.precision import floor, second_product_slack, squared_row_norms
+from groupwise.clipping.precision import (
+    batched_product,
+    cut_factors,
+    floor,
+    keeps_half,
+    product_over_rows,
+    second_product_slack,
+    squared_row_norms,
+    upcast,
+)
 from groupwise.clipping.rules.base import (
     Clip,
     Finish,
@@ -55,7 +64,7 @@ class MatrixRule(LayerRule):
 
     @abstractmethod
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """X (B, T, d) and G (B, T, p), float32 or better."""
+        """X (B, T, d) and G (B, T, p), float32 or better; or both bfloat16, where products take that (`keeps_half`)."""
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
@@ -70,7 +79,7 @@ class MatrixRule(LayerRule):
         if way == "gram":
             return self.gram_squares(saved, g, wanted, context)
         if way == "product":
-            return _one_position(saved[0], g, wanted[1])
+            return _one_position(upcast(saved[0]), upcast(g), wanted[1])  # type: ignore[arg-type]
         measure = self.measure(saved, wanted)
         chunks = self.gradient_chunks(saved, g, way, context)
         squares = torch.cat([measure(gradients) for gradients in chunks]) + self.slack(saved, g)
@@ -80,12 +89,15 @@ class MatrixRule(LayerRule):
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         x, g = self.rows(saved, g)
-        weights, gone = None if factors is None else factors.to(g.dtype), gone_rows(factors)
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        weights, gone = None if factors is None else factors.to(dtype), gone_rows(factors)
         weight = bias = None
         if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
-            sums = without_rows(g.sum(1), gone)
+            sums = without_rows(g.sum(1, dtype=dtype), gone)
             bias = sums.sum(0) if weights is None else weights @ sums
         if wanted[0]:
+            if weights is not None and keeps_half(x, g):
+                weights = cut_factors(weights)
             if weights is None:
                 x, g = without_rows(x, gone), without_rows(g, gone)
             elif x.shape[2] <= g.shape[2]:  # the smaller of the two is scaled
@@ -93,7 +105,7 @@ class MatrixRule(LayerRule):
             else:
                 x, g = without_rows(x, gone), _scaled(g, weights, gone, context)
             left, right = self._sides(x.flatten(0, 1), g.flatten(0, 1))
-            weight = left.t() @ right
+            weight = product_over_rows(left, right)
         return self.finish(saved, weight, bias, wanted)
 
     def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
@@ -125,11 +137,11 @@ class MatrixRule(LayerRule):
         if not way.startswith("materialize") or len(g) * shape[0] * shape[1] > numbers(saved[0], g):
             return super().book_keep(saved, g, wanted, context)
         if starts_kernels(g) and self._are_small(*rows):
-            (weights,) = self.gradient_chunks(*rows, way, context, rows[1].new_empty(len(g), *shape))
+            (weights,) = self.gradient_chunks(*rows, way, context, upcast(rows[1][:0]).new_empty(len(g), *shape))
             weights = weights if self._inputs_first(*self._sizes(*rows)) == self.transposed else weights.mT
             terms = RowTerms((weights, self.bias_gradients(*rows) if wanted[1] else None))
             return terms, terms
-        kept, measure = rows[1].new_empty(len(g), *shape), self.measure(rows[0], wanted)
+        kept, measure = upcast(rows[1][:0]).new_empty(len(g), *shape), self.measure(rows[0], wanted)
         squares = torch.cat([measure(gradients) for gradients in self.gradient_chunks(*rows, way, context, kept)])
         biases = self.bias_gradients(*rows) if wanted[1] else None
         if biases is not None:
@@ -146,7 +158,7 @@ class MatrixRule(LayerRule):
         return [weight, (rows, rows)] if rows.few else super().book_keep_all(saved, g, wanted, context)
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        x, g = self.rows(saved, g)
+        x, g = map(upcast, self.rows(saved, g))
         weight = (x.mT @ g if self.transposed else g.mT @ x) if wanted[0] else None
         return weight, g.sum(1) if wanted[1] else None
 
@@ -158,7 +170,7 @@ class MatrixRule(LayerRule):
 
     def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
         """The bias's gradients (B, p)."""
-        return g.sum(1)
+        return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
 
     def way(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
         """How norms are found: "gram", "materialize…", or "product" where there is one position and nothing to form."""
@@ -189,7 +201,7 @@ class MatrixRule(LayerRule):
         """Squared norms (B,), of the bias too, from inner products; the bias adds 1 to every entry of XXᵀ."""
         x = saved[0]
         assert x is not None
-        return gram_norms(x, g, wanted[1], context.products)
+        return gram_terms(x, g, wanted[1], context.products)
 
     def gradient_shape(self, saved: Saved, g: Tensor) -> tuple[int, int]:
         """One example's weight gradient as it is formed."""
@@ -203,10 +215,10 @@ class MatrixRule(LayerRule):
         x, (height, width) = saved[0], self.gradient_shape(saved, g)
         assert x is not None
         step = min(len(g), max(1, chunk_floats(g) // (height * width)))
-        chunks = chunk_memory(context, g, step, (height, width), kept)
+        chunks = chunk_memory(context, upcast(g[:0]), step, (height, width), kept)
         left, right = self._sides(x, g)
         for a, b in zip(left.split(step), right.split(step), strict=True):
-            yield torch.bmm(a.mT, b, out=next(chunks)[: len(a)])
+            yield batched_product(a.mT, b, out=next(chunks)[: len(a)])
 
     def measure(self, saved: Saved, wanted: Wanted) -> Callable[[Tensor], Tensor]:
         """From gradients as they are formed, (n, *gradient_shape), to squared norms (n,) without the bias."""
@@ -279,5 +291,6 @@ def _one_position(x: Tensor | None, g: Tensor, bias: bool) -> Tensor:
 
 def _scaled(rows: Tensor, weights: Tensor, gone: Tensor | None, context: RuleContext) -> Tensor:
     """rows_i · weight_i of (B, T, n), and zeros where examples are `gone`."""
-    scaled = torch.mul(rows, weights.view(-1, 1, 1), out=context.buffers.take("scaled", rows, *rows.shape))
+    memory = context.buffers.take("scaled", upcast(rows[:0]), *rows.shape)
+    scaled = torch.mul(rows, weights.view(-1, 1, 1), out=memory)
     return scaled if gone is None else scaled.masked_fill_(gone.view(-1, 1, 1), 0)

@@ -1,0 +1,80 @@
+"""Products of bfloat16 rows as a GPU has them, on this CPU: what is summed is what was measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.clipping import cost_model, precision
+from groupwise.clipping.cost_model import Choices
+from groupwise.clipping.norm_terms import squares_together
+from groupwise.clipping.precision import cut_factors, product_over_rows
+from groupwise.clipping.rules import linear, matrix
+from groupwise.clipping.rules.base import RuleContext
+from groupwise.clipping.rules.linear import LinearRule
+
+C = 0.5
+BOUND = 1e-6
+"""What docs/privacy.md says that rounding may add to a clipped norm, relative to C."""
+
+
+@pytest.fixture
+def half(monkeypatch) -> None:
+    """bfloat16 numbers stay as they are, as on a GPU."""
+    for module in (precision, cost_model, linear, matrix):
+        monkeypatch.setattr(module, "keeps_half", lambda *tensors: all(t.dtype == torch.bfloat16 for t in tensors))
+
+
+def rows(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator).exp()
+    return (torch.randn(shape, generator=generator) * scales).bfloat16()
+
+
+def test_cut_factors_are_a_little_smaller_and_have_eight_bits():
+    factors = torch.cat([torch.rand(1000), torch.tensor([1.0, 0.0, 0.5])])
+    cut = cut_factors(factors)
+    assert bool((cut <= factors).all())
+    assert bool((cut >= factors * (1 - 2**-7)).all())
+    assert torch.equal(cut, cut.bfloat16().float())
+    assert cut[-3:].tolist() == [1.0, 0.0, 0.5]
+
+
+def test_weighed_rows_are_multiplied_without_loss(half):
+    x, g = rows(400, 7, seed=0), rows(400, 5, seed=1)
+    factors = cut_factors(torch.rand(400)).unsqueeze(1)
+    true = (x.double() * factors.double()).t() @ g.double()
+    size = (x.double() * factors).abs().t() @ g.double().abs()
+    assert float(((product_over_rows(x * factors, g).double() - true).abs() / size).max()) < 1e-6
+    assert float((((x * factors).bfloat16().double().t() @ g.double() - true).abs() / size).max()) > 1e-5  # one alone
+
+
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize("sizes", [(6, 9), (9, 6)])
+@pytest.mark.parametrize("positions", [1, 2, 40])
+def test_no_example_adds_more_than_its_threshold(half, formula, sizes, positions):
+    rule, context = LinearRule(nn.Linear(*sizes)), RuleContext(choices=Choices(formula))
+    examples = 30
+    x, g = rows(examples, positions, sizes[0], seed=2), rows(examples, positions, sizes[1], seed=3)
+    wanted = (True, True)
+    squares = squares_together([[rule.norm_terms((x, None), g, wanted, context)]])[0]
+    weights = torch.bmm(g.double().mT, x.double())
+    true = weights.square().sum((1, 2)) + g.double().sum(1).square().sum(1)
+    assert bool((squares >= true * (1 - 2e-6)).all())
+    torch.testing.assert_close(squares, true, rtol=1e-3, atol=0)
+    factors = (C / squares.sqrt()).clamp_max(1.0).float()
+    for i in range(examples):
+        gradients = rule.weighted_sum((x[i : i + 1], None), g[i : i + 1], factors[i : i + 1], wanted, context)
+        norm = sum(float(part.double().square().sum()) for part in gradients if part is not None) ** 0.5
+        assert norm <= C * (1 + BOUND), (i, norm / C - 1)
+    everybody = rule.weighted_sum((x, None), g, factors, wanted, context)
+    assert everybody[0] is not None and everybody[0].dtype == torch.float32
+    expected = torch.einsum("b,bpd->pd", cut_factors(factors).double(), weights)
+    torch.testing.assert_close(everybody[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [7, 128, 300])
+def test_squares_of_half_precision_are_added_up_in_float32(width):
+    x = rows(5, width, seed=4)
+    torch.testing.assert_close(precision._squares_of_halves(x), x.double().square().sum(1), rtol=2e-6, atol=0)
