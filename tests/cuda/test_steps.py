@@ -38,7 +38,8 @@ BUDGETS = {
     ("roberta_base", "adaptive_layer"): (1650, 11.3),
     ("roberta_base", "flat"): (1700, 11.3),
     ("lora_gpt2", "adaptive_layer"): (1550, 31.5),
-    ("wrn16_4_ws", "adaptive_layer"): (2400, 87.0),
+    ("wrn16_4_ws", "adaptive_layer"): (1800, 52.0),
+    ("wrn16_4_ws", "flat"): (1400, 52.0),
 }
 """Kernels and GB of a forward and backward pass in float32, contiguous, at most."""
 SHALLOW = {("gpt2", "adaptive_layer"): 430, ("roberta_base", "adaptive_layer"): 460, ("lora_gpt2", "flat"): 360}
