@@ -2,13 +2,23 @@
 
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer
 from groupwise.clipping.cost_model import gram_norms, inner_products
-from groupwise.clipping.precision import BLOCK, LEAST_SQUARE, floor, full_float32, rounding_slack, squared_row_norms
+from groupwise.clipping.precision import (
+    BLOCK,
+    LEAST_SQUARE,
+    floor,
+    full_float32,
+    longest_sum,
+    rounding_slack,
+    slack_of,
+    squared_row_norms,
+)
 from trust.norms.__main__ import ALLOWED, LAWS
 
 
@@ -134,6 +144,19 @@ def test_slack_covers_long_sums_of_equal_products(positions):
         x, g = torch.full((1, positions, 16384), float(number)), torch.full((1, positions, 8192), float(number))
         true = number.double() ** 4 * positions**2 * 16384 * 8192
         assert float(gram_norms(x, g, False)) >= true * (1 - 2 * ALLOWED)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("terms", [500, 1024, 2304, 3072, 4096, 50257])
+def test_slack_covers_equal_terms_that_are_added_up_one_after_the_other(terms, device):
+    """As a library may do with a part of a sum on a device; the parts themselves are alike, and few."""
+    part = min(terms, longest_sum(torch.device(device)))
+    products = np.linspace(0.25, 1, 3000) ** 2
+    total = np.zeros(len(products), np.float32)
+    for _ in range(part):
+        total = (total + products).astype(np.float32)  # a multiplication and an addition round once
+    lost = 1 - total / (part * products)
+    assert 0 < lost.max() <= slack_of(terms, torch.float32, torch.device(device))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -30,6 +30,53 @@ def test_adaptive_layers_run_on_text(emulate) -> None:
     check(emulate("model=roberta_base,gpt2,gpt2_untied,lora_gpt2", "mode=adaptive_layer,flat", "tiny=true"))
 
 
+BUDGETS = {
+    ("gpt2", "none"): (850, 25.0),
+    ("gpt2", "adaptive_layer"): (1600, 32.0),
+    ("gpt2", "flat"): (1650, 32.0),
+    ("gpt2_untied", "adaptive_layer"): (1600, 31.5),
+    ("roberta_base", "adaptive_layer"): (1650, 11.3),
+    ("roberta_base", "flat"): (1700, 11.3),
+    ("lora_gpt2", "adaptive_layer"): (1550, 31.5),
+    ("wrn16_4_ws", "adaptive_layer"): (1800, 52.0),
+    ("wrn16_4_ws", "flat"): (1400, 52.0),
+}
+"""Kernels and GB of a forward and backward pass in float32, contiguous, at most."""
+SHALLOW = {("gpt2", "adaptive_layer"): 430, ("roberta_base", "adaptive_layer"): 460, ("lora_gpt2", "flat"): 360}
+"""Kernels with two transformer blocks, of whatever size."""
+
+
+def over(rows: dict[tuple[str, ...], dict[str, Any]], budgets: dict[tuple[str, str], tuple[int, float]]) -> list[str]:
+    """What takes more than its budget."""
+    found = {key: rows[(*key, "contiguous", "float32")] for key in budgets}
+    return [
+        f"{key}: {found[key]['launches']} kernels, {found[key]['bytes'] / 1e9:.1f} GB for {budget}"
+        for key, budget in budgets.items()
+        if found[key]["launches"] > budget[0] or found[key]["bytes"] > 1e9 * budget[1]
+    ]
+
+
+def test_two_blocks_keep_to_their_kernels(emulate) -> None:
+    rows = emulate(
+        "model=gpt2,roberta_base,lora_gpt2", "mode=adaptive_layer,flat", "precision=float32", "tiny=true", "layers=2"
+    )
+    assert not over(rows, {key: (kernels, 1.0) for key, kernels in SHALLOW.items()})
+
+
+@pytest.mark.slow
+def test_every_model_keeps_to_its_kernels_and_bytes(emulate) -> None:
+    models, modes = (",".join(sorted({key[i] for key in BUDGETS})) for i in range(2))
+    assert not over(emulate(f"model={models}", f"mode={modes}", "precision=float32", "layout=contiguous"), BUDGETS)
+
+
+@pytest.mark.slow
+def test_bfloat16_moves_less_than_float32_products_would(emulate) -> None:
+    row = emulate("model=gpt2", "mode=adaptive_layer", "precision=bfloat16")[
+        ("gpt2", "adaptive_layer", "contiguous", "bfloat16")
+    ]
+    assert row["launches"] <= 2300 and row["bytes"] <= 33.5e9
+
+
 @pytest.mark.slow
 def test_every_model_runs_in_every_mode(emulate) -> None:
     check(emulate("tiny=true"))

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from groupwise.clipping.closing import close
 from groupwise.clipping.groups import Member
 from groupwise.clipping.layouts import FIRST, Layout
-from groupwise.clipping.microbatches import GroupPass, close
+from groupwise.clipping.microbatches import GroupPass
 from groupwise.clipping.precision import autocast, no_autocast
 from groupwise.errors import UserError
 

@@ -230,23 +230,24 @@ class LastProducts:
         self._key = self._kept = None
 
 
-def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Terms | Tensor:
+def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Tensor:
     """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, not under-stated."""
+    return squares_together([[gram_terms(x, g, bias, shared)]])[0]
+
+
+def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Terms | Tensor:
+    """The same, or what it is made of."""
     step = max(1, CHUNK_FLOATS // x.shape[1] ** 2)
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
-        return torch.cat([_norms_of(gram_norms(x_part, g_part, bias)) for x_part, g_part in parts])
+        return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
     xx = self_products(x) if shared is None else shared.of(x)
     return GramTerms(xx, self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:
     """The same from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any of their sums."""
-    return _norms_of(GramTerms(xx, gg, bias, longest))
-
-
-def _norms_of(terms: Terms | Tensor) -> Tensor:
-    return squares_together([[terms]])[0]
+    return squares_together([[GramTerms(xx, gg, bias, longest)]])[0]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import run_backward, run_norms
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
+from groupwise.clipping.closing import total_squares
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out
 from groupwise.clipping.groups import build_groups, share_thresholds
-from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase, total_squares
+from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from groupwise.clipping.cost_model import Work, gram_norms
+from groupwise.clipping.cost_model import Work, gram_terms
 from groupwise.clipping.factors import add_weighed_rows, gone_rows, weigh_rows, without_rows
 from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together, starts_kernels
 from groupwise.clipping.precision import (
@@ -201,7 +201,7 @@ class MatrixRule(LayerRule):
         """Squared norms (B,), of the bias too, from inner products; the bias adds 1 to every entry of XXᵀ."""
         x = saved[0]
         assert x is not None
-        return gram_norms(x, g, wanted[1], context.products)
+        return gram_terms(x, g, wanted[1], context.products)
 
     def gradient_shape(self, saved: Saved, g: Tensor) -> tuple[int, int]:
         """One example's weight gradient as it is formed."""
