@@ -114,9 +114,9 @@ class _Unnoticed:  # as much of a rule as a closing group asks for
     def __init__(self, rule: Any) -> None:
         self._rule = rule
 
-    def book_keep(self, *call: Any) -> tuple[Tensor, Any]:
-        squares, finish = self._rule.book_keep(*call)
-        return torch.zeros_like(squares), finish
+    def book_keep_all(self, *call: Any) -> list[tuple[Tensor, Any]]:
+        none = torch.zeros(len(call[1]), dtype=torch.float64, device=call[1].device)
+        return [(none, finish) for _, finish in self._rule.book_keep_all(*call)]
 
 
 def tied_uses_as_if_separate() -> AbstractContextManager[object]:
