@@ -28,7 +28,7 @@ LIGHT = (
     *("training/mechanism.py", "training/from_config.py", "training/ranks.py"),
 )
 """What `pip install .` alone must be able to import."""
-OURS = {"groupwise", "tests", "trust", "benchmarks", "run"}
+OURS = {"groupwise", "tests", "trust", "benchmarks", "scripts", "run"}
 
 
 def project() -> dict[str, Any]:
