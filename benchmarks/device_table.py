@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.command import command
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, read
-from groupwise.errors import UserError
+from benchmarks.options import check_above_zero, check_device, read, split
+from groupwise.errors import UserError, did_you_mean
 
 SIZES = {"wrn16_4_ws": (512, None, None), "gpt2": (16, 12, 100), "roberta_base": (64, 12, 64)}
 """Workload -> B, layers, tokens."""
@@ -29,6 +29,8 @@ AGAIN = 3
 HELP = """python -m benchmarks.device_table [key=value ...]
 
   out=results/measured/benchmarks   the folder of throughput.csv
+  workload=all     wrn16_4_ws, gpt2, roberta_base; several by commas
+  dtype=all        float32, bfloat16; several by commas
   device=cuda      or cpu
   limit=540        seconds for all; what is not done by then is left for the next call
   rounds=5         how often each method has its turn
@@ -44,6 +46,8 @@ class TableOptions:
     """What the command line may say; see `HELP`."""
 
     out: str = "results/measured/benchmarks"
+    workload: str = "all"
+    dtype: str = "all"
     device: str = "cuda"
     limit: float = 540.0
     rounds: int = 5
@@ -62,9 +66,15 @@ class Case:
 def cases(options: TableOptions) -> list[Case]:
     """All of them, what matters most first."""
     found = []
+    workloads = list(SIZES) if options.workload == "all" else split(options.workload)
+    dtypes = list(DTYPES) if options.dtype == "all" else split(options.dtype)
+    for key, value, known in (("workload", workloads, SIZES), ("dtype", dtypes, DTYPES)):
+        if unknown := [name for name in value if name not in known]:
+            raise UserError(f"{key}={unknown[0]} is unknown{did_you_mean(unknown[0], known)}: give {', '.join(known)}.")
     for methods in (FIRST, THEN):
-        for dtype in DTYPES:
-            for workload, (batch, layers, tokens) in SIZES.items():
+        for dtype in dtypes:
+            for workload in workloads:
+                batch, layers, tokens = SIZES[workload]
                 job = Job(workload, "none", device=options.device, dtype=dtype, tiny=options.tiny)
                 if not options.tiny:
                     job = replace(job, batch=batch, layers=layers, tokens=tokens)

@@ -297,7 +297,7 @@ REFUSED = [
     ("model.norm=batch", "mixes the examples"),
     ("clip.rule=automatc", "did you mean automatic?"),
     ("noise.allocation=gloabl", "did you mean global?"),
-    ("train.precision=float16", "not one of float32, bfloat16"),
+    ("train.precision=float16", "not one of float32, tf32, bfloat16"),
     ("resume=somewhere overwrite=true", "throw away"),
     ("pipeline.stages=0", "greater than zero"),
     ("parallel.ranks=0", "greater than zero"),

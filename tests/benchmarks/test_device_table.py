@@ -107,5 +107,7 @@ def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"out={tmp_path}", "devise=cpu"]) == 2 and "did you mean device" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"workload=gtp2 is unknown \(did you mean gpt2\?\)"):
+        cases(options(tmp_path, workload="gtp2"))
     with pytest.raises(UserError, match="device=tpu is unknown"):
         check_device("tpu")

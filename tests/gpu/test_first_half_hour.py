@@ -54,21 +54,16 @@ def test_the_first_step_leaves_the_tests_the_rows_and_a_profile(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_second_step_goes_on_until_the_table_is_whole(tmp_path: Path) -> None:
-    codes = []
-    for _ in range(8):
-        done = command("2", tmp_path, TABLE="rounds=1 steps=1", LIMIT="150")
-        codes.append(done.returncode)
-        if codes[-1] != 4:
-            break
-    assert codes[-1] == 0 and set(codes[:-1]) <= {4}, done.stdout + done.stderr
+    table = "rounds=1 steps=1 workload=wrn16_4_ws dtype=float32"
+    first = command("2", tmp_path, TABLE=f"{table} limit=0.001", LIMIT="3000")
+    assert first.returncode == 4 and "the same command goes on" in first.stdout, first.stdout + first.stderr
+    done = command("2", tmp_path, TABLE=table, LIMIT="3000")
+    assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "throughput.csv").open(newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["status"] == "ok"]
-    found = {(row["workload"], row["dtype"], row["method"]) for row in rows}
-    for workload in ("wrn16_4_ws (tiny)", "gpt2 (tiny)", "roberta_base (tiny)"):
-        for dtype in ("float32", "bfloat16"):
-            for method in ("none", "adaptive_layer", "flat", "ghost", "block"):
-                assert (workload, dtype, method) in found
-    assert {row["method"] for row in rows} >= {"opacus_hooks", "opacus_ghost"}
+    methods = ("none", "adaptive_layer", "flat", "ghost", "block", "opacus_hooks", "opacus_ghost")
+    assert {row["method"] for row in rows} == set(methods)
+    assert {(row["workload"], row["dtype"]) for row in rows} == {("wrn16_4_ws (tiny)", "float32")}
     assert (tmp_path / "step-2.log").stat().st_size > 0
 
 

@@ -170,6 +170,6 @@ def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 def _scales(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """255·mean and 255·std, (1, C, 1, 1), copied to a device once: each copy would wait for all that it has to do."""
     centre, spread = (
-        torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1) * 255 for values in (mean, std)
+        torch.tensor(values, dtype=torch.float32).to(device).view(1, -1, 1, 1) * 255 for values in (mean, std)
     )
     return centre, spread
