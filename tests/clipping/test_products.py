@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from groupwise.clipping import attach, cost_model, flat, per_layer, shared_parameters
+from groupwise.clipping import attach, cost_model, flat, norm_terms, per_layer, shared_parameters
 from groupwise.clipping.cost_model import LastProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base, group_norm
@@ -150,8 +150,8 @@ def test_chunks_change_nothing(double, monkeypatch, name, make_partition):
 @pytest.mark.parametrize(("floats", "sizes"), [(18, [2, 2, 1]), (17, [1] * 5), (10**6, [5])])
 def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, floats, sizes):
     monkeypatch.setattr(cost_model, "CHUNK_FLOATS", floats)
-    seen, real = [], cost_model.norms_from_products
-    monkeypatch.setattr(cost_model, "norms_from_products", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
+    seen, real = [], cost_model.GramTerms
+    monkeypatch.setattr(cost_model, "GramTerms", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
     x, g = torch.randn(5, 3, 4, dtype=torch.float64), torch.randn(5, 3, 6, dtype=torch.float64)
     for bias in (True, False):
         seen.clear()
@@ -180,8 +180,8 @@ def test_how_far_rounding_may_have_gone():
 def test_slack_is_for_the_longest_sum(monkeypatch, terms, longest):
     rows, d, p = terms
     seen = []
-    real = cost_model.rounding_slack
-    monkeypatch.setattr(cost_model, "rounding_slack", lambda sizes, n: seen.append(n) or real(sizes, n))
+    real = norm_terms.slack_of
+    monkeypatch.setattr(norm_terms, "slack_of", lambda n, *rest: seen.append(n) or real(n, *rest))
     x, g = torch.randn(2, rows, d), torch.randn(2, rows, p)
     cost_model.gram_norms(x, g, True)
     assert seen == [longest]
