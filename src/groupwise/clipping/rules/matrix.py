@@ -95,6 +95,7 @@ class MatrixRule(LayerRule):
         if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
             sums = without_rows(g.sum(1, dtype=dtype), gone)
             bias = sums.sum(0) if weights is None else weights @ sums
+            del sums  # the product below needs the memory
         if wanted[0]:
             if weights is not None and keeps_half(x, g):
                 weights = cut_factors(weights)
