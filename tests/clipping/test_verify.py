@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer, verify
 from groupwise.clipping.factors import Counts
+from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.rules import LayerRule
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.errors import UserError
@@ -167,8 +168,8 @@ def test_a_planted_fault_is_named(fault, partition, rows):
 @pytest.mark.parametrize("threshold", [1e-3, 0.05, 1e6])
 @pytest.mark.parametrize("partition", [flat, per_layer])
 def test_norms_stated_too_small_are_found_also_where_nothing_is_clipped(monkeypatch, partition, threshold):
-    real = LinearRule.squared_norms
-    monkeypatch.setattr(LinearRule, "squared_norms", lambda *given: real(*given) / 100)
+    real = LinearRule.norm_terms
+    monkeypatch.setattr(LinearRule, "norm_terms", lambda *given: squares_together([[real(*given)]])[0] / 100)
     engine, losses_of = attached(nn.Tanh(), partition=partition, threshold=threshold)
     name = "'0', '2'" if partition is flat else "'[02]'"
     with pytest.raises(UserError, match=rf"The gradient norm of example 0 in group .*\(of {name}\)"):

@@ -60,6 +60,7 @@ def test_the_host_waits_for_the_counts_alone(python) -> None:
         assert not row["passed"]["waits"]
         uploads = {
             "clipping/factors.py:Counts.set_thresholds": 1,
+            "clipping/engine.py:ClippingEngine.set_thresholds": 1,
             "training/transfer.py:to_device": row["microbatches"],
         }
         assert row["passed"]["uploads"] == uploads

@@ -72,7 +72,7 @@ def test_flat_equals_ghost_through_the_whole_program(tmp_path):
         run(smoke(tmp_path / mode, f"clip={mode}", "clip.formula=materialize", "debug.noise_seed=1", RDP))
     a, b = (torch.load(next((tmp_path / mode).glob("runs/*/model.pt"))) for mode in ("flat", "ghost"))
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
 
 
 def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys):
@@ -85,7 +85,7 @@ def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys)
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 def test_a_forced_formula_is_the_same_run_to_rounding(tmp_path, formula):
     for name in ("auto", formula):
-        run(smoke(tmp_path / name, f"clip.formula={name}", "debug.noise_seed=1", "train.steps=2"))
+        run(smoke(tmp_path / name, f"clip.formula={name}", "debug.noise_seed=1", "train.steps=1", RDP))
     a, b = (torch.load(next((tmp_path / name).glob("runs/*/model.pt"))) for name in ("auto", formula))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)

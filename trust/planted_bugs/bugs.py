@@ -70,6 +70,17 @@ def one_noise_for_all_steps() -> AbstractContextManager[object]:
     return patch.object(NoiseSource, "_digest", lambda self, step, stream: real(self, 0, stream))
 
 
+def counted_noise() -> AbstractContextManager[object]:
+    """No bug: noise is drawn by counting, as a run that begins on a GPU draws it."""
+    return patch.object(NoiseSource, "_counts", lambda self, tensor: not self.secure)
+
+
+def one_counted_noise_for_all_steps() -> AbstractContextManager[object]:
+    """The same of noise that is drawn by counting: the counter and the key are alike at all steps."""
+    real = NoiseSource._counted_digest
+    return patch.object(NoiseSource, "_counted_digest", lambda self, step: real(self, 0))
+
+
 def masks_from_the_public_seed() -> AbstractContextManager[object]:
     """Dropout follows `seed`, so masks are dealt in the order of the batch and everybody can deal them again."""
 

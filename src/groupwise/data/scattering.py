@@ -54,7 +54,7 @@ def _features(images: Tensor, split: str) -> Tensor:
     count, channels, side = images.shape[:3]
     shape = (count, COEFFICIENTS * channels, side // 2**SCALE, side // 2**SCALE)
     try:
-        found = torch.from_numpy(np.load(path))
+        found = torch.from_numpy(np.load(path, allow_pickle=False))
         if tuple(found.shape) == shape and found.dtype == torch.float16:
             return found
     except (OSError, ValueError, TypeError):
