@@ -35,11 +35,13 @@ class Work:
     """Bytes written or read again."""
     calls: float = 0.0
     """Kernels started beyond one a batch."""
+    lost: float = 0.0
+    """Operations of p×d products that would have taken the time which products in parts lose; none are done."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How much of each field of `Work` a device does in a second (same fields, same order)."""
+    """How much of each field of `Work` a device does in a second (same fields, same order, but for `lost`)."""
 
     matmul: float
     gram: float
@@ -50,7 +52,8 @@ class Rates:
 
     def seconds(self, work: Work) -> float:
         """Time that the work takes."""
-        return sum(amount / rate for amount, rate in zip(astuple(work), astuple(self), strict=True))
+        *amounts, lost = astuple(work)
+        return sum(amount / rate for amount, rate in zip(amounts, astuple(self), strict=True)) + lost / self.outer
 
 
 USUAL_RATES = {

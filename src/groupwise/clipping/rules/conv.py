@@ -28,7 +28,7 @@ from groupwise.clipping.rules.matrix import MatrixRule, chunk_memory
 LEAST_KERNEL_INPUT = 20480
 """On a CPU torch gives one example of fewer numbers to a convolution kernel that is slower than unfolding."""
 
-TAP_COST = 1.6
+TAP_LOSS = 0.6
 """Products tap by tap write parts of rows: 1.3 to 2 times the time of the whole products that rates are measured on."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -131,13 +131,12 @@ class ConvRule(MatrixRule):
         unfolds, rows, spans = self._geometry.layout(self._channels(), inputs[2:], out[2:])
         width = math.prod(unfolds.kernel) * self._channels()
         outer = 2.0 * b * p * width * sum(map(len, spans))  # what padding adds is left out
-        if len(spans) > 1:
-            outer *= TAP_COST
+        lost = TAP_LOSS * outer if len(spans) > 1 else 0.0
         again = not own_group and p * k * b > b * p * t + math.prod(inputs)  # kept gradients need no second product
         later = {"matmul": product, "bytes": 2 * gradients + scaling} if again else {"bytes": 3 * gradients}
         unfolding = later | {"bytes": later["bytes"] + 8.0 * b * math.prod(rows) * width * groups}
         kernel = later | {"bytes": later["bytes"] + 3 * gradients}
-        ways = {"materialize": Work(outer=outer, **unfolding)}
+        ways = {"materialize": Work(outer=outer, lost=lost, **unfolding)}
         if math.prod(self.module.kernel_size) > 1 and math.prod(inputs[1:]) > LEAST_KERNEL_INPUT:
             ways["materialize/kernel"] = Work(kernel=product, calls=b, **kernel)
         if groups > 1:
