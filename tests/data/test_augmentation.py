@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from groupwise.data.augmentation import augment
+from groupwise.data.images import augment
 
 IMAGES = torch.arange(2 * 1 * 4 * 5, dtype=torch.uint8).reshape(2, 1, 4, 5)
 

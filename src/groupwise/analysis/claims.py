@@ -147,12 +147,12 @@ def refuse_left_out(folders: Folders, claims: tuple[Claim, ...] = CLAIMS) -> Non
     Raises:
         UserError: naming the sweep and the first such pair; no such sweep, or rows at fault.
     """
+    paths = [path for path in sorted(folders.sweeps.glob("*.yaml")) if not path.stem.startswith(SEARCH)]
     measured = {
-        (path.stem, scale): read_measured(read_sweep(path), scale, folders.measured).rows
-        for path in sorted(folders.sweeps.glob("*.yaml"))
-        if not path.stem.startswith(SEARCH)
+        (sweep.name, scale): read_measured(sweep, scale, folders.measured).rows
+        for sweep in map(read_sweep, paths)
         for scale in SHOWN
-        if file_of(read_sweep(path), scale, folders.measured).is_file()
+        if file_of(sweep, scale, folders.measured).is_file()
     }
     for sides in dict.fromkeys((str(c.contrast.plus), str(c.contrast.minus)) for c in claims):
         same = [c.contrast for c in claims if (str(c.contrast.plus), str(c.contrast.minus)) == sides]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
-from groupwise.data.augmentation import augment
+from groupwise.data.images import augment
 from groupwise.data.scattering import scattering
 from groupwise.errors import UserError
 from groupwise.models import scatter_cnn, wide_resnet
