@@ -151,13 +151,19 @@ def epsilon_rdp(noise_multiplier: float, sample_rate: float, steps: int, delta: 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; any finite set of orders is valid.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
+    return float(rdp_accountant(noise_multiplier, sample_rate, steps).get_epsilon(delta))
+
+
+def rdp_accountant(noise_multiplier: float, sample_rate: float, steps: int) -> Any:
+    """Return a ``dp_accounting`` accountant that has composed T steps; its ``rdp`` is their curve at `ORDERS`, inf at
+    those that it could not compute."""
     from dp_accounting import rdp
 
     noise_multiplier = min(noise_multiplier, MOST_NOISE * sample_rate)
     accountant = rdp.RdpAccountant(orders=ORDERS)
     with _orders_left_out_in_silence():
         accountant.compose(training_event(noise_multiplier, sample_rate), int(steps))
-    return float(accountant.get_epsilon(delta))
+    return accountant
 
 
 @contextmanager
