@@ -53,7 +53,7 @@ def configurations(name: str) -> Iterator[tuple[str, ...]]:
             has |= {"exceptions": f"{FAMILIES[task]}/{scale}/{clip}", "clip": clip, "task": task, "config": ""}
             if has[kind] == "/".join(rest):
                 yield f"task={task}", f"clip={clip}", f"scale={scale}"
-    if kind in ("model", "privacy", "optim", "noise", "tracker"):
+    if kind in ("model", "privacy", "optim", "noise", "tracker", "tuning"):
         yield (name.replace("/", "="),)
 
 

@@ -76,7 +76,7 @@ def test_cells_at_once_keep_their_output_apart(checkout):
     done = checkout.sweep("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "privacy.epsilon=8")
     assert done.returncode == 2
     assert rows(done.stdout) == []
-    assert done.stdout.count("done in 0 s: clip=") == 3 and done.stdout.count("failed in 0 s: ") == 1
+    assert done.stdout.count("done in ") == 3 and done.stdout.count("failed in ") == 1
     logs = sorted(file.read_text() for file in (checkout.folder / "logs").iterdir())
     assert [log.split()[0] for log in logs] == ["error:", "ran", "ran", "ran"]
     [failed] = (checkout.folder / "failed").iterdir()

@@ -18,7 +18,7 @@ from groupwise.cli.why import why
 from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, register, to_run_config, too_long
 from groupwise.config.keys import CONFIG_DIR, groups
 from groupwise.config.schema import RunConfig
-from groupwise.errors import INTERRUPTED, MISTAKE, UserError, exit_code, report, tell_warnings
+from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.cell import run_cell
 from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_from
@@ -65,6 +65,7 @@ def help_text(conf: Path) -> str:
         "",
         "More:",
         "  python run.py -m clip=flat,ghost seed=0,1,2   every combination, in turn",
+        "  python run.py -m +sweep=search_sst2 tuning=accounted  a search with one epsilon",
         "  python run.py clip=flat --cfg job             the configuration, without a run",
         "  python run.py --why clip.threshold task=sst2  which lines gave a key its value",
         "  python run.py task=mine --config-dir my_conf  a task of your own",
@@ -93,7 +94,12 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         if folder is not None:
             return run_cell(composed, train)
         try:
-            return train(to_run_config(composed))
+            config = to_run_config(composed)
+            if config.tuning.name != "off":
+                raise UserError(
+                    "tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2."
+                )
+            return train(config)
         except Exception as error:
             failed.append(error)  # not raised: Hydra would add words of its own
             return None
@@ -110,7 +116,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
             return 0
         arguments = _parse(sys.argv[1:])
         if _is_sweep(arguments):
-            folder = _prepare(arguments.overrides, conf)
+            folder = _prepare(arguments.overrides, conf, train)
             if folder is None:
                 return 0
             sys.argv.append(f"hydra.sweep.dir='{folder}'")
@@ -122,6 +128,9 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         code = 0 if folder is None else report_sweep(folder, error)
         if code:
             return code
+        if isinstance(error, ProcessFailed):
+            report(error)
+            return BUG
         if not _is_mistake(error, bool(began)):
             raise
         print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
@@ -134,8 +143,8 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     return exit_code(type(mistake).__name__ for mistake in failed)
 
 
-def _prepare(overrides: Sequence[str], conf: Path) -> Path | None:
-    """The folder of a sweep, which is checked whole before it is made; None where all is done.
+def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], Any]) -> Path | None:
+    """The folder of a sweep, which is checked whole before it is made; None where all is done, or was done here.
 
     `run.py` does not come back from here: the copy of it in that folder goes on.
     """
@@ -143,6 +152,14 @@ def _prepare(overrides: Sequence[str], conf: Path) -> Path | None:
     if folder is not None:
         return folder
     planned = plan_sweep(overrides, conf)
+    if planned.accounted:
+        from groupwise.sweeps.accounted import plan_search  # these bring torch
+        from groupwise.sweeps.secret_runs import run_search
+
+        search = plan_search(planned, overrides)
+        print(search.statement())
+        print(*run_search(search, train), sep="\n")
+        return None
     if planned.cells is not None:
         done = sum(cell.done for cell in planned.cells)
         if done:

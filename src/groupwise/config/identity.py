@@ -25,6 +25,7 @@ VOLATILE = (
     "train.checkpoint_every",
     "clip.formula",
     "pipeline.timeout",
+    "tuning.keep",
 )
 """Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
 as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
@@ -39,6 +40,13 @@ LATER = {
     "data.views": 1,
     "train.deterministic": False,
     "train.ema": 0.0,
+    "tuning.name": "off",
+    "tuning.law": "negative_binomial",
+    "tuning.eta": 0.0,
+    "tuning.gamma": None,
+    "tuning.runs": None,
+    "tuning.target": "search",
+    "tuning.outside": False,
 }
 """Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
 

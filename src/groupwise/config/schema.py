@@ -177,6 +177,28 @@ class PrivacyConfig:
 
 
 @dataclass
+class TuningConfig:
+    """A sweep as one private release: a random number of runs, of which the best alone is shown (-m +sweep=...)."""
+
+    name: str = one_of("off", "off", "accounted")
+    """off: every cell is run and shown | accounted: settings drawn from the cells, and one ε for the whole search."""
+    law: str = one_of("negative_binomial", "negative_binomial", "poisson")
+    """Of the number of runs K, which is drawn once and secret; negative_binomial is truncated: at least one run."""
+    eta: float = 0.0
+    """Its shape, above -1: 1 is geometric, 0 logarithmic; smaller costs less, and K varies more."""
+    gamma: float | None = number(None, POSITIVE)
+    """Its other parameter, below 1; null: it follows from `runs`."""
+    runs: float | None = number(None, POSITIVE)
+    """E[K], the number of runs to expect; null: as many as the sweep has cells, unless gamma is given."""
+    target: str = one_of("search", "search", "run")
+    """What privacy.epsilon is of: the whole search, for which each run gets more noise | each run by itself."""
+    outside: bool = False
+    """A task of your own: you say that what it validates on is no part of the examples that ε covers."""
+    keep: bool = False
+    """Keep the runs that are not released, in a folder for the owner alone; false deletes them at the end."""
+
+
+@dataclass
 class OptimConfig:
     """An optimiser and its learning-rate schedule, both from torch."""
 
@@ -329,6 +351,7 @@ class RunConfig:
     clip: ClipConfig = field(default_factory=ClipConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

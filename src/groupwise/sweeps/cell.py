@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
         except UserError as error:  # the machine lacks something that the one that checked it had
             report(error)
             raise
+        if config.tuning.name != "off":
+            raise UserError(
+                "tuning=accounted draws from the cells of a grid, and this sweep chooses its own: leave it out."
+            )
         key = config_hash(config)[:12]
         name = name_of(folder, key) or name
         if config.overwrite and _begun_here(folder, Path(config.paths.results).expanduser() / "runs" / key):
@@ -65,24 +69,32 @@ def told_overrides() -> str:
 
 
 @contextmanager
-def _to_file(log: Path | None, cell: str) -> Iterator[None]:
-    """Send all that this process and its children print to `log`, and one line at the end to the terminal."""
-    if log is None:
-        yield
-        return
+def output_to(log: Path) -> Iterator[None]:
+    """Send all that this process and its children print to the end of `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush(), sys.stderr.flush()
     before = [os.dup(number) for number in (1, 2)]
-    began, outcome = time.monotonic(), "failed"
     try:
-        with open(log, "ab", buffering=0) as file:
+        with open(log, "a", buffering=1, encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        yield
-        outcome = "done"
+            yield
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
         for number, old in zip((1, 2), before, strict=True):
             os.dup2(old, number)
             os.close(old)
+
+
+@contextmanager
+def _to_file(log: Path | None, cell: str) -> Iterator[None]:
+    """Send all output to `log`, and one line at the end to the terminal."""
+    if log is None:
+        yield
+        return
+    began, outcome = time.monotonic(), "failed"
+    try:
+        with output_to(log):
+            yield
+        outcome = "done"
+    finally:
         print(f"{outcome} in {time.monotonic() - began:.0f} s: {cell}", flush=True)

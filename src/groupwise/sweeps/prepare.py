@@ -51,6 +51,11 @@ class PlannedSweep:
     cells: tuple[PlannedCell, ...] | None
     """None where another sweeper than ours chooses them, as it goes."""
 
+    @property
+    def accounted(self) -> bool:
+        """Is it a search with one ε (`tuning`), rather than cells that are all run?"""
+        return any(cell.config.tuning.name != "off" for cell in self.cells or ())
+
 
 def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.

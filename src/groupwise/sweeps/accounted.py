@@ -1,0 +1,259 @@
+"""Plans an accounted search: what its runs are drawn from, with how much noise, what it costs, and what is refused.
+
+``python run.py -m +sweep=NAME tuning=accounted``. The argument for its ε is in :mod:`groupwise.privacy.tuning`; running
+it is :mod:`groupwise.sweeps.secret_runs`'.
+
+**What the score may see.** ε is for the training examples. A score of examples that ε does not cover is post-processing
+of the model. A score of training examples is a release of its own, without noise: with ``data.holdout`` the part that
+is set aside would decide which model comes out, and have its accuracy told, at no finite ε. So a sweep's
+``data.holdout`` is left out, that part is trained on, and the validation set is scored on; asked for on the command
+line it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from groupwise.config.checks import value_at
+from groupwise.config.identity import stable_config
+from groupwise.config.schema import RunConfig, TuningConfig
+from groupwise.errors import UserError
+from groupwise.privacy.run_count import Poisson, RunCount, TruncatedNegativeBinomial
+from groupwise.privacy.tuning import SearchCost, Training, calibrate_search, search_cost
+from groupwise.sweeps.prepare import PlannedSweep
+from groupwise.training.record import neighbours_of
+
+WIDTH = 80
+"""Columns of a terminal."""
+SAME = ("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.corpus", "data.hub")
+"""What the settings of a search share: ε is about one set of training examples."""
+ONE_VALUE = ("privacy.delta", "privacy.accountant", "tuning", "overwrite", "paths.results")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cell of the sweep.
+
+    Args:
+        name: its words. config: of a run under it, the noise included. training: its mechanism.
+    """
+
+    name: str
+    config: RunConfig
+    training: Training
+
+
+@dataclass(frozen=True)
+class Search:
+    """An accounted search, ready to be drawn.
+
+    Args:
+        examples: N. key: the hash of all that was asked for, which names the folder.
+    """
+
+    name: str
+    folder: Path
+    key: str
+    settings: tuple[Setting, ...]
+    count: RunCount
+    cost: SearchCost
+    examples: int
+    delta: float
+    tuning: TuningConfig
+    overwrite: bool
+    notes: tuple[str, ...] = ()
+
+    def statement(self) -> str:
+        """What is about to happen and what it costs, for a terminal; nothing in it depends on a draw."""
+        many = f"all {len(self.settings)} settings"
+        lines = [
+            f"Search: {self.count.mean:.4g} runs expected ({self.count.told}), each under one of {len(self.settings)} "
+            "settings drawn at random. How many they are stays secret, and the best alone is released.",
+            f"  one run         epsilon = {self.cost.one_run:.4g}",
+            f"  {many:15} epsilon = {self.cost.grid:.4g} if one run of each were looked at",
+            f"  this search     epsilon = {self.cost.search:.4g} at delta = {self.delta:g} for adding or removing "
+            f"{neighbours_of(self.settings[0].config)}",
+            "  The score is of validation examples, which epsilon does not cover, and leans upwards as the best of "
+            "several. Not covered: how long the search takes, which tells how many runs there were.",
+            *(f"  {note}" for note in self.notes),
+        ]
+        if self.cost.grid <= self.cost.search:
+            lines.append("  So few settings cost less if all of them are run and shown, without tuning=accounted.")
+        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
+
+
+def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:
+    """Check all cells and give them their noise; loads the data of the first to learn N, and writes nothing.
+
+    Args:
+        overrides: of the command line, ``-m`` left out.
+
+    Raises:
+        UserError: what has no ε, would show more than the best run, or cannot reach its target.
+    """
+    cells = planned.cells or ()
+    configs = [copy.deepcopy(cell.config) for cell in cells]
+    for problem in [*_command_line(overrides), *_together(configs)]:
+        raise UserError(f"tuning=accounted: {problem}")
+    for cell, config in zip(cells, configs, strict=True):
+        for problem in _refused(config):
+            raise UserError(f"tuning=accounted, in the cell {cell.name}: {problem}")
+    notes = _without_holdout(configs)
+    first = configs[0]
+    key = hashlib.sha256(json.dumps([stable_config(config) for config in configs]).encode()).hexdigest()
+    count = count_of(first.tuning, len(configs))
+    examples = _examples(first)
+    trainings, delta = _trainings(configs, count, examples)
+    if first.model.weights is not None:
+        notes.append("What model.weights cost in privacy comes on top.")
+    return Search(
+        planned.name,
+        Path(first.paths.results).expanduser() / "searches" / f"{planned.name}-{key[:12]}",
+        key,
+        tuple(
+            Setting(_name(cell.name), _with_noise(config, training), training)
+            for cell, config, training in zip(cells, configs, trainings, strict=True)
+        ),
+        count,
+        search_cost(trainings, count, delta, first.privacy.accountant),
+        examples,
+        delta,
+        first.tuning,
+        first.overwrite,
+        tuple(notes),
+    )
+
+
+def count_of(tuning: TuningConfig, settings: int) -> RunCount:
+    """The law of K; raises `UserError` for parameters that make none."""
+    runs = tuning.runs
+    if tuning.gamma is not None:
+        if runs is not None or tuning.law == "poisson":
+            raise UserError(
+                f"tuning.gamma={tuning.gamma:g} settles how many runs to expect, and a Poisson number has none: leave "
+                "it or tuning.runs and tuning.law out."
+            )
+        return TruncatedNegativeBinomial(tuning.eta, tuning.gamma)
+    expected = float(settings) if runs is None else runs
+    if tuning.law == "poisson":
+        return Poisson(expected)
+    if expected <= 1.0:
+        raise UserError("tuning.law=negative_binomial with one run to expect is no search: give tuning.runs above 1.")
+    return TruncatedNegativeBinomial.with_mean(tuning.eta, expected)
+
+
+def _command_line(overrides: Sequence[str]) -> Iterator[str]:
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "hydra/launcher" and value != "basic":
+            yield "its runs go one after the other, as a queue would show how many there are: leave hydra/launcher out."
+        if key == "data.holdout" and value != "null":
+            yield (
+                f"{word} would score on training examples, which no noise protects there: leave it out, and the "
+                "validation set is scored on."
+            )
+
+
+def _together(configs: Sequence[RunConfig]) -> Iterator[str]:
+    """What all cells must share."""
+    first = configs[0]
+    # to_run_config has left epsilon None where the noise is given
+    budget = ["privacy.epsilon"] if first.tuning.target == "search" else []
+    for key in [*SAME, *ONE_VALUE, *budget]:
+        values = {repr(value_at(config, key)): value_at(config, key) for config in configs}
+        if len(values) > 1:
+            told = ", ".join(map(str, list(values.values())[:4]))
+            yield f"{key} is {told} in its cells, and one search has one: give it on the command line."
+
+
+def _refused(config: RunConfig) -> Iterator[str]:
+    """What has no RDP curve, is predictable, or would show more than the best run."""
+    privacy, tuning = config.privacy, config.tuning
+    if config.clip.grouping == "none" or privacy.epsilon == math.inf or privacy.noise_multiplier == 0:
+        yield "a run without noise has no epsilon, nor has a search: choose a clipping mode and a finite budget."
+    if privacy.sampling != "poisson":
+        yield f"privacy.sampling={privacy.sampling} has no valid RDP curve: use privacy=poisson."
+    if config.debug.noise_seed is not None or config.data.public:
+        which = "data.public=true" if config.data.public else "debug.noise_seed"
+        yield f"{which} makes the noise predictable, so nothing is private: leave it out."
+    if config.tracker.name != "files":
+        yield f"tracker={config.tracker.name} would show every run, and only the best may be: use tracker=files."
+    asked = {
+        "explain": config.explain,
+        "export": config.export,
+        "resume": config.resume,
+        "eval.shots": config.eval.shots,
+    }
+    for key, value in asked.items():
+        if value not in (None, False):
+            yield f"{key} is of a single run: leave it out, and give it the released one afterwards."
+    if config.pipeline.stages > 1:
+        yield f"pipeline.stages={config.pipeline.stages} is not for a search: give one stage."
+    if config.own_task and not tuning.outside:
+        yield (
+            f"task={config.task} is your own, and what it validates on may be training examples: give "
+            "tuning.outside=true if none of it is."
+        )
+
+
+def _without_holdout(configs: Sequence[RunConfig]) -> list[str]:
+    shares = {config.data.holdout for config in configs if config.data.holdout}
+    for config in configs:
+        config.data.holdout = None
+    told = ", ".join(f"{share:g}" for share in sorted(shares))
+    return [f"The sweep's data.holdout={told} is left out: a score of training examples has no epsilon."] * bool(shares)
+
+
+def _name(name: str) -> str:
+    return " ".join(word for word in name.split() if not word.startswith("data.holdout="))
+
+
+def _examples(config: RunConfig) -> int:
+    """N, from the data themselves; torch comes only now."""
+    import torch
+
+    from groupwise.processes.environment import find_place
+    from groupwise.run import require_gpu_for_the_paper
+    from groupwise.tasks import make_task
+
+    place = find_place(config)
+    if place is not None and place.world > 1:
+        raise UserError("tuning=accounted: one process draws for all, so start it without torchrun or srun.")
+    require_gpu_for_the_paper(config)
+    return int(make_task(config, torch.device("cpu")).train_size)
+
+
+def _trainings(configs: Sequence[RunConfig], count: RunCount, examples: int) -> tuple[list[Training], float]:
+    """Each setting's mechanism, and the δ of all."""
+    from groupwise.run import plan_run
+
+    epsilon = configs[0].privacy.epsilon
+    to_search = configs[0].tuning.target == "search" and epsilon is not None
+    trainings = []
+    for config in configs:
+        asked = copy.deepcopy(config)
+        if to_search:  # σ is found below: this plan is for B, T and δ
+            asked.privacy = replace(asked.privacy, epsilon=None, noise_multiplier=1.0, accountant="rdp")
+        plan = plan_run(asked, examples, 1)
+        trainings.append(Training(plan.noise_multiplier, plan.sample_rate, plan.steps))
+    if to_search:
+        assert epsilon is not None
+        rates = [(training.sample_rate, training.steps) for training in trainings]
+        sigmas = calibrate_search(rates, count, epsilon, plan.delta)
+        trainings = [replace(of, noise_multiplier=sigma) for of, sigma in zip(trainings, sigmas, strict=True)]
+    return trainings, plan.delta
+
+
+def _with_noise(config: RunConfig, training: Training) -> RunConfig:
+    """A single run's configuration: its noise as the search wants it, and nothing of the search."""
+    run = copy.deepcopy(config)
+    run.privacy.noise_multiplier, run.privacy.epsilon = training.noise_multiplier, None
+    run.tuning, run.overwrite = TuningConfig(), False
+    return run

@@ -1,0 +1,282 @@
+"""Draws an accounted search once, runs it out of sight, releases the best run alone and deletes the others.
+
+`results/searches/<sweep>-<hash>/`:
+
+    draws.json     how many times this very search was drawn; each draw is a release of its own, and their ε add up
+    unreleased/    for the owner alone: search.json (K, and each run's setting), the runs' records and logs
+    released/      model.pt, config.yaml and release.json of the best run
+    DONE
+
+K and the settings come from the operating system's randomness and are on the disk before the first run begins, so what
+was killed goes on with the same ones. A search that could be drawn again for better luck would have another law of K
+than the one that is accounted for, so a second draw is made for ``overwrite=true`` alone, and counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+import math
+import os
+import secrets
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from groupwise.atomic import remove, write_atomically, write_json, write_text
+from groupwise.config.identity import config_hash, save_config
+from groupwise.config.schema import PathsConfig, RunConfig
+from groupwise.errors import UserError
+from groupwise.privacy.run_count import RunCount
+from groupwise.privacy.tuning import curve_epsilon
+from groupwise.rows import HELD_OUT
+from groupwise.sweeps.accounted import WIDTH, Search, Setting
+from groupwise.sweeps.best import HEADLINES, lower_is_better
+from groupwise.sweeps.cell import output_to
+from groupwise.sweeps.collect import result_row
+from groupwise.training.record import neighbours_of
+
+DRAWS, UNRELEASED, STATE, RELEASED, RELEASE = "draws.json", "unreleased", "search.json", "released", "release.json"
+WARNING = (
+    "NOT TO BE RELEASED. The epsilon of this search covers the best run alone. How many runs there are, under which\n"
+    "settings, and what came of them would cost more, and is for nobody but the owner of the data.\n"
+)
+Score = tuple[float, float]
+"""Whether it is finite, and the headline, larger being better."""
+
+
+def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
+    """Run what is not done, release the best, and return lines about it.
+
+    Args:
+        train: runs one configuration to its record.
+
+    Raises:
+        UserError: what must not go on (a draw that is lost, other data), or what a run refuses: a run that cannot be
+            done cannot be left out either, as that would change the law of K.
+    """
+    folder = search.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder):
+        if search.overwrite:
+            for entry in ("DONE", RELEASED, UNRELEASED):
+                if os.path.lexists(folder / entry):
+                    remove(folder / entry)
+        if not (folder / "DONE").is_file():
+            state = _read_draw(search) or _draw(search)
+            if state["draw"] > 1:
+                print(textwrap.fill(_said_of_draws(search, state["draw"]), WIDTH, subsequent_indent="  "))
+            told = f"Running, unseen; {folder / UNRELEASED} holds what is not to be released."
+            print(textwrap.fill(told, WIDTH, subsequent_indent="  "), flush=True)
+            scored = [(_score(row), setting, run) for row, setting, run in _runs(search, state["settings"], train)]
+            _release(search, state["draw"], scored)
+        if not search.tuning.keep:
+            shutil.rmtree(folder / UNRELEASED, ignore_errors=True)
+        return _told(folder)
+
+
+def _draw(search: Search) -> dict[str, Any]:
+    """K and the settings of its runs, from secret randomness, on the disk before anything follows from them."""
+    before = _draws(search.folder)
+    if before and not search.overwrite:
+        raise UserError(
+            f"{search.folder} was drawn before and its {UNRELEASED}/{STATE} is gone: bring it back, as drawing again "
+            "is another release, whose epsilon adds to the first; overwrite=true does that."
+        )
+    unreleased = search.folder / UNRELEASED
+    unreleased.mkdir(mode=0o700)
+    write_text(unreleased / "NOT-TO-BE-RELEASED.txt", WARNING)
+    settings = draw_settings(search.count, len(search.settings))
+    state = {"draw": before + 1, "key": search.key, "plan": _plan(search), "settings": settings}
+    write_atomically(unreleased / STATE, lambda file: file.write(json.dumps(state).encode()))
+    write_json(search.folder / DRAWS, {"draws": before + 1})
+    return state
+
+
+def draw_settings(count: RunCount, settings: int) -> list[int]:
+    """K numbers below `settings`, each as likely as any other, with replacement, from secret randomness."""
+    return [secrets.randbelow(settings) for _ in range(count.draw())]
+
+
+def _read_draw(search: Search) -> dict[str, Any] | None:
+    """What was drawn; None where nothing was.
+
+    Raises:
+        UserError: it was for another search, or for another number of examples.
+    """
+    path = search.folder / UNRELEASED / STATE
+    if not path.is_file():
+        if (search.folder / UNRELEASED).is_dir() and not _draws(search.folder):
+            remove(search.folder / UNRELEASED)  # killed before it was drawn
+        return None
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        same = state["key"] == search.key and state["plan"] == _plan(search)
+        sound = all(0 <= of < len(search.settings) for of in state["settings"]) and state["draw"] >= 1
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not as it was drawn: bring it back; overwrite=true draws anew.") from error
+    if not same or not sound:
+        raise UserError(
+            f"{search.folder} was begun with other data, noise or libraries: bring those back; overwrite=true draws "
+            "anew, which is another release, whose epsilon adds to the first."
+        )
+    if _draws(search.folder) < state["draw"]:  # killed between the two files
+        write_json(search.folder / DRAWS, {"draws": state["draw"]})
+    return state
+
+
+def _plan(search: Search) -> dict[str, Any]:
+    """What a draw is bound to, besides the configuration."""
+    sigmas = [f"{setting.training.noise_multiplier:.9g}" for setting in search.settings]
+    return {"examples": search.examples, "delta": search.delta, "law": search.count.told, "sigmas": sigmas}
+
+
+def _draws(folder: Path) -> int:
+    path = folder / DRAWS
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["draws"]) if path.is_file() else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not as the search left it: bring it back.") from error
+
+
+def _runs(
+    search: Search, settings: list[int], train: Callable[[RunConfig], Any]
+) -> Iterator[tuple[dict[str, Any], Setting, Path]]:
+    """The row and the record of each run, in the order of the draw; what is done already is read."""
+    unreleased = search.folder / UNRELEASED
+    for number, of in enumerate(settings):
+        setting = search.settings[of]
+        config = copy.deepcopy(setting.config)
+        config.paths.results = str(unreleased / str(number))  # a folder each: two runs may be under one setting
+        digest = config_hash(config)
+        run = unreleased / str(number) / "runs" / digest[:12]
+        row = result_row(run, config, digest)
+        if row is None:
+            with output_to(unreleased / f"{number}.log"):
+                train(config)
+            row = result_row(run, config, digest)
+        if row is None:
+            raise UserError(f"a run of the search left no result in {run}: give the same command again.")
+        _check(search, setting, row)
+        yield row, setting, run
+
+
+def _check(search: Search, setting: Setting, row: Mapping[str, Any]) -> None:
+    """Refuse a run that is not what was accounted for."""
+    training = setting.training
+    promised = {
+        "plan.private": True,
+        "plan.dataset_size": search.examples,
+        "plan.steps": training.steps,
+        "plan.delta": search.delta,
+        "plan.noise_multiplier": training.noise_multiplier,
+        "plan.expected_batch_size": training.sample_rate * search.examples,
+    }
+    for key, value in promised.items():
+        found = row.get(key)
+        if not isinstance(found, int | float) or not math.isclose(found, value, rel_tol=1e-9):
+            raise UserError(f"a run of the search has {key} = {found}, and {value} was accounted for: release nothing.")
+
+
+def _headline(row: Mapping[str, Any]) -> str:
+    name = next((name for name in HEADLINES if name in row), None)
+    if name is None:
+        raise UserError(
+            f"the runs have none of {', '.join(HEADLINES)}, so that there is no best one: use another task."
+        )
+    return name
+
+
+def _score(row: Mapping[str, Any]) -> Score:
+    """Larger is better, and what is no number is worst: such a run is a run, and none may be left out."""
+    name = _headline(row)
+    value = float(row[name])
+    return (1.0, -value if lower_is_better(name) else value) if math.isfinite(value) else (0.0, 0.0)
+
+
+def _release(search: Search, draw: int, scored: list[tuple[Score, Setting, Path]]) -> None:
+    """Put the first of the best runs where it may be shown; of the others nothing."""
+    partial = search.folder / f".{RELEASED}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    found: dict[str, Any] = {"setting": None, "metrics": {}}
+    if scored:
+        _, setting, run = max(scored, key=lambda one: one[0])
+        row = json.loads((run / "result.json").read_text(encoding="utf-8"))
+        metrics = {key: value for key, value in row.items() if key.startswith(HELD_OUT)}
+        found = {"setting": setting.name, "score": _headline(row), "metrics": metrics}
+        public = copy.deepcopy(setting.config)
+        public.paths = PathsConfig()
+        write_text(partial / "config.yaml", save_config(public))
+        shutil.copy2(run / "model.pt", partial / "model.pt")
+    cost = search.cost
+    privacy = {
+        "private": True,
+        "epsilon": cost.search,
+        "delta": search.delta,
+        "neighbours_differ_by": neighbours_of(search.settings[0].config),
+        "training_examples": search.examples,
+        "runs_expected": search.count.mean,
+        "law": search.count.told,
+        "settings": [setting.name for setting in search.settings],
+        "epsilon_of_one_run": cost.one_run,
+        "epsilon_of_all_settings": cost.grid,
+        "draw": draw,
+        "epsilon_of_all_draws": _all_draws(search, draw),
+        "notes": list(search.notes),
+    }
+    write_json(partial / RELEASE, {**found, "privacy": privacy})
+    if os.path.lexists(search.folder / RELEASED):
+        remove(search.folder / RELEASED)
+    os.replace(partial, search.folder / RELEASED)
+    write_text(search.folder / "DONE", "")
+
+
+def _all_draws(search: Search, draw: int) -> float:
+    """ε of so many draws of this search together: Rényi divergences add up."""
+    return curve_epsilon(draw * search.cost.curve, search.delta)
+
+
+def _said_of_draws(search: Search, draw: int) -> str:
+    return (
+        f"  This is draw {draw} of this search and a release of its own: all {draw} together have epsilon = "
+        f"{_all_draws(search, draw):.4g}. To go on with it after an interruption, leave overwrite=true out."
+    )
+
+
+def _told(folder: Path) -> list[str]:
+    """The release, as the last lines of the command."""
+    try:
+        found = json.loads((folder / RELEASED / RELEASE).read_text(encoding="utf-8"))
+        privacy, metrics = found["privacy"], found["metrics"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder / RELEASED} is not as the search left it: bring it back.") from error
+    figures = [f"epsilon = {privacy['epsilon']:.4g} at delta = {privacy['delta']:g}, for the whole search"]
+    if privacy["draw"] > 1:
+        figures.append(f"epsilon = {privacy['epsilon_of_all_draws']:.4g} with the draws before it")
+    if found["setting"] is None:
+        return ["Nothing was drawn to be run, and that is the release.", *figures]
+    shown = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+    lines = [
+        f"Released: {found['setting']}",
+        f"  {shown}",
+        *(f"  {figure}" for figure in figures),
+        f"  {folder / RELEASED}",
+    ]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    with open(folder / ".lock", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process is at the search in {folder}: wait for it to end.") from error
+        except OSError:
+            pass  # a file system without locks
+        yield
