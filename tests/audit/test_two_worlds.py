@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.audit.two_worlds import CountWorld, TrainerWorld, distinguish
+from groupwise.audit.two_worlds import CountWorld, SearchWorld, TrainerWorld, distinguish
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, make_plan
 from groupwise.privacy.accountants import gaussian_epsilon
+from groupwise.privacy.run_count import Poisson
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.step import Trainer
@@ -142,3 +143,15 @@ def test_without_noise_all_plays_of_a_full_batch_are_one():
 def test_batches_are_fresh_in_each_play():
     world = TrainerWorld([trainer(sigma=1e-9, rate=0.5)], 1, lambda releases: float(releases[0].update.sum()))
     assert len({round(world.play(), 3) for _ in range(20)}) > 1
+
+
+def test_of_a_search_the_best_run_alone_is_seen(monkeypatch):
+    counts, scores = iter([3, 0, 2]), iter([-4.0, 7.0, 5.0, -2.0, -1.0])
+
+    class Listed:
+        def play(self):
+            return next(scores)
+
+    monkeypatch.setattr(Poisson, "draw", lambda self: next(counts))
+    world = SearchWorld(Listed(), Poisson(2.0))
+    assert [world.play() for _ in range(3)] == [7.0, 0.0, -1.0]

@@ -14,6 +14,7 @@ from groupwise.config.schema import ClipConfig
 from groupwise.privacy import PrivacyPlan
 from trust.planted_bugs import bugs
 from trust.planted_bugs.bugs import Bug
+from trust.planted_bugs.search import WorstSearch, fixed_count_at_one_run_s_price
 from trust.planted_bugs.worst import Worst, WorstCounts
 
 WIDTH = 4
@@ -34,7 +35,7 @@ class Case:
     bug: str
     how: str
     plant: Bug
-    worst: Worst | WorstCounts
+    worst: Worst | WorstCounts | WorstSearch
     plays: int = 500
     factor: float | None = None
     around: Bug = nullcontext
@@ -269,5 +270,13 @@ CASES = (
         "full batch; a canary makes the mean of 20 others fall below the threshold; how far the threshold falls",
         bugs.mean_loss,
         Worst(_copies(20, _along(20.5)), _along(0.5), _adaptive(0.9), _fallen),
+    ),
+    Case(
+        "fixed_search",
+        "the best of a fixed number of runs at one run's ε",
+        "1000 runs expected; the best shows whether any passed what 0.3 % without the canary do",
+        fixed_count_at_one_run_s_price,
+        WorstSearch(1000.0, 0.003),
+        plays=4000,
     ),
 )

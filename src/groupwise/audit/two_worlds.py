@@ -12,11 +12,13 @@ from torch import Tensor
 from groupwise.audit import two_worlds_epsilon, two_worlds_gaussian_epsilon
 from groupwise.audit.attacker import MASKS, stds_of
 from groupwise.audit.canaries import Present
-from groupwise.audit.options import Setting, set_rate
+from groupwise.audit.options import DESIGNS, Setting, set_rate
 from groupwise.build import build_trainer
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PrivacyPlan
+from groupwise.privacy.run_count import RunCount, TruncatedNegativeBinomial
+from groupwise.privacy.tuning import calibrate_search
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
@@ -126,6 +128,22 @@ class CountWorld:
         return -float(self._policy.clip_thresholds.log().sum())
 
 
+class SearchWorld:
+    """Plays of an accounted search (`groupwise.privacy.tuning`): the best of K plays of another world.
+
+    Args:
+        one_run: scored by what the search goes by; the best score is seen, and nothing else.
+        count: the law of K.
+    """
+
+    def __init__(self, one_run: World, count: RunCount) -> None:
+        self._one_run, self._count = one_run, count
+
+    def play(self) -> float:
+        """The best score of one more search; 0, the attacker's "no idea", where nothing was run."""
+        return max((self._one_run.play() for _ in range(self._count.draw())), default=0.0)
+
+
 @dataclass(frozen=True)
 class Distinguished:
     """How far two worlds could be told apart.
@@ -161,12 +179,19 @@ def _scores(world: World, plays: int) -> np.ndarray:
     return np.array([score if math.isfinite(score) else 0.0 for score in played])
 
 
+RUNS = TruncatedNegativeBinomial.with_mean(0.0, 10.0)
+"""How many runs the audited search has."""
+
+
 def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, float]:
-    """The plan, how far the worlds were told apart, and `Finding.share`.
+    """The plan, how far the worlds were told apart, and `Finding.share`; of a search, ε of the plan is the search's.
 
     Raises:
         UserError: what `make_task` and `build_trainer` refuse; a task of fewer than two examples.
     """
+    claimed = None
+    if setting.design == "search":
+        setting, claimed = _with_noise_for_a_search(setting)
     trainer, other = (_trainer(setting, 2 * setting.seed + world) for world in (0, 1))
     if trainer.task.train_size < 2:
         raise UserError("An audit needs an example, and another one beside it: give data.train_limit=2 or more.")
@@ -176,9 +201,21 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     own = _mean_gradient(trainer, canary)
     direction = (_public_difference(trainer, canary, setting.config.seed) if public else own) / stds.square()
     without, having = (_world(made, direction, kept) for made, kept in ((trainer, canary), (other, None)))
-    told = distinguish(without, having, setting.plays, trainer.plan.delta, setting.confidence)
+    worlds = (without, having) if claimed is None else (SearchWorld(without, RUNS), SearchWorld(having, RUNS))
+    told = distinguish(worlds[0], worlds[1], setting.plays, trainer.plan.delta, setting.confidence)
     share = float((own / stds).norm()) * trainer.plan.gradient_noise_multiplier
-    return trainer.plan, told, share
+    return trainer.plan if claimed is None else replace(trainer.plan, epsilon=claimed, accountant="rdp"), told, share
+
+
+def _with_noise_for_a_search(setting: Setting) -> tuple[Setting, float]:
+    """The same with each run's noise as an accounted search needs it, and the ε that is claimed for the search."""
+    privacy = setting.config.privacy
+    if privacy.epsilon is None or privacy.delta is None:
+        raise UserError("--design search finds the noise itself: give privacy.epsilon and privacy.delta.")
+    of = DESIGNS["search"].sample_rate, DESIGNS["search"].steps
+    [sigma] = calibrate_search([of], RUNS, privacy.epsilon, privacy.delta)
+    run = replace(privacy, epsilon=None, noise_multiplier=sigma)
+    return replace(setting, config=replace(setting.config, privacy=run)), privacy.epsilon
 
 
 def _trainer(setting: Setting, noise_seed: int) -> Trainer:
