@@ -60,6 +60,7 @@ def test_everything_else_does(other: RunConfig) -> None:
 
 
 def test_a_key_younger_than_committed_rows_counts_only_where_it_is_used() -> None:
+    assert not [key for key in stable_config(RunConfig()) if key.startswith("tuning.")]
     secure = RunConfig(noise=NoiseConfig(secure=True))
     assert "noise.secure" not in stable_config(RunConfig()) and stable_config(secure)["noise.secure"] is True
     assert config_hash(secure) != config_hash(RunConfig())

@@ -65,7 +65,7 @@ def help_text(conf: Path) -> str:
         "",
         "More:",
         "  python run.py -m clip=flat,ghost seed=0,1,2   every combination, in turn",
-        "  python run.py -m +sweep=search_sst2 tuning=accounted  a search with one epsilon",
+        "  python run.py -m +sweep=NAME tuning=accounted  a search with one epsilon",
         "  python run.py clip=flat --cfg job             the configuration, without a run",
         "  python run.py --why clip.threshold task=sst2  which lines gave a key its value",
         "  python run.py task=mine --config-dir my_conf  a task of your own",
