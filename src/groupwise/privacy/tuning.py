@@ -4,12 +4,12 @@ N. Papernot and T. Steinke, "Hyperparameter Tuning with Rényi Differential Priv
 draw K; K times draw one of the grid's settings uniformly, train, and score; release the best of the K triples (setting,
 model, score) and nothing else, K included. Q is the law of one triple on the data, Q' on a neighbouring data set.
 
-**Q's curve.** The setting J is drawn without looking at the data, and M_J is the training under it. With n settings,
+Q's curve. The setting J is drawn without looking at the data, and M_J is the training under it. With n settings,
 exp((λ-1)·D_λ(Q‖Q')) = (1/n)·Σ_j exp((λ-1)·D_λ(M_j‖M'_j)): a mean is at most its largest term, so at every order λ the
 maximum over settings of their RDP is RDP of Q. The score is a function of the model and of examples that the guarantee
 does not cover: post-processing. Noisy counts of adaptive thresholds are inside of M_j's σ (`calibration.split_noise`).
 
-**Any law of K** (the paper's Lemma 7). Let f(x) = Σ_k Pr[K = k]·x^k, and give each triple y an independent uniform tag
+Any law of K (the paper's Lemma 7). Let f(x) = Σ_k Pr[K = k]·x^k, and give each triple y an independent uniform tag
 u, so that pairs (y, u) are ordered without ties. With q = Pr[pair of Q < (y, u)], the best of K pairs has the density
 Σ_k Pr[K = k]·k·q^(k-1) = f'(q) with respect to that of Q. The same under Q' with q', of the same event. Hence
 
@@ -18,14 +18,14 @@ u, so that pairs (y, u) are ordered without ties. With q = Pr[pair of Q < (y, u)
 over all pairs (q, q') of probabilities of one event; K = 0 adds f(0), as then nothing is released in both worlds.
 Runs are exchangeable, so the first of equal scores has the law of the one with the largest tag.
 
-**Truncated negative binomial** (Theorem 2). f'(x) = E[K]·(γ/(1 - (1-γ)x))^(1+η). With a = γ + (1-γ)(1-q), a
+Truncated negative binomial (Theorem 2). f'(x) = E[K]·(γ/(1 - (1-γ)x))^(1+η). With a = γ + (1-γ)(1-q), a
 probability again (of a post-processing), and a' likewise, f'(q)^λ·f'(q')^(1-λ) = E[K]·γ^(1+η)·((a'/a)^(λ-1)/a)^(1+η).
 If Q' and Q are (λ̂, ε̂)-RDP, one event alone gives a'^λ̂·a^(1-λ̂) ≤ exp((λ̂-1)·ε̂), that is
 a' ≤ a^(1-1/λ̂)·exp((1-1/λ̂)·ε̂). So (a'/a)^(λ-1)/a ≤ a^(-1-(λ-1)/λ̂)·exp((λ-1)(1-1/λ̂)·ε̂), and a ≥ γ. In (1),
 
     ε' = ε + (1+η)·(1-1/λ̂)·ε̂ + (1+η)·log(1/γ)/λ̂ + log E[K]/(λ-1)      for every λ̂ ≥ 1.                          (2)
 
-**Poisson** (Theorem 6). f'(x) = μ·exp(μ(x-1)). If Q', Q are (ε̂, δ̂)-DP, 1-q' ≤ exp(ε̂)(1-q) + δ̂, so that
+Poisson (Theorem 6). f'(x) = μ·exp(μ(x-1)). If Q', Q are (ε̂, δ̂)-DP, 1-q' ≤ exp(ε̂)(1-q) + δ̂, so that
 λq - (λ-1)q' - 1 ≤ (1-q)·((λ-1)·exp(ε̂) - λ) + (λ-1)·δ̂, whose first term is not positive if ε̂ ≤ log(1 + 1/(λ-1)). In (1),
 
     exp((λ-1)·ε') = exp(-μ) + μ·exp((λ-1)·(ε + μδ̂)).                                                              (3)

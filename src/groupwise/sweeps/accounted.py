@@ -3,7 +3,7 @@
 ``python run.py -m +sweep=NAME tuning=accounted``. The argument for its ε is in :mod:`groupwise.privacy.tuning`; running
 it is :mod:`groupwise.sweeps.secret_runs`'.
 
-**What the score may see.** ε is for the training examples. A score of examples that ε does not cover is post-processing
+What the score may see. ε is for the training examples. A score of examples that ε does not cover is post-processing
 of the model. A score of training examples is a release of its own, without noise: with ``data.holdout`` the part that
 is set aside would decide which model comes out, and have its accuracy told, at no finite ε. So a sweep's
 ``data.holdout`` is left out, that part is trained on, and the validation set is scored on; asked for on the command
