@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as Fakes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.emulated.parts import asked_by
+
 LARGEST_GRID = 65_535
 """Blocks on a CUDA grid's second axis."""
 TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36}
@@ -46,7 +48,7 @@ class EmulatedGPU(TorchDispatchMode):
     """Inside, `device="cuda"` is there.
 
     Args:
-        by_place: also count by the line of `groupwise` that asked, which is slow.
+        by_place: also count by the line of `groupwise` that asked, and by the part of the step, which is slow.
     """
 
     def __init__(self, by_place: bool = False) -> None:
@@ -54,8 +56,12 @@ class EmulatedGPU(TorchDispatchMode):
         self._fakes = Fakes(allow_non_fake_inputs=True)
         self._by_place = by_place
         self.places = Counter[str]()
-        """Kernels by the line that asked for them, of all that ran."""
+        """Kernels by the line that asked for them, of all that was counted."""
         self.bytes_at = Counter[str]()
+        self.parts = Counter[tuple[str, str]]()
+        """Kernels by the part of the step and the kind of layer; see `parts.py`."""
+        self.bytes_of = Counter[tuple[str, str]]()
+        self._counting = False
         self.clear()
 
     def clear(self) -> None:
@@ -76,7 +82,9 @@ class EmulatedGPU(TorchDispatchMode):
         """What happens inside, as a row, once it is over."""
         self.clear()
         row: dict[str, Any] = {}
+        self._counting = True
         yield row
+        self._counting = False
         row |= {"operations": self.operations.total(), "launches": self.launches, "bytes": self.bytes}
         row |= {"waits": dict(self.waits), "uploads": dict(self.uploads)}
 
@@ -131,11 +139,15 @@ class EmulatedGPU(TorchDispatchMode):
             return
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         moved = _moved(name, args, given, made, kwargs)
-        self.launches += _launches(name, args)
+        started = _launches(name, args)
+        self.launches += started
         self.bytes += moved
-        if self._by_place:
-            self.places[f"{_place(True)} {name}"] += 1
-            self.bytes_at[f"{_place(True)} {name}"] += moved
+        if self._by_place and self._counting:
+            place, part = f"{_place(True)} {name}", asked_by(sys._getframe(1))
+            self.places[place] += started
+            self.bytes_at[place] += moved
+            self.parts[part] += started
+            self.bytes_of[part] += moved
 
 
 def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], kwargs: dict[str, Any]) -> int:
