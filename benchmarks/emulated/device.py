@@ -33,6 +33,8 @@ NO_KERNEL = {
 }
 """Operations that are no views by their schema, and start no kernel all the same."""
 ONLY_WRITTEN = ("copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_")
+ONLY_LIKE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+"""Operations that look at their tensor's kind alone."""
 ROWS_READ = ("embedding", "index_select", "gather", "index", "slice_backward", "select_backward")
 
 
@@ -157,19 +159,23 @@ def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Ten
     read = [t for t in given if id(t) not in out]
     if name in ONLY_WRITTEN:
         read = [t for t in tree_leaves(args[1:2]) if isinstance(t, Tensor)] if "copy" in name else []
+    if name in ONLY_LIKE:
+        read = []
     if name in ROWS_READ:  # a table is not read as a whole
         return 2 * written + sum(_bytes(t) for t in read[1:])
     if name == "convolution" and _is_last(read[1]) and not _is_last(read[0]):
         written += 2 * _bytes(read[0])  # cuDNN's own copy
-    return written + sum(_bytes(t) for t in read)
+    places = {(t.untyped_storage()._cdata, t.storage_offset(), _bytes(t)) for t in read}  # x and x.mT are one
+    return written + sum(size for _, _, size in places)
 
 
 def _bytes(t: Tensor) -> int:
-    """Of what a tensor has in memory: an expanded axis is there once."""
-    count = 1
+    """Of what a tensor has in memory: an expanded axis is there once, and so is what several windows share."""
+    count, span = 1, 1
     for size, stride in zip(t.shape, t.stride(), strict=True):
         count *= size if stride else min(size, 1)
-    return count * t.element_size()
+        span += max(size - 1, 0) * stride
+    return min(count, span) * t.element_size()
 
 
 def _launches(name: str, args: tuple[Any, ...]) -> int:
