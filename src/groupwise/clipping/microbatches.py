@@ -14,9 +14,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from groupwise.clipping.factors import with_gone
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order
-from groupwise.clipping.norm_terms import Terms
+from groupwise.clipping.norm_terms import Terms, starts_kernels
 from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved
 from groupwise.clipping.rules.per_example import FoldedRule
@@ -192,7 +193,8 @@ class GroupPass:
     def clip(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
-        return self.group.factors(squares)
+        factors = self.group.factors(squares)
+        return with_gone(factors.to(self.group.threshold.dtype)) if starts_kernels(factors) else factors
 
     def begin_closing(self) -> bool:
         """Whether the group takes part in the backward pass that runs, of which it is marked as closed.
@@ -245,7 +247,7 @@ class GroupPass:
                 if (rows := member.rows_of(i)) is not None:
                     if known is None:
                         known = self.sums[place] = torch.zeros_like(self.group.inputs[place], dtype=gradient.dtype)
-                    known[rows] += gradient
+                    known[rows].add_(gradient)
                 else:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
 
