@@ -44,6 +44,9 @@ class ConvRule(MatrixRule):
         layer = cls.layer_type
         return super().handles(module) and type(module)._conv_forward is layer._conv_forward  # type: ignore[attr-defined]
 
+    def has_batch(self, axes: int) -> bool:
+        return axes == len(self.module.kernel_size) + 2
+
     def prepare(self, x: Tensor) -> Tensor:
         """Padding that a convolution cannot do itself (same, reflect, replicate, circular) happens outside."""
         if self._pads_outside():
