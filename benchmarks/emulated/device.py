@@ -35,6 +35,7 @@ NO_KERNEL = {
 ONLY_WRITTEN = ("copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_")
 ONLY_LIKE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 """Operations that look at their tensor's kind alone."""
+ROWS_ADDED = ("index_add_", "scatter_add_")
 ROWS_READ = ("embedding", "index_select", "gather", "index", "slice_backward", "select_backward")
 
 
@@ -163,6 +164,8 @@ def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Ten
         read = []
     if name in ROWS_READ:  # a table is not read as a whole
         return 2 * written + sum(_bytes(t) for t in read[1:])
+    if name in ROWS_ADDED:  # (self, dim, index, source): what is added, and where it goes, read and written
+        return 3 * _bytes(args[3]) + _bytes(args[2])
     if name == "convolution" and _is_last(read[1]) and not _is_last(read[0]):
         written += 2 * _bytes(read[0])  # cuDNN's own copy
     places = {(t.untyped_storage()._cdata, t.storage_offset(), _bytes(t)) for t in read}  # x and x.mT are one

@@ -19,7 +19,7 @@ from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order
 from groupwise.clipping.norm_terms import Terms, starts_kernels
 from groupwise.clipping.precision import no_autocast
-from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved
+from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, Saved
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
@@ -250,6 +250,16 @@ class GroupPass:
                     known[rows].add_(gradient)
                 else:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
+
+    def add_rows(self, member: Member, finish: IndexedSum, factors: Tensor) -> None:
+        """Add a sum in few rows to that of another use of the parameter, if there is one."""
+        place, part = member.places[0], member.rows_of(0)
+        known = None if place is None else self.sums[place]
+        if known is None:
+            self.add(member, finish(factors))
+            return
+        indices, rows = finish.rows(factors)
+        (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
 
 
 NOT_NAMED: Hashable = object()
