@@ -139,7 +139,7 @@ class LayerRule(ABC):
         return None
 
     def has_batch(self, axes: int) -> bool:
-        """Whether the first of so many axes of the module's own input is a batch, where an example has one to itself."""
+        """Whether the first of so many axes of the module's own input is a batch: an example may have one to itself."""
         return False
 
     # -- the forward pass -----------------------------------------------------------------------------------------
