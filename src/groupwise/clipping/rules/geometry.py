@@ -137,7 +137,9 @@ class Geometry:
         if not self.products_work(x.shape[1], x.shape[2:], out)[0]:
             return torch.cat([self_products(columns) for columns in self.unfolded(x, out, len(x), buffers)])
         space, n = x.shape[2:], len(x)
-        between = self_products(x.flatten(2).mT.contiguous()).view(n, *space, *space)
+        pixels = x.flatten(2).mT
+        pixels = pixels.contiguous() if x.device.type == "cpu" else pixels  # a GPU's products take either order
+        between = self_products(pixels).view(n, *space, *space)
         for axis, (size, length) in enumerate(zip(space, out, strict=True)):
             if self._gathers(axis):
                 between = self._gather(between, axis, size, length)
