@@ -153,7 +153,7 @@ class WSConv2dRule(ConvRule):
         directions, scale, taken = self._scales(saved)
         if y is None:
             y = self._convolve(upcast(x), in_format_of(x, self._unflatten(directions[:, 0])), None)
-        rows, k = positions_first(g), self._filter_size()
+        rows, k = positions_first(upcast(g)), self._filter_size()
         longest = max(rows.shape[1], k, rows.shape[2])
         between = self._products(saved, g, context)
         lengths = between.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().unsqueeze(1)
