@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from groupwise.errors import UserError
-from groupwise.privacy.counted_noise import CHUNK as COUNTED_CHUNK
-from groupwise.privacy.counted_noise import CountedNoise, batches
+from groupwise.privacy.counted_noise import CountedNoise, batches, chunk_on, few_on
 from groupwise.privacy.sampling import PoissonSampler
 
 COUNT_STREAM = -1
@@ -94,9 +93,10 @@ class NoiseSource:
     def add_gaussians_(self, tensors: Sequence[torch.Tensor], stds: Sequence[float], step: int) -> None:
         """:meth:`add_gaussian_` for a whole release: N(0, ``stds[j]``²) on tensor j, from stream j.
 
-        Neighbours whose noise is counted are drawn together, which takes few kernels and gives each the same.
+        Small ones whose noise is counted are drawn together, which takes few kernels and gives each the same.
         """
-        for places in batches([tensor.numel() for tensor in tensors]):
+        few = few_on(tensors[0].device) if tensors else 0
+        for places in batches([tensor.numel() for tensor in tensors], few):
             some = [tensors[place] for place in places]
             kinds = {(tensor.device, tensor.dtype) for tensor in some}
             if len(some) == 1 or len(kinds) > 1 or not self._counts(some[0]):
@@ -123,7 +123,7 @@ class NoiseSource:
 
     def _adder(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> tuple[_Add, int]:
         if self._counts(tensor):
-            return CountedNoise(self._counted_digest(step)).adder(tensor, std, stream), COUNTED_CHUNK
+            return CountedNoise(self._counted_digest(step)).adder(tensor, std, stream), chunk_on(tensor.device)
         digest = self._digest(step, stream)
         if self.secure:
             return LatticeNoise(digest, std).add_, CHUNK
