@@ -63,12 +63,19 @@ with EmulatedGPU() as gpu:
 """
 
 
-def test_convolutions_answer_in_channels_last_where_an_operand_is(on_gpu) -> None:
-    assert on_gpu(LAYOUTS).split() == ["True", "False", "True", "True", "cuda:0"]
+@pytest.fixture(scope="module")
+def told(on_gpu) -> tuple[str, str, str]:
+    """What each of them prints, from one process."""
+    layouts, refusals, counts = on_gpu("\nprint('==')\n".join((LAYOUTS, REFUSALS, COUNTS))).split("==\n")
+    return layouts, refusals, counts
 
 
-def test_what_cuda_refuses_is_refused(on_gpu) -> None:
-    lines = [line.split() for line in on_gpu(REFUSALS).splitlines()]
+def test_convolutions_answer_in_channels_last_where_an_operand_is(told) -> None:
+    assert told[0].split() == ["True", "False", "True", "True", "cuda:0"]
+
+
+def test_what_cuda_refuses_is_refused(told) -> None:
+    lines = [line.split() for line in told[1].splitlines()]
     assert lines[0] == ["Refused", "nothing"]
     assert lines[1] == ["nothing"]
     assert lines[2] == ["Waits", "Waits", "Waits"]
@@ -77,8 +84,8 @@ def test_what_cuda_refuses_is_refused(on_gpu) -> None:
     assert lines[5] == ["nothing"]  # the host's own tensors are real
 
 
-def test_operations_bytes_and_copies_are_counted(on_gpu) -> None:
-    counted, once, copied = on_gpu(COUNTS).splitlines()
+def test_operations_bytes_and_copies_are_counted(told) -> None:
+    counted, once, copied = told[2].splitlines()
     product, added, scaled = 4 * (200 + 600 + 300), 4 * 2 * 300, 4 * 2 * (200 + 600)
     assert counted == f"5 3 {product + added + scaled} {{}}"
     assert int(once) == 4 * ((200 + 100) + 3 + (35 + 60))

@@ -26,8 +26,13 @@ def test_autocast_runs_on_images_in_channels_last(emulate) -> None:
     check(emulate("model=wrn16_4_conv", modes, "precision=bfloat16", "layout=channels_last", "tiny=true"))
 
 
-def test_adaptive_layers_run_on_text(emulate) -> None:
-    check(emulate("model=roberta_base,gpt2,gpt2_untied,lora_gpt2", "mode=adaptive_layer,flat", "tiny=true"))
+@pytest.fixture(scope="module")
+def text(emulate) -> dict[tuple[str, ...], dict[str, Any]]:
+    return emulate("model=roberta_base,gpt2,gpt2_untied,lora_gpt2", "mode=adaptive_layer,flat", "tiny=true", "layers=2")
+
+
+def test_adaptive_layers_run_on_text(text) -> None:
+    check(text)
 
 
 BUDGETS = {
@@ -63,11 +68,8 @@ def over(rows: dict[tuple[str, ...], dict[str, Any]], budgets: dict[tuple[str, s
     ]
 
 
-def test_two_blocks_keep_to_their_kernels(emulate) -> None:
-    rows = emulate(
-        "model=gpt2,roberta_base,lora_gpt2", "mode=adaptive_layer,flat", "precision=float32", "tiny=true", "layers=2"
-    )
-    assert not over(rows, {key: (kernels, 1.0) for key, kernels in SHALLOW.items()})
+def test_two_blocks_keep_to_their_kernels(text) -> None:
+    assert not over(text, {key: (kernels, 1.0) for key, kernels in SHALLOW.items()})
 
 
 @pytest.mark.slow
