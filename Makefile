@@ -10,7 +10,6 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKE
 
 # Options of the benchmark: make bench BENCH="workload=gpt2 rounds=3 layers=12"; --help lists them.
 BENCH ?= workload=all method=all
-BUDGET ?= 4
 # The oldest that pyproject.toml allows.
 TORCH ?= 2.11.0
 TRANSFORMERS ?= 5.17.0
@@ -82,11 +81,11 @@ bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-x
 bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, from the measured rows
 	$(BIN)/python -m groupwise.analysis.benchmark_tables
 
-figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows (BUDGET: GiB of its second panel)
-	$(BIN)/python -m groupwise.analysis.throughput_figure throughput --budget $(BUDGET)
+figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows
+	$(BIN)/python -m groupwise.analysis.throughput_figure throughput
 
 figure-runtime_breakdown: $(STAMP) ## the same on another machine configuration (the paper's appendix)
-	$(BIN)/python -m groupwise.analysis.throughput_figure runtime_breakdown --budget $(BUDGET)
+	$(BIN)/python -m groupwise.analysis.throughput_figure runtime_breakdown
 
 pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWISE_DATA/corpus, into pretrained/: an hour on two cores
 	$(BIN)/python run.py task=pretrain_masked clip=none scale=mini export=pretrained/roberta_mini

@@ -50,7 +50,7 @@ KINDS = {
 }
 """How names of methods begin, and what the summary calls the fastest that begins so."""
 FIGURES = {
-    "throughput": "Memory against batch size, and throughput at the largest batch that fits",
+    "throughput": "Memory and throughput against batch size",
     "runtime_breakdown": "The same on another machine configuration",
 }
 
