@@ -28,9 +28,7 @@ from groupwise.atomic import write_text
 from groupwise.errors import UserError
 
 SWEEP, ROWS = "adaptivity", "adaptivity_mini.csv"
-ABOUT = next(
-    claim for claim in CLAIMS if claim.contrast.sweep == SWEEP and claim.kind == MORE and claim.contrast.plus[1:]
-)
+ABOUT = next(claim for claim in CLAIMS if claim.contrast.sweep == SWEEP and len(claim.contrast.plus) == 2)
 """The claim with an agreement in its favour, on whose rows most changes are planted."""
 ALONE = "noise_allocation"
 """A sweep whose cells no other has, so that no other's rows give a change away."""
@@ -155,9 +153,9 @@ def page(tried: Sequence[tuple[Plant, bool, str]]) -> str:
     ]
     parts = (
         "# Flattering changes, planted in copies of the rows",
-        "Made by `python -m groupwise.analysis.planted_rows`. Caught: `make tables` refuses the change in a sentence, or "
-        "no agreement comes of it and the page says why. A number that was altered in a row is caught by neither: that "
-        "takes `make reproduce`.",
+        "Made by `python -m groupwise.analysis.planted_rows`. Caught: `make tables` refuses the change in a sentence, "
+        "or no agreement comes of it and the page says why. A number that was altered in a row is caught by neither: "
+        "that takes `make reproduce`.",
         markdown(["what is planted", "", "what is said"], rows),
     )
     return "\n\n".join(parts) + "\n"
