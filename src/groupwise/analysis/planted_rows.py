@@ -113,9 +113,7 @@ def _forget_one_floor(folders: Folders) -> None:
 
 PLANTS = (
     Plant("a seed dropped from the rows of one way of clipping", _drop_a_seed),
-    Plant(
-        "a seed dropped from all rows and from the sweep, files with the same cells removed", _drop_a_seed_everywhere
-    ),
+    Plant("a seed dropped from all rows and from the sweep", _drop_a_seed_everywhere, ALLOCATION),
     Plant("all but one seed dropped", _one_seed),
     Plant("runs at ε = 3 counted as further seeds at ε = 8", _pool),
     Plant("the first seed's numbers given to all seeds", _copy_a_run),
