@@ -10,7 +10,6 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKE
 
 # Options of the benchmark: make bench BENCH="workload=gpt2 rounds=3 layers=12"; --help lists them.
 BENCH ?= workload=all method=all
-BUDGET ?= 4
 # The oldest that pyproject.toml allows.
 TORCH ?= 2.11.0
 TRANSFORMERS ?= 5.17.0
@@ -82,11 +81,11 @@ bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-x
 bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, from the measured rows
 	$(BIN)/python -m groupwise.analysis.benchmark_tables
 
-figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows (BUDGET: GiB of its second panel)
-	$(BIN)/python -m groupwise.analysis.throughput_figure throughput --budget $(BUDGET)
+figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows
+	$(BIN)/python -m groupwise.analysis.throughput_figure throughput
 
 figure-runtime_breakdown: $(STAMP) ## the same on another machine configuration (the paper's appendix)
-	$(BIN)/python -m groupwise.analysis.throughput_figure runtime_breakdown --budget $(BUDGET)
+	$(BIN)/python -m groupwise.analysis.throughput_figure runtime_breakdown
 
 pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWISE_DATA/corpus, into pretrained/: an hour on two cores
 	$(BIN)/python run.py task=pretrain_masked clip=none scale=mini export=pretrained/roberta_mini
@@ -107,11 +106,13 @@ view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a
 reproduce: $(STAMP) ## make a committed row of public data again and compare: make reproduce ROW=<hash>
 	$(BIN)/python -m groupwise.sweeps.reproduce $(ROW)
 
-tables: $(STAMP) ## all tables, the list of all cells and the findings, from the committed rows
+tables: $(STAMP) ## all tables, the list of all cells, the findings and what was planted against them, from the committed rows
 	$(BIN)/python -m groupwise.analysis.tables all
 	$(BIN)/python -m groupwise.analysis.coverage
 	$(BIN)/python -m groupwise.analysis.searches
 	$(BIN)/python -m groupwise.analysis.findings
+	$(BIN)/python -m groupwise.analysis.earlier_rules
+	$(BIN)/python -m groupwise.analysis.planted_rows
 
 table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: make table-cifar
 	$(BIN)/python -m groupwise.analysis.tables $*

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Memory against batch size, and throughput at the largest batch that fits
+# # Memory and throughput against batch size
 # Files of the same: `python -m groupwise.analysis.figures throughput`.
 
 # %%

@@ -17,9 +17,10 @@ T = TypeVar("T")
 HELP = """python -m benchmarks.throughput [key=value ...]
 
   workload=all     wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2; several by commas;
-                   lora_gpt2_xl only when it is named
+                   gpt2_64 (64 tokens) and lora_gpt2_xl only when they are named
   method=all       none, flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks, opacus_functorch,
-                   opacus_ghost, opacus_per_layer; several by commas (none always runs: ratios are to it)
+                   opacus_ghost, opacus_per_layer; several by commas (none always runs: ratios are to it);
+                   none_again, only when it is named: none in a second process, so its spread is the clock's
   batch=4,8        batch sizes; default the workload's own
   layers=4         transformer blocks of the language models; 12 is the full shape
   rounds=5         how often each method has its turn
@@ -66,7 +67,8 @@ class Options:
         """The names asked for, `none` first."""
         from benchmarks.methods import METHODS
 
-        return list(METHODS) if self.method == "all" else list(dict.fromkeys(["none", *split(self.method)]))
+        every = [name for name in METHODS if name != "none_again"]
+        return every if self.method == "all" else list(dict.fromkeys(["none", *split(self.method)]))
 
     @property
     def batches(self) -> list[int | None]:

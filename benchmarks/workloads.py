@@ -176,6 +176,7 @@ WORKLOADS = {
     "wrn16_4_conv": Kind(partial(_wide_resnet, weight_standardization=False), batch=32, channels_last=True),
     "roberta_base": Kind(roberta, batch=8, layers=12, tokens=64, positions=512),
     "gpt2": Kind(partial(gpt2, tied=True), batch=4, layers=12, tokens=100, positions=1024),
+    "gpt2_64": Kind(partial(gpt2, tied=True), batch=4, layers=12, tokens=64, positions=1024, in_all=False),
     "gpt2_untied": Kind(partial(gpt2, tied=False), batch=4, layers=12, tokens=100, positions=1024),
     "mlp": Kind(_mlp, batch=256),
     "lora_gpt2": Kind(lora_gpt2, batch=4, layers=12, tokens=100, positions=1024),

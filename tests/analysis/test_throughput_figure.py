@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 
 from groupwise.analysis.benchmark_rows import cells
-from groupwise.analysis.throughput_figure import GIB, configurations, main, panels
+from groupwise.analysis.figure_style import CLIP
+from groupwise.analysis.throughput_figure import SERIES, configurations, draw, main, panels
 from groupwise.errors import UserError
 
 ONE = ("cpu", "Made-up CPU", 1, "float32")
@@ -17,26 +18,31 @@ def test_machines_are_ordered_gpus_first(throughput):
     assert [at[0] for at in configurations(gpu)] == ["cuda", "cpu"]
 
 
-def test_panel_a_has_every_batch_and_panel_b_the_largest_that_fits(throughput):
-    shown = panels(cells(throughput), workload="gpt2", machine=ONE, budget=4.0 * GIB)
-    assert sorted(shown.memory[shown.memory["method"] == "flat"]["batch"]) == [1, 2, 4, 8]
-    # b/2 GiB without privacy: 8 takes exactly 4; 1.01 times as much no longer fits, nor does flat's 1.5.
-    assert shown.fitting["batch"].to_dict() == {
-        "none": 8,
-        "adaptive_layer": 4,
-        "ghost": 4,
-        "flat": 4,
-        "opacus_hooks": 2,
-    }
-    assert shown.fitting.loc["none", "examples_per_second"] == 100
+def test_both_panels_have_every_batch_and_the_median_ratio(throughput):
+    shown = panels(cells(throughput), workload="gpt2", machine=ONE)
+    flat = shown.lines[shown.lines["method"] == "flat"]
+    assert flat["batch"].tolist() == [1, 2, 4, 8]
+    assert flat["ratio"].tolist() == pytest.approx([0.88 * 1.01] * 4)  # of rounds 0, 1 and 2 % faster
     assert "4 layers" in shown.caption and "1 thread" in shown.caption
-    assert shown.scale == "reduced"
+    assert shown.scale == "reduced" and shown.absent == {}
 
 
-def test_what_fits_nowhere_is_left_out_of_panel_b_only(throughput):
-    shown = panels(cells(throughput), workload="gpt2", machine=ONE, budget=1.0 * GIB)
-    assert "opacus_hooks" not in shown.fitting.index and "opacus_hooks" in set(shown.memory["method"])
-    assert shown.absent == {}
+def test_the_resolution_is_how_far_a_repeated_baseline_strays(throughput):
+    shown = panels(cells(throughput), workload="gpt2", machine=ONE)
+    assert shown.resolution == pytest.approx(0.01)  # 0.99, 0.99 * 1.01, 0.99 * 1.02
+    assert "none_again" not in set(shown.lines["method"])
+    figure = draw(shown)
+    assert "up to 0.010 from 1" in " ".join(figure.get_supxlabel().split())
+    once = panels(cells(throughput[throughput["method"] != "none_again"]), workload="gpt2", machine=ONE)
+    assert "itself" not in draw(once).get_supxlabel()
+
+
+def test_methods_have_the_colours_of_their_modes(throughput):
+    left, right = draw(panels(cells(throughput), workload="gpt2", machine=ONE)).axes
+    colours = dict(zip(SERIES, (line.get_color() for line in left.get_lines()), strict=True))
+    assert all(colours[mode] == CLIP[mode].colour for mode in ("none", "adaptive_layer", "ghost", "flat"))
+    assert colours["opacus_hooks"] not in {series.colour for series in CLIP.values()}
+    assert [bars.lines[0].get_color() for bars in right.containers] == [colours[m] for m in SERIES if m != "none"]
 
 
 def test_a_method_that_refused_is_named_with_its_words(throughput):
@@ -45,28 +51,30 @@ def test_a_method_that_refused_is_named_with_its_words(throughput):
         examples_per_second=throughput["examples_per_second"].mask(hooks),
         status=throughput["status"].mask(hooks, "refused: no"),
     )
-    assert panels(cells(refused), workload="gpt2", machine=ONE, budget=GIB).absent == {"opacus_hooks": "refused: no"}
+    assert panels(cells(refused), workload="gpt2", machine=ONE).absent == {"opacus_hooks": "refused: no"}
 
 
 def test_the_deepest_model_is_shown(throughput):
     deep = throughput[throughput["batch"] <= 2].assign(layers=12)
     lone = throughput[throughput["batch"] == 1].assign(layers=24)  # one batch size is no curve
-    shown = panels(cells(pd.concat([throughput, deep, lone])), workload="gpt2", machine=ONE, budget=GIB)
-    assert set(shown.memory["layers"]) == {12}
+    shown = panels(cells(pd.concat([throughput, deep, lone])), workload="gpt2", machine=ONE)
+    assert set(shown.lines["layers"]) == {12}
 
 
 def test_full_depth_on_a_gpu_is_not_reduced(throughput):
     full = cells(throughput.assign(layers=12, device="cuda"))
-    assert panels(full, workload="gpt2", machine=("cuda", *ONE[1:]), budget=GIB).scale == "paper"
+    assert panels(full, workload="gpt2", machine=("cuda", *ONE[1:])).scale == "paper"
 
 
 def test_one_batch_size_is_refused(throughput):
     with pytest.raises(UserError, match="two batch sizes"):
-        panels(cells(throughput[throughput["batch"] == 4]), workload="gpt2", machine=ONE, budget=GIB)
+        panels(cells(throughput[throughput["batch"] == 4]), workload="gpt2", machine=ONE)
 
 
 def run(tmp_path, *arguments: str) -> int:
-    return main([*arguments, "--rows", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "figures")])
+    return main(
+        [*arguments, "--workload", "gpt2", "--rows", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "figures")]
+    )
 
 
 def test_the_command_writes_both_figures_the_same_each_time(tmp_path, throughput, capsys):
@@ -90,9 +98,8 @@ def test_mistakes_are_one_sentence(tmp_path, throughput, capsys):
     assert run(tmp_path, "throughput") == 2
     throughput[throughput["threads"] == 1].to_csv(tmp_path / "rows.csv", index=False)
     assert run(tmp_path, "runtime_breakdown") == 2
-    assert run(tmp_path, "throughput", "--budget", "0") == 2
     assert run(tmp_path, "throughput", "--threads", "64") == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
+    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
     assert "second machine configuration" in errors[1]
     assert not (tmp_path / "figures").exists()

@@ -52,18 +52,30 @@ with EmulatedGPU() as gpu:
         torch._foreach_mul_([a, b], 2.0)
     print(row["operations"], row["launches"], row["bytes"], row["waits"])
     with gpu.counted() as row:
+        a @ a.t()  # one matrix, read once
+        a.new_zeros(3)
+        b.as_strided((6, 10), (5, 1)).contiguous()  # rows of ten, five numbers apart
+    print(row["bytes"])
+    with gpu.counted() as row:
         host = c.cpu()
         up = torch.ones(3).to("cuda")
     print(host.device, host.sum().item(), sum(row["waits"].values()), sum(row["uploads"].values()))
 """
 
 
-def test_convolutions_answer_in_channels_last_where_an_operand_is(on_gpu) -> None:
-    assert on_gpu(LAYOUTS).split() == ["True", "False", "True", "True", "cuda:0"]
+@pytest.fixture(scope="module")
+def told(on_gpu) -> tuple[str, str, str]:
+    """What each of them prints, from one process."""
+    layouts, refusals, counts = on_gpu("\nprint('==')\n".join((LAYOUTS, REFUSALS, COUNTS))).split("==\n")
+    return layouts, refusals, counts
 
 
-def test_what_cuda_refuses_is_refused(on_gpu) -> None:
-    lines = [line.split() for line in on_gpu(REFUSALS).splitlines()]
+def test_convolutions_answer_in_channels_last_where_an_operand_is(told) -> None:
+    assert told[0].split() == ["True", "False", "True", "True", "cuda:0"]
+
+
+def test_what_cuda_refuses_is_refused(told) -> None:
+    lines = [line.split() for line in told[1].splitlines()]
     assert lines[0] == ["Refused", "nothing"]
     assert lines[1] == ["nothing"]
     assert lines[2] == ["Waits", "Waits", "Waits"]
@@ -72,10 +84,11 @@ def test_what_cuda_refuses_is_refused(on_gpu) -> None:
     assert lines[5] == ["nothing"]  # the host's own tensors are real
 
 
-def test_operations_bytes_and_copies_are_counted(on_gpu) -> None:
-    counted, copied = on_gpu(COUNTS).splitlines()
+def test_operations_bytes_and_copies_are_counted(told) -> None:
+    counted, once, copied = told[2].splitlines()
     product, added, scaled = 4 * (200 + 600 + 300), 4 * 2 * 300, 4 * 2 * (200 + 600)
     assert counted == f"5 3 {product + added + scaled} {{}}"
+    assert int(once) == 4 * ((200 + 100) + 3 + (35 + 60))
     assert copied.split() == ["cpu", "0.0", "1", "1"]
 
 

@@ -77,5 +77,9 @@ def test_elsewhere_a_point_is_allowed():
     assert good and "since another system.device" in lines[-1]
     assert not compare(row, near | {"valid/loss": 1.56})[0]
     assert not compare(row, near | {"system.device": "a"})[0]
+    older = compare(row | {"git.sha": "0123456789"}, near | {"valid/loss": 1.56})[1][-1]
+    assert older.startswith("NOT as it was") and older.endswith(
+        "of commit 0123456, whose bits are not today's, so it is to be made again"
+    )
     with pytest.raises(UserError, match="6 digits"):
         find_row("12", Path("nowhere"))

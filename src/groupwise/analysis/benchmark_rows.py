@@ -67,6 +67,7 @@ SIDE_BY_SIDE = (
 """The columns of opacus_side_by_side.csv that are read: one row a training; `role` is search or result."""
 METHODS = {
     "none": "non-private",
+    "none_again": "non-private, again",
     "adaptive_layer": "adaptive per layer",
     "fixed_layer": "fixed per layer",
     "block": "per block",

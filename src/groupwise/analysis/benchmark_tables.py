@@ -35,6 +35,7 @@ WORKLOADS = {
     "wrn16_4_conv": "WRN16-4, plain convolutions, 3 × 32 × 32",
     "roberta_base": "RoBERTa-base shape, 64 tokens",
     "gpt2": "GPT-2 shape, tied, 100 tokens",
+    "gpt2_64": "GPT-2 shape, tied, 64 tokens",
     "gpt2_untied": "GPT-2 shape, untied, 100 tokens",
     "mlp": "MLP 784-1024-1024-10",
     "lora_gpt2": "LoRA, rank 16, on GPT-2",
@@ -49,7 +50,7 @@ KINDS = {
 }
 """How names of methods begin, and what the summary calls the fastest that begins so."""
 FIGURES = {
-    "throughput": "Memory against batch size, and throughput at the largest batch that fits",
+    "throughput": "Memory and throughput against batch size",
     "runtime_breakdown": "The same on another machine configuration",
 }
 

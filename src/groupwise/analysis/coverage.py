@@ -124,14 +124,20 @@ def refuse_unread(folders: Folders) -> None:
     """Refuse a file of rows that no table, figure, claim or search reads: what is committed is shown.
 
     Raises:
-        UserError: naming the file.
+        UserError: naming the file; or there are reduced rows, and not what one answer for every input scores.
     """
     endings = [(name, "") for name in TABLES]
     endings += [(name, ending) for name, last in FIGURES.items() for ending in {"", last}]
     endings += [(claim.contrast.sweep, "") for claim in CLAIMS]
     read = {f"{name}_{scale}{ending}.csv" for name, ending in endings for scale in SHOWN} | {CONSTANT}
     read |= {path.name for path in searches(folders.sweeps, folders.measured).values()}
-    for path in sorted(folders.measured.glob("*.csv")):
+    paths = sorted(folders.measured.glob("*.csv"))
+    if not (folders.measured / CONSTANT).is_file() and any(not path.stem.endswith(f"_{PAPER}") for path in paths):
+        raise UserError(
+            f"There is no {folders.measured / CONSTANT}, without which reduced rows that learnt nothing look like "
+            "others: make it with python scripts/constant_answers.py."
+        )
+    for path in paths:
         if path.name not in read:
             raise UserError(f"{path} is read by no table, figure, claim or search: show its rows, or remove it.")
 

@@ -4,13 +4,14 @@ import io
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from groupwise.analysis.measured import Measured, read_all
+from groupwise.analysis.measured import LEARNT, Floors, Measured, read_all
 from groupwise.analysis.paper import Folders, settings_of
 from groupwise.analysis.statistics import summarise
 from groupwise.atomic import write_atomically
@@ -26,10 +27,12 @@ WORDS = {
 }
 GREY = "#666666"
 GRID = "#d9d9d9"
-LETTERS = 16
+WEAK = "#999999"
+"""Of what says nothing."""
+COLUMN, PAGE = 3.4, 5.5
+"""Inches: the width of a figure in a column, and of one across a page of text; drawn and printed at the same size."""
+LETTERS = 22
 """Of a note, an inch."""
-REDUCED_FACE = "#f3f3f3"
-REDUCED_HATCH = "#e2e2e2"
 
 
 class Series(NamedTuple):
@@ -38,6 +41,9 @@ class Series(NamedTuple):
     label: str
     colour: str
     marker: str
+    line: str = "-"
+    face: str = ""
+    """Of the marker; the colour itself, unless given."""
 
 
 CLIP = {
@@ -49,8 +55,26 @@ CLIP = {
     "adaptive_flat": Series("adaptive flat", "#d55e00", "P"),
     "per_device": Series("per device", "#56b4e9", "X"),
 }
-BUDGET = {"3": Series("ε = 3", "#56b4e9", "o"), "8": Series("ε = 8", "#0072b2", "s")}
+ADAPTIVE = CLIP["adaptive_layer"].colour
+BUDGET = {"3": Series("ε = 3", ADAPTIVE, "o", "--", "white"), "8": Series("ε = 8", ADAPTIVE, "s")}
+"""Of the figures of adaptive per-layer clipping alone: the mode's colour; the budgets differ in mark and line."""
 TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a figure shows beside the measured rows.
+
+    Attributes:
+        floors: what one answer for every input scores.
+        paper: the paper's numbers of some cells of the figure: ``cell``, ``value``, ``std``; never joined with ours.
+    """
+
+    floors: Floors = field(default_factory=dict)
+    paper: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["cell", "value", "std"]))
+
+
+NOTHING = Beside()
 
 
 def note(figure: Any, scale: str, text: str) -> None:
@@ -58,13 +82,47 @@ def note(figure: Any, scale: str, text: str) -> None:
     if scale != PAPER:
         text = f"Reduced, no reproduction{WORDS.get(scale, '')}. {text}"
     width = int(LETTERS * figure.get_size_inches()[0])
-    figure.supxlabel(textwrap.fill(text, width), fontsize=7.5, color=GREY)
+    figure.supxlabel(textwrap.fill(text, width), fontsize=6.0, color=GREY)
 
 
-def shade(axes: Any, scale: str) -> None:
-    """Grey and hatch a panel whose rows are reduced."""
+def head(axes: Any, title: str, scale: str) -> None:
+    """Give a panel its title, and mark it where its rows are reduced."""
+    axes.set_title(title)
     if scale != PAPER:
-        axes.patch.set(facecolor=REDUCED_FACE, hatch="////", edgecolor=REDUCED_HATCH, linewidth=0)
+        axes.set_title("reduced", loc="right", fontsize=6.5, style="italic", color=GREY)
+
+
+def mark_all(figure: Any, scale: str) -> None:
+    """Mark a figure of narrow panels, rather than each of them, where its rows are reduced."""
+    if scale != PAPER:
+        figure.text(0.995, 0.995, "reduced", ha="right", va="top", fontsize=6.5, style="italic", color=GREY)
+
+
+def draw_floor(axes: Any, floor: float | None) -> None:
+    """What one answer for every input scores: a line, or, far below all that is drawn, an arrow at the edge."""
+    if floor is None:
+        return
+    low, high = axes.get_ylim()
+    span = high - low
+    near = floor >= low - span
+    if near:
+        axes.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
+        axes.set_ylim(min(low, floor - 0.12 * span), max(high, floor + 0.12 * span))
+    else:
+        axes.set_ylim(bottom=low - 0.08 * span)
+    below = near and floor < low + span / 2
+    words = f"one answer for every input: {floor:.1f}"
+    axes.annotate(
+        words if near else f"{words} ↓",
+        (0.99, floor if near else 0.0),
+        (0, -2 if below else 2),
+        xycoords=axes.get_yaxis_transform() if near else "axes fraction",
+        textcoords="offset points",
+        ha="right",
+        va="top" if below else "bottom",
+        fontsize=6.0,
+        color=GREY,
+    )
 
 
 def rule(axes: Any) -> None:
@@ -73,34 +131,39 @@ def rule(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def whisker(axes: Any, x: Any, table: Any, series: Series, *, label: str | None = None, line: str = "-") -> None:
-    """Means with their intervals, as markers with bars, joined by a line where `line` is one."""
-    half = (table["high"] - table["mean"]).to_numpy()
-    axes.errorbar(
-        x,
-        table["mean"],
-        yerr=half,
-        label=series.label if label is None else label,
-        color=series.colour,
-        marker=series.marker,
-        markersize=5,
-        linestyle=line,
-        linewidth=1.4,
-        elinewidth=1.0,
-        capsize=3,
-    )
+def whisker(axes: Any, x: Any, table: Any, series: Series, *, joined: bool = True, floor: float | None = None) -> None:
+    """Means with their intervals, as markers with bars; joined by a line, or not.
+
+    What is not `LEARNT` points better than `floor` says nothing: it is hollow and grey.
+    """
+    x, mean = np.asarray(x, dtype=float), table["mean"].to_numpy(dtype=float)
+    half = table["high"].to_numpy(dtype=float) - mean
+    weak = np.zeros(len(mean), dtype=bool) if floor is None else mean < floor + LEARNT
+    if joined:
+        axes.plot(x, mean, color=series.colour, linestyle=series.line, linewidth=1.1, zorder=2)
+    bars: dict[str, Any] = {"marker": series.marker, "markersize": 4, "linestyle": "", "elinewidth": 0.9, "capsize": 2}
+    for which, colour, face in ((~weak, series.colour, series.face or series.colour), (weak, WEAK, "white")):
+        if which.any():
+            label = series.label if (which is weak) == weak.all() else None
+            axes.errorbar(
+                x[which], mean[which], yerr=half[which], label=label, color=colour, mfc=face, zorder=3, **bars
+            )
 
 
 STYLE: dict[str, Any] = {
     "figure.constrained_layout.use": True,
     "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": 9.0,
+    "font.size": 7.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 9.0,
-    "hatch.linewidth": 0.5,
+    "axes.linewidth": 0.6,
+    "axes.titlesize": 8.0,
+    "xtick.labelsize": 7.0,
+    "ytick.labelsize": 7.0,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
     "legend.frameon": False,
-    "legend.fontsize": 8.0,
+    "legend.fontsize": 6.5,
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
     "svg.hashsalt": "groupwise",
@@ -108,7 +171,7 @@ STYLE: dict[str, Any] = {
 UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}, "svg": {"Date": None}}
 KINDS = ("pdf", "png")
 """What a figure is written as; a page may also take it as svg."""
-PIXELS = 200
+PIXELS = 300
 """Of a PNG, an inch."""
 
 
@@ -234,5 +297,5 @@ def seeds_in_words(counts: pd.Series) -> str:
     """``Mean and 95 % t-interval over 3 seeds``, for the note of a figure."""
     least, most = counts.min(), counts.max()
     if most == 1:
-        return "One seed"
+        return "One seed, so no interval"
     return f"Mean and 95 % t-interval over {most if least == most else f'{least} to {most}'} seeds"

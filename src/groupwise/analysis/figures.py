@@ -13,16 +13,15 @@ from groupwise.analysis import throughput_figure
 from groupwise.analysis.accuracy_figures import (
     ACCURACY,
     draw_adaptive_vs_fixed,
-    draw_gradnorm_cifar,
-    draw_gradnorm_sst2,
     draw_quantile_budget,
     draw_runtime_metrics,
     draw_runtime_nll,
     draw_target_quantile,
 )
-from groupwise.analysis.figure_style import read_companion, read_figure_rows, with_settings, write_figure
-from groupwise.analysis.measured import Measured
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.figure_style import Beside, read_companion, read_figure_rows, with_settings, write_figure
+from groupwise.analysis.measured import Measured, read_floors
+from groupwise.analysis.norm_figures import draw_gradnorm_cifar, draw_gradnorm_sst2
+from groupwise.analysis.paper import Folders, read_paper
 from groupwise.errors import UserError
 
 
@@ -32,17 +31,19 @@ class Kind:
 
     Attributes:
         title: what the paper's caption says that it shows.
-        draw: rows -> figure.
+        draw: rows, and what is shown beside them -> figure.
         numbers: the columns that it needs.
         suffix: of the file of rows that belong to runs, such as "_curves"; empty where the runs' own rows are drawn.
         place: the columns that make a row of that file the only one of its kind within its run.
+        paper: the paper's table that has numbers of cells of the figure; empty where it prints none.
     """
 
     title: str
-    draw: Callable[[pd.DataFrame], Any]
+    draw: Callable[[pd.DataFrame, Beside], Any]
     numbers: tuple[str, ...] = (ACCURACY,)
     suffix: str = ""
     place: tuple[str, ...] = ()
+    paper: str = ""
 
 
 CURVES = {"suffix": "_curves", "place": ("step",)}
@@ -56,6 +57,7 @@ KINDS = {
     "adaptive_vs_fixed": Kind(
         "Adaptive per-layer clipping against fixed per-layer and flat clipping, with and without noise",
         draw_adaptive_vs_fixed,
+        paper="adaptivity",
     ),
     "gradnorm_sst2": Kind(
         "The distribution of per-layer gradient norms shifts during fine-tuning: SST-2",
@@ -78,7 +80,7 @@ KINDS = {
     ),
 }
 SPEED = {
-    "throughput": "Memory against batch size, and throughput at the largest batch that fits",
+    "throughput": "Memory and throughput against batch size",
     "runtime_breakdown": "Memory and throughput on another machine configuration",
 }
 FIGURES = (
@@ -136,7 +138,17 @@ def make(name: str, folders: Folders | None = None) -> Drawn:
     if kind.suffix:
         rows = read_companion(name, runs, folders.measured, kind.suffix, kind.place, kind.numbers)
     source = folders.measured / f"{name}_{runs.scale}{kind.suffix}.csv"
-    return Drawn(kind.draw(with_settings(rows)), source, runs.scale, runs)
+    return Drawn(kind.draw(with_settings(rows), _beside(kind, runs, folders)), source, runs.scale, runs)
+
+
+def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:
+    floors = read_floors(folders.measured)
+    if not kind.paper:
+        return Beside(floors)
+    cells = {tuple(sorted(cell.split())): cell for cell in runs.expected}
+    paper = read_paper(kind.paper, folders.paper)
+    paper = paper.assign(cell=[cells.get(tuple(sorted(cell.split())), "") for cell in paper["cell"]])
+    return Beside(floors, paper[(paper["cell"] != "") & paper["value"].notna()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

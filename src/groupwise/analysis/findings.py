@@ -16,8 +16,8 @@ from pathlib import Path
 
 from groupwise.analysis.benchmark_tables import between_markers, markdown
 from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
-from groupwise.analysis.measured import LEARNT, SHOWN, file_of, read_floors, read_measured, why_uninformative
-from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper, settings_of
+from groupwise.analysis.measured import LEARNT, SHOWN, file_of, floor_of, read_floors, read_measured, why_uninformative
+from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper
 from groupwise.analysis.statistics import (
     SAME,
     Contrast,
@@ -36,6 +36,8 @@ from groupwise.atomic import write_text
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
+LEAST = 3
+"""Seeds that a verdict needs, as many as the paper's tables have."""
 LEVEL = 0.05
 """Of all verdicts of the page together, and of the test whether an effect depends on ε."""
 AGREEMENT, DISAGREEMENT, UNDECIDED = "agreement", "disagreement", "not enough evidence"
@@ -93,29 +95,49 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     return found or [nothing]
 
 
-def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folders: Folders) -> list[Verdict]:
-    contrast = claim.contrast
+def measured_pairs(contrast: Contrast, sweep: Sweep, scale: str, folders: Folders) -> tuple[Differences, Differences]:
+    """The contrast's pairs at that scale, and those that its sweep has there.
+
+    Raises:
+        UserError: rows at fault.
+    """
     planned = [(cell.name, cell.seed) for cell in sweep.cells(scale) if contrast.uses(cell.name)]
     used = sorted({name for name, _ in planned})
     rows = read_measured(sweep, scale, folders.measured, {cell: [contrast.metric] for cell in used}).rows
     rows = rows[rows["cell"].isin(used)]
     values = dict(zip(zip(rows["cell"], rows["seed"], strict=True), rows.get(contrast.metric, ()), strict=True))
-    pairs = differences(contrast, values)
+    return differences(contrast, values), differences(contrast, dict.fromkeys(planned, 0.0))
+
+
+def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folders: Folders) -> list[Verdict]:
+    pairs, wanted = measured_pairs(claim.contrast, sweep, scale, folders)
     if not pairs.pairs:
         return []
-    wanted = differences(contrast, dict.fromkeys(planned, 0.0)).pairs
-    missing = sum(len(seeds) for seeds in wanted.values()) - sum(len(seeds) for seeds in pairs.pairs.values())
-    tasks = {settings_of(cell).get("task", "") for cell in used}
-    floors = read_floors(folders.measured)
-    weak = [why_uninformative(task, contrast.metric, max(pairs.means), floors) for task in sorted(tasks)]
-    why = next(filter(None, weak), "")
-    if missing:
-        why = f"{missing} of {sum(map(len, wanted.values()))} pairs were not run"
+    why = _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders)
+    whole = sum(map(len, pairs.pairs.values())) == sum(map(len, wanted.pairs.values()))
     by_budget: dict[str, list[Place]] = {}
     for place in pairs.places:
         by_budget.setdefault(dict(place).get(BUDGET, ""), []).append(place)
-    parts = by_budget if not missing and _depends(pairs, by_budget) else {"": pairs.places}
+    parts = by_budget if whole and _depends(pairs, by_budget) else {"": pairs.places}
     return [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
+
+
+def _obstacle(
+    contrast: Contrast, sweep: Sweep, scale: str, pairs: Differences, wanted: Differences, folders: Folders
+) -> str:
+    """What keeps these pairs from a verdict: some are missing, or they say nothing; nothing where all is well."""
+    planned = sum(map(len, wanted.pairs.values()))
+    if missing := planned - sum(map(len, pairs.pairs.values())):
+        return f"{missing} of {planned} pairs were not run"
+    full = differences(contrast, {(cell.name, cell.seed): 0.0 for cell in sweep.cells(PAPER)})
+    if left_out := len(set(full.places) - set(wanted.places)):
+        return f"scale={scale} leaves out {left_out} of {len(full.places)} places"
+    tasks = sorted({dict(place).get("task", contrast.where.get("task", "")) for place in wanted.places})
+    floors = read_floors(folders.measured)
+    if scale != PAPER and any(floor_of(task, contrast.metric, floors) is None for task in tasks):
+        return "what one answer for every input scores is not known"
+    weak = [why_uninformative(task, contrast.metric, max(pairs.means), floors) for task in tasks]
+    return next(filter(None, weak), "")
 
 
 def _depends(pairs: Differences, by_budget: dict[str, list[Place]]) -> bool:
@@ -131,8 +153,8 @@ def _verdict(
     measured = summarise(pairs.over_seeds(places))
     printed = [place for place in paper.places if not epsilon or dict(place).get(BUDGET) == epsilon]
     verdict = Verdict(claim, scale, epsilon, _mean(paper, printed), measured, len(places))
-    if not why and measured.n < 2:
-        why = "one seed"
+    if not why and measured.n < LEAST:
+        why = "one seed" if measured.n == 1 else f"{measured.n} seeds, fewer than {LEAST}"
     elif not why and measured.std < SAME:
         why = "all seeds differ by the same"
     if why:
@@ -260,7 +282,8 @@ def rules() -> str:
         "- Where the effect has a trend over log ε (F-test at 5 %), each ε is judged by itself.",
         f"- p: two-sided t-tests; Holm: adjusted over all lines together. A verdict needs the latter below {LEVEL:g}.",
         "- visible: the true difference that such a test would have seen with probability 80 %, before adjustment.",
-        "- No verdict from one seed, nor while a pair that the sweep has was not run. Intervals are not adjusted.",
+        f"- No verdict from fewer than {LEAST} seeds, nor while a pair that the sweep has was not run, or the scale "
+        "leaves out a place. Intervals are not adjusted.",
         *(f"- `{kind}`: agreement when {words}." for kind, words in KINDS.items()),
     ]
     kinds = "; ".join(f"{verdict}: `{kind}`" for verdict, kind in {c.says: c.kind for c in CLAIMS}.items())

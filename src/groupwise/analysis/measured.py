@@ -80,9 +80,14 @@ def read_floors(folder: Path) -> Floors:
     return {(str(row.task), str(row.metric)): float(row.value) for row in rows.itertuples()}
 
 
+def floor_of(task: str, metric: str, floors: Floors) -> float | None:
+    """What one answer for every input of the task scores; a pipeline's task is that of its data."""
+    return floors.get((task.removesuffix("_pipeline"), metric))
+
+
 def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> str:
     """Why the best of some cells says nothing about them, if it is hardly better than one answer for every input."""
-    floor = floors.get((task.removesuffix("_pipeline"), metric))
+    floor = floor_of(task, metric, floors)
     if floor is None or best >= floor + LEARNT:
         return ""
     return f"hardly learnt: {best:.1f} at best, {floor:.1f} by one answer for every input"

@@ -210,16 +210,19 @@ def needs(cells: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(f"scale={PAPER} needs {_first(OBSTACLES, cell) or 'a GPU'}" for cell in cells))
 
 
-def why_not_run(sweep: Sweep, cells: Sequence[str]) -> str:
-    """The same of cells without a row, and what became of them at smaller scales."""
-    smaller = [at for at in SHOWN[1:] if at in sweep.scales]
-    left_out = [at for at in smaller if not _has(sweep, at, cells)]
-    if len(left_out) < len(smaller):
-        waiting = next(at for at in smaller if at not in left_out)
-        return f"{needs(cells)}; scale={waiting} waits to be run"
+def why_not_run(sweep: Sweep, cells: Sequence[str], refused: str = "") -> str:
+    """The same of cells without a row, and what became of them at smaller scales; `refused` says why not even there."""
+    if waiting := waiting_at(sweep, cells):
+        return f"{needs(cells)}; scale={waiting} {f'is refused: {refused}' if refused else 'waits to be run'}"
+    left_out = [at for at in SHOWN[1:] if at in sweep.scales]
     reasons = dict.fromkeys(filter(None, (_first(LEFT_OUT, cell) for cell in cells)))
     where = f"; left out of scale={left_out[0]}" if left_out else ""
     return needs(cells) + where + "".join(f": {why}" for why in reasons)
+
+
+def waiting_at(sweep: Sweep, cells: Sequence[str]) -> str:
+    """The largest scale below the paper's that has the cells, or nothing."""
+    return next((at for at in SHOWN[1:] if at in sweep.scales and _has(sweep, at, cells)), "")
 
 
 def _has(sweep: Sweep, scale: str, cells: Sequence[str]) -> bool:
@@ -266,12 +269,12 @@ def compare(
     """Status and reason of one number of the paper (a line of `read_paper`), given what was measured at `scale`.
 
     `cells` are the cells it is of; with none, it is not ours to reproduce. Only rows at the paper's scale are compared.
-    `weak` says why they hardly learnt.
+    `weak` says why they hardly learnt; of cells that were not run, why the others of their task did not.
     """
     if not cells:
         return QUOTED, number["note"]
     if not measured.n:
-        return NOT_RUN, why_not_run(sweep, cells)
+        return NOT_RUN, why_not_run(sweep, cells, weak)
     if scale != PAPER and weak:
         return UNINFORMATIVE, f"scale={scale}; {weak}"
     if scale != PAPER:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from groupwise.analysis.measured import Floors, Measured, matching, read_all, read_floors, why_uninformative
 from groupwise.analysis.paper import MINUS, Folders, read_paper, settings_of
-from groupwise.analysis.statistics import compare, summarise
+from groupwise.analysis.statistics import compare, summarise, waiting_at
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep
 
@@ -96,7 +96,7 @@ def _line(
         expected = min(sum(cell.name == name for cell in sweep.cells("paper")) for name in cells)
     summary = summarise(list(values))
     scale = source.scale if source is not None and summary.n else ""
-    weak = ""
+    weak = _refused(cells, scales, sweep, number["metric"], floors) if source is None and cells else ""
     if len(used):
         task = settings_of(cells[0]).get("task", "")
         weak = why_uninformative(
@@ -121,6 +121,18 @@ def _line(
         "note": number["note"],
         "flags": "; ".join(flags),
     }
+
+
+def _refused(cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, metric: str, floors: Floors) -> str:
+    """Why cells are not run at a smaller scale: all others of their task that were run there learnt nothing."""
+    task, waiting = settings_of(cells[0]).get("task", ""), waiting_at(sweep, cells)
+    for at in (each for each in scales if each.scale == waiting and metric in each.rows):
+        others = at.rows[[settings_of(cell).get("task") == task for cell in at.rows["cell"]]]
+        means = pd.to_numeric(others[metric], errors="coerce").groupby(others["cell"]).mean()
+        why = why_uninformative(task, metric, float(means.max()), floors) if len(means) else ""
+        if why:
+            return f"the others of task={task} {why}"
+    return ""
 
 
 def _values(source: Measured, cells: Sequence[str], metric: str) -> tuple[pd.Series, pd.DataFrame]:

@@ -1,7 +1,7 @@
 """Draws the paper's figures of speed and memory:  python -m groupwise.analysis.throughput_figure throughput
 
 `throughput` is the paper's Figure 1, `runtime_breakdown` the same on another machine configuration (its appendix):
-(a) memory against batch size, (b) throughput at the largest batch that fits a memory budget.
+against the batch size (a) peak memory, and (b) throughput as a share of non-private training's in the same round.
 """
 
 import argparse
@@ -15,25 +15,44 @@ from typing import Any
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, cells, in_words, read_rows, was_measured
-from groupwise.analysis.figure_style import PAPER, blank, note, plain_style, shade, write_figure
+from groupwise.analysis.benchmark_tables import WORKLOADS
+from groupwise.analysis.figure_style import (
+    CLIP,
+    GREY,
+    PAGE,
+    PAPER,
+    Series,
+    blank,
+    head,
+    note,
+    plain_style,
+    rule,
+    write_figure,
+)
 from groupwise.errors import UserError
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
 """Which of the machine configurations a figure shows, unless told."""
+BASE, AGAIN = "none", "none_again"
+"""Non-private training, and the same once more in each round: how far its ratio strays from 1 is the resolution."""
 SERIES = {
-    "none": ("non-private", "#444444", "o"),
-    "adaptive_layer": ("adaptive per layer", "#0072b2", "s"),
-    "ghost": ("flat, ghost", "#009e73", "^"),
-    "flat": ("flat, book-keeping", "#e69f00", "D"),
-    "opacus_hooks": ("flat, materialised (Opacus)", "#d55e00", "v"),
+    BASE: CLIP["none"],
+    "adaptive_layer": CLIP["adaptive_layer"],
+    "ghost": CLIP["ghost"]._replace(label="flat, ghost"),
+    "flat": CLIP["flat"]._replace(label="flat, book-keeping"),
+    "opacus_hooks": Series("flat, materialised (Opacus)", "#8c510a", "v"),
 }
-"""The methods of the figures: label, colour (told apart by the colour-blind), marker."""
+"""The methods of the figures; ours in the colours that their modes have everywhere."""
 GIB = 2**30
-BUDGET = 4.0 * GIB
-"""Memory of panel (b), bytes, unless told."""
 DEPTH = 12
 """Layers of the paper's GPT-2."""
+PAPER_SHARE = 0.85
+"""The paper, below Figure 1: with per-layer clipping "the throughput gap is less than 15%"."""
+SHOWN = ("gpt2_64", "gpt2")
+"""The workloads, the first that has enough machine configurations, unless told."""
 ROWS = Path("results/measured/benchmarks/throughput.csv")
+DODGE = 1.06
+"""By how much a method's batch is drawn to the right of the method's before it, so that intervals can be told apart."""
 
 
 @dataclass(frozen=True)
@@ -41,37 +60,40 @@ class Panels:
     """What the two panels show: lines of `cells` for one workload on one machine configuration.
 
     Attributes:
-        memory: one line a method and batch, sorted.
-        fitting: one line a method: its largest batch whose peak fits the budget.
-        budget: bytes.
+        lines: one line a method and batch, sorted.
+        again: the same of the repeated baseline; empty where it was not run.
         absent: method -> why it is in neither.
         caption: what was measured, and where.
         scale: "paper" for a model of full depth on a GPU, else what is less.
     """
 
-    memory: pd.DataFrame
-    fitting: pd.DataFrame
-    budget: float
+    lines: pd.DataFrame
+    again: pd.DataFrame
     absent: dict[str, str]
     caption: str
     scale: str
 
+    @property
+    def resolution(self) -> float:
+        """The furthest that a round of the repeated baseline is from 1; NaN where it was not run."""
+        away = pd.concat([1 - self.again["ratio_least"], self.again["ratio_most"] - 1])
+        return float(away.max())
+
 
 def configurations(table: pd.DataFrame) -> list[tuple[Any, ...]]:
-    """The machine configurations (`MACHINE`) in `table`: GPUs first, then by number of threads."""
+    """The machine configurations (`MACHINE`) in `table`: GPUs first, then by number of threads, float32 first."""
     known = {tuple(values) for values in table[list(MACHINE)].itertuples(index=False)}
-    return sorted(known, key=lambda at: (at[0] != "cuda", at[2], str(at[1]), str(at[3])))
+    return sorted(known, key=lambda at: (at[0] != "cuda", at[2], str(at[1]), at[3] != "float32", str(at[3])))
 
 
-def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...], budget: float) -> Panels:
+def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...]) -> Panels:
     """Choose the lines of both panels from `cells`, of the deepest model measured at more than one batch size.
 
     Raises:
         UserError: non-private training was not measured there at two batch sizes or more.
     """
     here = table[(table["workload"] == workload) & (table[list(MACHINE)].apply(tuple, axis=1) == machine)]
-    here = here[here["method"].isin(SERIES)]
-    base = here[(here["method"] == "none") & was_measured(here)]
+    base = here[(here["method"] == BASE) & was_measured(here)]
     depths = [depth for depth, rows in base.groupby("layers") if rows["batch"].nunique() > 1]
     if not depths:
         raise UserError(
@@ -82,16 +104,14 @@ def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...], budg
     measured = (
         here[was_measured(here)].sort_values(["method", "batch", "peak_bytes"]).drop_duplicates(["method", "batch"])
     )
-    fits = measured[measured["peak_bytes"] <= budget]
-    largest = fits.sort_values("batch").drop_duplicates("method", keep="last").set_index("method")
-    absent = {name: "not measured" for name in SERIES if name not in set(measured["method"])}
+    lines = measured[measured["method"].isin(SERIES)]
+    absent = {name: "not measured" for name in SERIES if name not in set(lines["method"])}
     absent |= {row.method: row.status for row in here[~was_measured(here)].itertuples() if row.method in absent}
     return Panels(
-        measured,
-        largest.reindex([name for name in SERIES if name in largest.index]),
-        budget,
+        lines,
+        measured[measured["method"] == AGAIN],
         absent,
-        f"{workload}, {max(depths):g} layers, on {in_words(machine)}",
+        f"{WORKLOADS.get(workload, workload)}, {max(depths):g} layers, on {in_words(machine)}",
         PAPER if max(depths) >= DEPTH and machine[0] == "cuda" else "reduced",
     )
 
@@ -99,56 +119,79 @@ def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...], budg
 def draw(shown: Panels) -> Any:
     """The figure: (a) memory, (b) throughput."""
     with plain_style():
-        figure = blank(9.0, 3.6)
+        figure = blank(PAGE, 2.6)
         left, right = figure.subplots(1, 2)
-        for axes in (left, right):
-            shade(axes, shown.scale)
         _memory(left, shown)
         _throughput(right, shown)
-        note(figure, shown.scale, f"{shown.caption}.")
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+        note(figure, shown.scale, _words(shown))
     return figure
 
 
-def _memory(axes: Any, shown: Panels) -> None:
-    for method, (label, colour, marker) in SERIES.items():
-        rows = shown.memory[shown.memory["method"] == method]
-        if len(rows):
-            axes.plot(rows["batch"], rows["peak_bytes"] / GIB, color=colour, marker=marker, markersize=4, label=label)
-    axes.axhline(shown.budget / GIB, color="#999999", linewidth=0.8, linestyle="--", label="budget")
+def _words(shown: Panels) -> str:
+    base = shown.lines[shown.lines["method"] == BASE].iloc[-1]
+    rounds = shown.lines["rounds"].min()
+    what = "One round" if rounds == 1 else f"Medians of {rounds:g} rounds and [least..most]"
+    parts = [
+        f"{shown.caption}.",
+        f"(b) {what}, each over non-private training in the same round, which "
+        f"takes {base['batch'] / base['examples_per_second']:.2g} s a step at batch {base['batch']:g}. "
+        f"Dotted: the paper's per-layer clipping is above {PAPER_SHARE:g}.",
+    ]
+    if len(shown.again):
+        parts.append(f"Grey: non-private training against itself, up to {shown.resolution:.3f} from 1.")
+    if shown.absent:
+        parts.append("; ".join(f"{SERIES[name].label}: {why}" for name, why in shown.absent.items()) + ".")
+    return " ".join(parts)
+
+
+def _batches(axes: Any, shown: Panels, title: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(shown.memory["batch"].unique()))
+    axes.set_xticks(sorted(shown.lines["batch"].unique()))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.set(title="(a) memory", xlabel="batch size", ylabel="peak memory (GiB)")
-    axes.set_ylim(0, 1.4 * max(shown.memory["peak_bytes"].max(), shown.budget) / GIB)  # room for the legend
-    axes.legend(fontsize=7, loc="upper left", ncols=2)
+    axes.set(xlabel="batch size")
+    head(axes, title, shown.scale)
+    rule(axes)
+
+
+def _memory(axes: Any, shown: Panels) -> None:
+    for method, series in SERIES.items():
+        rows = shown.lines[shown.lines["method"] == method]
+        if len(rows):
+            look = {"color": series.colour, "marker": series.marker, "markersize": 3.5, "linewidth": 1.1}
+            axes.plot(rows["batch"], rows["peak_bytes"] / GIB, label=series.label, **look)
+    _batches(axes, shown, "(a) memory")
+    axes.set(ylabel="peak memory (GiB)", ylim=(0, 1.1 * shown.lines["peak_bytes"].max() / GIB))
 
 
 def _throughput(axes: Any, shown: Panels) -> None:
-    base = shown.fitting["examples_per_second"].get("none", float("nan"))
-    reduced = {} if shown.scale == PAPER else {"hatch": "////", "edgecolor": "white", "linewidth": 0}
-    beside: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
-    for place, (method, (_, colour, _)) in enumerate(SERIES.items()):
-        if method not in shown.fitting.index:
-            axes.annotate("not run" if method in shown.absent else "no batch fits", (0, place), **beside)
-            continue
-        batch, speed = shown.fitting.loc[method, "batch"], shown.fitting.loc[method, "examples_per_second"]
-        axes.barh(place, speed, color=colour, **reduced)
-        share = "" if pd.isna(base) or method == "none" else f", {speed / base:.2f} of non-private"
-        axes.annotate(f"batch {batch:g}{share}", (speed, place), **beside)
-    axes.set_yticks(range(len(SERIES)), [label for label, _, _ in SERIES.values()])
-    axes.invert_yaxis()
-    axes.margins(x=0.75)
-    axes.set_xlim(left=0)
-    axes.set(title=f"(b) throughput in {shown.budget / GIB:g} GiB", xlabel="examples/s")
+    if len(shown.again):
+        band = (shown.again["batch"], shown.again["ratio_least"], shown.again["ratio_most"])
+        axes.fill_between(*band, color=GREY, alpha=0.2, linewidth=0)
+    axes.axhline(1.0, color=SERIES[BASE].colour, linewidth=1.1)
+    private = [name for name in SERIES if name != BASE]
+    for place, method in enumerate(private):
+        rows = shown.lines[shown.lines["method"] == method]
+        if len(rows):
+            series, ratio = SERIES[method], rows["ratio"]
+            ends = [ratio - rows["ratio_least"], rows["ratio_most"] - ratio]
+            x = rows["batch"] * DODGE ** (place - (len(private) - 1) / 2)
+            axes.plot(x, ratio, color=series.colour, linewidth=0.8, alpha=0.6)
+            bars = {"marker": series.marker, "markersize": 3.5, "linestyle": "", "elinewidth": 0.9, "capsize": 2}
+            axes.errorbar(x, ratio, yerr=ends, color=series.colour, **bars)
+    axes.axhline(PAPER_SHARE, color=GREY, linewidth=0.8, linestyle=":")
+    _batches(axes, shown, "(b) throughput")
+    axes.set(ylabel="share of non-private")
+    axes.set_ylim(bottom=0)
 
 
 def make_figure(
     name: str,
     rows: Path = ROWS,
     *,
-    workload: str = "gpt2",
-    budget: float = BUDGET,
+    workload: str | None = None,
     chosen: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Any, Panels]:
     """Read the rows and draw the figure `name`; `chosen` picks a machine by columns of `MACHINE`.
@@ -157,17 +200,19 @@ def make_figure(
         UserError: no rows; fewer machine configurations than the figure needs.
     """
     table = cells(read_rows(rows))
-    table = table[table["workload"] == workload]
     for column, value in chosen.items():
         table = table[table[column].astype(str) == value]
-    known, place = configurations(table), 0 if chosen else FIGURES[name]
-    if len(known) <= place:
-        raise UserError(
-            f"The figure {name} needs {workload} on {'a' if place == 0 else 'a second'} machine configuration (device, "
-            f"hardware, threads, dtype), and {rows} has {len(known)}: run python -m benchmarks.throughput there."
-        )
-    shown = panels(table, workload=workload, machine=known[place], budget=budget)
-    return draw(shown), shown
+    place = 0 if chosen else FIGURES[name]
+    wanted = SHOWN if workload is None else (workload,)
+    for one in wanted:
+        known = configurations(table[table["workload"] == one])
+        if len(known) > place:
+            shown = panels(table, workload=one, machine=known[place])
+            return draw(shown), shown
+    raise UserError(
+        f"The figure {name} needs {' or '.join(wanted)} on {'a' if place == 0 else 'a second'} machine configuration "
+        f"(device, hardware, threads, dtype), and {rows} has it not: run python -m benchmarks.throughput there."
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -176,24 +221,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", choices=FIGURES)
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--out", type=Path, default=Path("results/figures"))
-    parser.add_argument("--workload", default="gpt2")
-    parser.add_argument("--budget", type=float, default=BUDGET / GIB, help="memory of panel (b), GiB")
+    parser.add_argument("--workload", help=f"by default the first that was run of {', '.join(SHOWN)}")
     for column in MACHINE:
         parser.add_argument(f"--{column}", help=f"only rows of this {column}")
     given = parser.parse_args(arguments)
     chosen = {column: value for column in MACHINE if (value := getattr(given, column)) is not None}
     try:
-        if not given.budget > 0:
-            raise UserError(f"--budget={given.budget:g} is no memory: give GiB above zero.")
-        figure, shown = make_figure(
-            given.name, given.rows, workload=given.workload, budget=given.budget * GIB, chosen=chosen
-        )
+        figure, shown = make_figure(given.name, given.rows, workload=given.workload, chosen=chosen)
         written = write_figure(figure, given.out, given.name)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(shown.caption)
-    print(shown.fitting[["batch", "examples_per_second", "peak_bytes"]].to_string())
+    shape = shown.lines.pivot(index="batch", columns="method", values="ratio")
+    print(shape[[name for name in SERIES if name in shape]].round(3).to_string())
     for method, reason in shown.absent.items():
         print(f"{method}: {reason}")
     print(*written)

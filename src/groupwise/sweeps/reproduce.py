@@ -84,6 +84,8 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
         good = good and abs(now - then) <= allowed
         lines.append(f"{key}: {then!r} then, {now!r} now" + ("" if now == then else f", {now - then:+.3g}"))
     how = f"within {POINTS:g} point, since another {', '.join(other)}" if other else "bit for bit"
+    if not good and "git.sha" in other:
+        how += f": the row is of commit {row['git.sha'][:7]}, whose bits are not today's, so it is to be made again"
     return good, [*lines, f"{'as it was' if good else 'NOT as it was'}, {how}"]
 
 

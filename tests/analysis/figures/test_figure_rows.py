@@ -86,4 +86,4 @@ def test_means_have_t_intervals():
     assert table.loc["flat", "high"] == pytest.approx(2 + 4.3027 / 3**0.5, abs=1e-4)  # t(2) at 97.5 %
     assert pd.isna(table.loc["ghost", "low"])
     assert seeds_in_words(table["n"]).endswith("over 1 to 3 seeds")
-    assert seeds_in_words(pd.Series([1, 1])) == "One seed"
+    assert seeds_in_words(pd.Series([1, 1])) == "One seed, so no interval"

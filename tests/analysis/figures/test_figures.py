@@ -3,9 +3,9 @@
 import pandas as pd
 import pytest
 
-from groupwise.analysis.accuracy_figures import chosen_layers
-from groupwise.analysis.figure_style import content, with_settings
+from groupwise.analysis.figure_style import CLIP, WEAK, Beside, content, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, main, make
+from groupwise.analysis.norm_figures import chosen_layers
 
 
 def words(figure) -> str:
@@ -25,6 +25,8 @@ def test_a_reduced_figure_says_so(folders, name):
     drawn = make(name, folders)
     assert drawn.scale == "mini"
     assert "Reduced, no reproduction: scale=mini" in words(drawn.figure)
+    assert "reduced" in words(drawn.figure).split()
+    assert all(axes.patch.get_hatch() is None for axes in drawn.figure.axes)  # nothing lies over what is shown
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -33,8 +35,7 @@ def test_a_figure_at_the_papers_scale_does_not(folders, name):
         frame = pd.read_csv(path).assign(scale="paper")
         frame.to_csv(path.with_name(path.name.replace("_mini", "_paper")), index=False)
     drawn = make(name, folders)
-    assert drawn.scale == "paper" and "Reduced" not in words(drawn.figure)
-    assert all(axes.patch.get_hatch() is None for axes in drawn.figure.axes)
+    assert drawn.scale == "paper" and "reduced" not in words(drawn.figure).lower()
 
 
 @pytest.mark.parametrize("kind", ["pdf", "png", "svg"])
@@ -77,6 +78,67 @@ def test_every_method_and_budget_is_there(folders):
     assert [len(line.get_xdata()) for line in figure.axes[0].containers[0].lines[:1]] == [7]
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_no_text_is_cut_off(folders, name):
+    """What is drawn lies within the figure, and no words are smaller than six points."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    figure = make(name, folders).figure
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (left, bottom), (right, top) = figure.get_tightbbox(canvas.get_renderer()).get_points()
+    width, height = figure.get_size_inches()
+    assert left > -0.01 and bottom > -0.01 and right < width + 0.01 and top < height + 0.01
+    assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 6
+
+
+@pytest.mark.parametrize("name", ["adaptive_vs_fixed", "runtime_nll", "runtime_metrics"])
+def test_a_mode_has_its_colour_in_every_figure(folders, name):
+    colours = {series.label: series.colour for series in CLIP.values()}
+    found = 0
+    for axes in make(name, folders).figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            line = handle.lines[0] if hasattr(handle, "lines") else handle
+            assert line.get_color() == colours[label]
+            found += 1
+    assert found >= 3
+
+
+FLOORS = Beside({("cifar", "valid/accuracy"): 10.0, ("sst2", "valid/accuracy"): 78.0, ("e2e", "test/bleu"): 50.0})
+
+
+def rows_of(folders, name):
+    suffix = KINDS[name].suffix
+    frame = pd.read_csv(folders.measured / f"{name}_mini{suffix}.csv")
+    return with_settings(frame.assign(scale="mini"))
+
+
+def test_what_says_nothing_is_grey(folders):
+    axes = KINDS["quantile_budget"].draw(rows_of(folders, "quantile_budget"), FLOORS).axes[0]
+    values = [(line.get_color(), y) for bars in axes.containers for line in bars.lines[:1] for y in line.get_ydata()]
+    assert len(values) == 16
+    assert all((colour == WEAK) == (y < 83) for colour, y in values)
+    assert "one answer for every input: 78.0" in words(axes.figure)
+
+
+def test_a_metric_that_nobody_learnt_is_called_uninformative(folders):
+    bleu, rouge = KINDS["runtime_metrics"].draw(rows_of(folders, "runtime_metrics"), FLOORS).axes
+    assert "uninformative" in [text.get_text() for text in bleu.texts]
+    assert "uninformative" not in [text.get_text() for text in rouge.texts]
+
+
+def test_the_papers_values_are_marks_of_their_own(folders):
+    here, paper = make("adaptive_vs_fixed", folders).figure.axes
+    drawn = sorted(float(y) for bars in paper.containers for y in bars.lines[0].get_ydata())
+    assert drawn == [60.6, 63.1, 63.7, 67.8, 73.5, 73.9]
+    marks = {bars.lines[0].get_marker() for bars in paper.containers}
+    assert marks.isdisjoint({bars.lines[0].get_marker() for bars in here.containers})
+    assert all(bars.lines[0].get_linestyle() == "None" for bars in paper.containers)
+    assert not paper.get_lines() or {line.get_linestyle() for line in paper.get_lines()} <= {"None"}
+
+
 def _text(artist) -> bool:
     return hasattr(artist, "get_text")
 
@@ -105,7 +167,7 @@ def test_one_seed_has_no_interval(folders):
     path = folders.measured / "quantile_budget_mini.csv"
     frame = pd.read_csv(path)
     one = with_settings(frame[frame["seed"] == 0])
-    assert "One seed" in words(KINDS["quantile_budget"].draw(one))
+    assert "One seed" in words(KINDS["quantile_budget"].draw(one, Beside()))
 
 
 def test_text_of_an_svg_is_text(folders):

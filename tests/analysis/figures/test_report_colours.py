@@ -5,6 +5,8 @@ from importlib.resources import files
 
 import pytest
 
+from groupwise.analysis.statistics import STATUSES
+
 PAIRS = [
     ("ink", "page"),
     ("muted", "page"),
@@ -41,3 +43,9 @@ def test_contrast(scheme, above, below):
     colours = schemes()[scheme]
     low, high = sorted(luminance(colours[name]) for name in (above, below))
     assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_every_status_has_a_look(status):
+    text = (files("groupwise.analysis.report") / "report.css").read_text()
+    assert f".st-{status.replace(' ', '-')} {{" in text or f".st-{status.replace(' ', '-')}, " in text

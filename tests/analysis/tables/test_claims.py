@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from groupwise.analysis.claims import ALIKE, CLAIMS, LESS, MORE, NO_WORSE, Claim, refuse_left_out
+from groupwise.analysis.coverage import refuse_unread
+from groupwise.analysis.earlier_rules import earlier_word, pooled
 from groupwise.analysis.findings import (
     AGREEMENT,
     DISAGREEMENT,
@@ -21,7 +24,8 @@ from groupwise.analysis.findings import (
     verdicts,
 )
 from groupwise.analysis.paper import Folders, settings_of
-from groupwise.analysis.statistics import Contrast, detectable, differences, holm, p_trend, summarise
+from groupwise.analysis.planted_rows import PLANTS, try_out
+from groupwise.analysis.statistics import Contrast, Summary, detectable, differences, holm, p_trend, summarise
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
 
@@ -124,6 +128,74 @@ def test_what_cannot_be_decided(world):
     world.write(world.rows("adaptivity"), "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert verdict.why == "hardly learnt: 61.0 at best, 58.5 by one answer for every input"
+
+
+def narrowed(world, **scale) -> None:
+    """The sweep `adaptivity` with those entries at scale=mini, and just the rows that it then has."""
+    path = world.folders.sweeps / "adaptivity.yaml"
+    content = yaml.safe_load(path.read_text().partition("\n")[2])
+    content["hydra"]["sweeper"]["scales"]["mini"] |= scale
+    path.write_text("# @package _global_\n# Narrowed\n" + yaml.safe_dump(content))
+    world.write(world.rows("adaptivity"), "adaptivity")
+
+
+@pytest.mark.parametrize(
+    ("scale", "why"),
+    [
+        ({"seed": {2: None}}, "2 seeds, fewer than 3"),
+        ({"seed": {1: None, 2: None}}, "one seed"),
+        ({"privacy.epsilon": {3: None}}, "scale=mini leaves out 1 of 2 places"),
+    ],
+)
+def test_what_a_sweep_leaves_out_of_a_scale_keeps_the_claim_undecided(world, scale, why):
+    narrowed(world, **scale)
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert (verdict.word, verdict.why) == (UNDECIDED, why)
+
+
+def test_without_the_score_of_one_answer_there_is_no_verdict(world):
+    world.write(world.rows("adaptivity"), "adaptivity")
+    floors = world.folders.measured / "constant_answers.csv"
+    floors.write_text("task,metric,value\nsst2,valid/accuracy,50.9\n")
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert (verdict.word, verdict.why) == (UNDECIDED, "what one answer for every input scores is not known")
+    floors.unlink()
+    with pytest.raises(UserError, match=r"no .*constant_answers.csv, without which"):
+        refuse_unread(world.folders)
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "word"),
+    [
+        (LESS, -2, -1, AGREEMENT),
+        (LESS, 1, 2, DISAGREEMENT),
+        (MORE, -1, 2, UNDECIDED),
+        (ALIKE, -0.9, 0.9, AGREEMENT),
+        (ALIKE, -0.9, 1.1, UNDECIDED),
+        (ALIKE, -3, -1.1, DISAGREEMENT),
+        (NO_WORSE, -0.9, 5, AGREEMENT),
+        (NO_WORSE, -5, -1.1, DISAGREEMENT),
+    ],
+)
+def test_the_rules_of_before(kind, low, high, word):
+    assert earlier_word(kind, Summary((low + high) / 2, 6, 1.0, low, high)) == word
+
+
+def test_before_every_pair_was_a_witness(world):
+    def value(cell, seed):
+        return 60.0 - (cell["clip"] == "fixed_layer") * (1, 2, 6)[seed]
+
+    world.write(world.rows("adaptivity", value=value), "adaptivity")
+    found = pooled(claim(LESS), "mini", world.folders)
+    assert found.n == 6 and earlier_word(LESS, found) == AGREEMENT  # today: three witnesses, and no verdict
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.words)
+@pytest.mark.slow
+def test_a_flattering_change_is_caught(plant):
+    root = SWEEPS.parent / "results"
+    caught, said = try_out(plant, Folders(root / "paper", root / "measured", SWEEPS))
+    assert caught and said, said
 
 
 def test_all_p_values_of_the_page_are_adjusted_together(world):

@@ -36,6 +36,17 @@ def test_without_rows_every_number_is_not_run(world):
     assert lines["why"].str.contains("on a GPU; scale=mini waits to be run").all()
 
 
+def test_a_cell_whose_task_was_not_learnt_is_refused_there_with_the_reason(world):
+    rows = world.rows("fixed_per_layer")
+    world.write(rows[~rows["cell"].str.contains("clip=flat.*epsilon=8")], "fixed_per_layer")
+    (world.folders.measured / "constant_answers.csv").write_text("task,metric,value\nsst2,valid/accuracy,58.0\n")
+    lines = table_lines("fixed_per_layer", world.folders)
+    why = lines[lines["status"] == "not run"].set_index("row")["why"]
+    assert "scale=mini waits to be run" in why["CIFAR-10 / WRN16-4 / Fixed flat"]
+    words = "scale=mini is refused: the others of task=sst2 hardly learnt: 60.0 at best, 58.0 by one answer"
+    assert words in why["SST-2 / RoBERTa-base / Fixed flat"]
+
+
 def test_reduced_rows_are_never_a_reproduction(world):
     world.write(world.rows("fixed_per_layer", value=near_paper), "fixed_per_layer")
     lines = table_lines("fixed_per_layer", world.folders)

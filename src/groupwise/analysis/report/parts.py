@@ -19,12 +19,11 @@ from groupwise.analysis.table_text import ADJACENCY, SAMPLING, anchor, number
 COLOURS = {
     "#000000": "currentColor",
     "#ffffff": "var(--page)",
-    "#f3f3f3": "var(--shade)",
-    "#e2e2e2": "var(--hatch)",
     "#d9d9d9": "var(--rule)",
     "#666666": "var(--muted)",
     "#999999": "var(--muted)",
     "#444444": "var(--dim)",
+    "#222222": "currentColor",
     "#0072b2": "var(--blue)",
     "#8fbbd9": "var(--pale)",
 }
