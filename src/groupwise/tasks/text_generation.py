@@ -22,6 +22,7 @@ from groupwise.models.language import load_causal, position_limit
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.beam_search import generate
 from groupwise.tasks.pipelined import TextFeed
+from groupwise.tasks.public_text import public_text
 from groupwise.tasks.samples import PairEncoder, Samples, predictions
 from groupwise.tasks.text_task import (
     TextTask,
@@ -178,6 +179,7 @@ def make_text_generation(
     """
     tokenizer = find_tokenizer(config)
     data = _load(config)
+    public_text(config, _private(data))  # refuses before a model is loaded
     if build is None:
         model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
     else:
@@ -199,6 +201,11 @@ def _load(config: RunConfig) -> PairedText:
     return choose_data(config, read, synthetic_paired)
 
 
+def _private(data: PairedText) -> list[str]:
+    """SHA-256 of the training file, the first of those that are read."""
+    return list(data.sha256.values())[:1]
+
+
 def _pairs(requests: Sequence[Request]) -> list[tuple[str, str]]:
     return [(request.source, reference) for request in requests for reference in request.references]
 
@@ -217,4 +224,6 @@ def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]
     for split, count in inputs.items():
         part = samples[split]
         found |= {f"{split}_examples": len(part), f"{split}_inputs": count, f"cut_examples_{split}": part.cut}
+    if text := public_text(config, _private(data)):
+        found["public_text"] = text
     return found
