@@ -100,7 +100,7 @@ pretrain-midi: $(STAMP) ## the GPT-2 of e2e and dart at scale=midi, vocabulary a
 		$$GROUPWISE_DATA/e2e/trainset.reconstructed.csv
 	$(BIN)/python run.py task=pretrain_causal clip=none scale=midi model=gpt2_midi export=pretrained/gpt2_midi_e2e
 	$(BIN)/python run.py task=pretrain_causal clip=none scale=midi model=gpt2_midi model.source=pretrained/gpt2_midi_dart \
-		data.corpus=e2e/trainset.reconstructed.csv train.epochs=1 export=pretrained/gpt2_midi_dart
+		data.corpus=e2e/trainset.reconstructed.csv train.epochs=0.4 export=pretrained/gpt2_midi_dart
 
 # A sweep runs what is not done yet, then writes its rows into results/measured; sweeps/ lists them.
 sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-cifar SCALE=mini LAUNCHER=local|slurm
