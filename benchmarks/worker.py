@@ -26,6 +26,7 @@ from benchmarks.methods import Method, prepare
 from benchmarks.stopwatch import Seconds, Stopwatch
 from benchmarks.workloads import Workload
 from groupwise.training.arithmetic import arithmetic
+from groupwise.training.memory import keep_freed_blocks
 
 LEARNING_RATE = 1e-4  # of `update`, where nothing is learned
 
@@ -140,6 +141,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     job = Job.load(sys.argv[1])
     torch.set_num_threads(job.threads)
+    if job.device == "cpu":
+        keep_freed_blocks()  # as a run does
     bench = Bench(job)
     with arithmetic(torch.device(job.device)):
         for line in sys.stdin:

@@ -29,6 +29,7 @@ HELP = """python -m benchmarks.emulated [key=value ...]
   layers=4         transformer blocks; default all
   tiny=false       true: the same layers at the smallest sizes
   places=0         show the so many lines of code that move the most bytes, and that start the most kernels
+  parts=false      true: kernels and bytes by the part of the step and the kind of layer
   json=FILE        write the rows there, too"""
 
 
@@ -44,6 +45,7 @@ class Options:
     layers: int | None = None
     tiny: bool = False
     places: int = 0
+    parts: bool = False
     json: str | None = None
 
 
@@ -52,6 +54,7 @@ def run(arguments: Sequence[str]) -> None:
     options = read(Options, arguments)
     guard.load()
     from benchmarks.emulated.device import Refused, Waits
+    from benchmarks.emulated.parts import table
     from benchmarks.emulated.step import BATCHES, MODES, Case, run
     from benchmarks.workloads import WORKLOADS
 
@@ -66,11 +69,13 @@ def run(arguments: Sequence[str]) -> None:
             continue
         case = Case(model, mode, layout, precision, options.batch, options.layers, options.tiny)
         try:
-            row, gpu = run(case, options.places > 0)
+            row, gpu = run(case, options.places > 0 or options.parts)
         except (Refused, Waits) as error:
             row, gpu = vars(case) | {"refused": str(error)}, None
         rows.append(row)
         print(_line(row), flush=True)
+        if gpu is not None and options.parts:
+            print(*table(gpu.parts, gpu.bytes_of), sep="\n", flush=True)
         if gpu is not None and options.places:
             print(*_places(gpu, options.places), sep="\n", flush=True)
     if options.json:

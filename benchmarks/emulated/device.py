@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as Fakes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.emulated.parts import asked_by
+
 LARGEST_GRID = 65_535
 """Blocks on a CUDA grid's second axis."""
 TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36}
@@ -31,6 +33,9 @@ NO_KERNEL = {
 }
 """Operations that are no views by their schema, and start no kernel all the same."""
 ONLY_WRITTEN = ("copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_")
+ONLY_LIKE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+"""Operations that look at their tensor's kind alone."""
+ROWS_ADDED = ("index_add_", "scatter_add_")
 ROWS_READ = ("embedding", "index_select", "gather", "index", "slice_backward", "select_backward")
 
 
@@ -46,7 +51,7 @@ class EmulatedGPU(TorchDispatchMode):
     """Inside, `device="cuda"` is there.
 
     Args:
-        by_place: also count by the line of `groupwise` that asked, which is slow.
+        by_place: also count by the line of `groupwise` that asked, and by the part of the step, which is slow.
     """
 
     def __init__(self, by_place: bool = False) -> None:
@@ -54,8 +59,12 @@ class EmulatedGPU(TorchDispatchMode):
         self._fakes = Fakes(allow_non_fake_inputs=True)
         self._by_place = by_place
         self.places = Counter[str]()
-        """Kernels by the line that asked for them, of all that ran."""
+        """Kernels by the line that asked for them, of all that was counted."""
         self.bytes_at = Counter[str]()
+        self.parts = Counter[tuple[str, str]]()
+        """Kernels by the part of the step and the kind of layer; see `parts.py`."""
+        self.bytes_of = Counter[tuple[str, str]]()
+        self._counting = False
         self.clear()
 
     def clear(self) -> None:
@@ -76,7 +85,9 @@ class EmulatedGPU(TorchDispatchMode):
         """What happens inside, as a row, once it is over."""
         self.clear()
         row: dict[str, Any] = {}
+        self._counting = True
         yield row
+        self._counting = False
         row |= {"operations": self.operations.total(), "launches": self.launches, "bytes": self.bytes}
         row |= {"waits": dict(self.waits), "uploads": dict(self.uploads)}
 
@@ -131,11 +142,15 @@ class EmulatedGPU(TorchDispatchMode):
             return
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         moved = _moved(name, args, given, made, kwargs)
-        self.launches += _launches(name, args)
+        started = _launches(name, args)
+        self.launches += started
         self.bytes += moved
-        if self._by_place:
-            self.places[f"{_place(True)} {name}"] += 1
-            self.bytes_at[f"{_place(True)} {name}"] += moved
+        if self._by_place and self._counting:
+            place, part = f"{_place(True)} {name}", asked_by(sys._getframe(1))
+            self.places[place] += started
+            self.bytes_at[place] += moved
+            self.parts[part] += started
+            self.bytes_of[part] += moved
 
 
 def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], kwargs: dict[str, Any]) -> int:
@@ -145,19 +160,25 @@ def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Ten
     read = [t for t in given if id(t) not in out]
     if name in ONLY_WRITTEN:
         read = [t for t in tree_leaves(args[1:2]) if isinstance(t, Tensor)] if "copy" in name else []
+    if name in ONLY_LIKE:
+        read = []
     if name in ROWS_READ:  # a table is not read as a whole
         return 2 * written + sum(_bytes(t) for t in read[1:])
+    if name in ROWS_ADDED:  # (self, dim, index, source): what is added, and where it goes, read and written
+        return 3 * _bytes(args[3]) + _bytes(args[2])
     if name == "convolution" and _is_last(read[1]) and not _is_last(read[0]):
         written += 2 * _bytes(read[0])  # cuDNN's own copy
-    return written + sum(_bytes(t) for t in read)
+    places = {(t.untyped_storage()._cdata, t.storage_offset(), _bytes(t)) for t in read}  # x and x.mT are one
+    return written + sum(size for _, _, size in places)
 
 
 def _bytes(t: Tensor) -> int:
-    """Of what a tensor has in memory: an expanded axis is there once."""
-    count = 1
+    """Of what a tensor has in memory: an expanded axis is there once, and so is what several windows share."""
+    count, span = 1, 1
     for size, stride in zip(t.shape, t.stride(), strict=True):
         count *= size if stride else min(size, 1)
-    return count * t.element_size()
+        span += max(size - 1, 0) * stride
+    return min(count, span) * t.element_size()
 
 
 def _launches(name: str, args: tuple[Any, ...]) -> int:

@@ -15,7 +15,8 @@ from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
 from benchmarks.workloads import TINY_TOKENS, WORKLOADS
 from groupwise.clipping import Rates, attach, flat, per_layer
 from groupwise.clipping.rules import base
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, counted_noise, release_gradients
+from groupwise.privacy.noise_kernel import NoiseKernel
 
 RATES = Rates(matmul=4e13, gram=1.1e13, outer=2.5e13, kernel=1.9e12, bytes=2.2e12, calls=2.5e5)
 """An H100's, by its data sheet, so that the ways that are chosen are those of such a device."""
@@ -57,6 +58,13 @@ class EmulatedNoise(NoiseSource):
         """Takes it all the same: the draws themselves are the true ones' operations."""
 
 
+DRAWS = NoiseKernel(
+    lambda places, **numbers: places + 1.0, lambda places, streams, stds, **numbers: places.addcmul(streams, stds)
+)
+"""In the place of a kernel that only a real device compiles: one that reads and writes as much."""
+
+
+@patch.object(counted_noise, "kernel_of", lambda device: DRAWS if device.type == "cuda" else None)
 @patch.object(base, "device_memory", lambda kind, index: MEMORY)
 def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU]:
     """One step, with the counts of its forward and backward pass, and of the rest: a row.

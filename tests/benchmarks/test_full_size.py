@@ -41,6 +41,7 @@ class Dead(Here):
         return {"refused": "out of memory"}
 
 
+@pytest.mark.slow  # four models
 def test_every_model_runs_beside_its_non_private_update(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(full_size, "Process", Here)
     command = ["tiny=true", "layers=2", "batch=3", "tokens=5", f"out={tmp_path}"]

@@ -46,6 +46,7 @@ def test_networks_can_be_clipped_and_each_example_has_its_own_loss(network):
     assert loss.dtype == torch.float32
 
 
+@pytest.mark.slow  # real processes
 def test_rows_and_factors(tmp_path, capsys):
     command = ["network=transformer", "axis=batch,layers", "method=flat", "doublings=1", "rounds=2", "steps=1"]
     assert growth.main([*command, f"out={tmp_path}"]) == 0

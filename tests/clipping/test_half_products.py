@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.clipping import cost_model, precision
+from groupwise.clipping import WSConv2d, cost_model, precision
 from groupwise.clipping.cost_model import Choices
 from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.precision import cut_factors, product_over_rows
-from groupwise.clipping.rules import linear, matrix
-from groupwise.clipping.rules.base import RuleContext
+from groupwise.clipping.rules import conv, linear, matrix
+from groupwise.clipping.rules.base import Gradients, RuleContext, find_rule
 from groupwise.clipping.rules.linear import LinearRule
 
 C = 0.5
@@ -22,7 +22,7 @@ BOUND = 1e-6
 @pytest.fixture
 def half(monkeypatch) -> None:
     """bfloat16 numbers stay as they are, as on a GPU."""
-    for module in (precision, cost_model, linear, matrix):
+    for module in (precision, cost_model, linear, matrix, conv):
         monkeypatch.setattr(module, "keeps_half", lambda *tensors: all(t.dtype == torch.bfloat16 for t in tensors))
 
 
@@ -78,3 +78,65 @@ def test_no_example_adds_more_than_its_threshold(half, formula, sizes, positions
 def test_squares_of_half_precision_are_added_up_in_float32(width):
     x = rows(5, width, seed=4)
     torch.testing.assert_close(precision._squares_of_halves(x), x.double().square().sum(1), rtol=2e-6, atol=0)
+
+
+CONVOLUTIONS = {
+    "same": (lambda: nn.Conv2d(5, 6, 3, padding=1), (9, 9)),
+    "stride": (lambda: nn.Conv2d(5, 6, 3, stride=2), (9, 9)),
+    "groups": (lambda: nn.Conv2d(6, 4, 3, groups=2), (7, 7)),
+    "one_axis": (lambda: nn.Conv1d(5, 6, 3, padding=1), (12,)),
+    "transposed": (lambda: nn.ConvTranspose2d(5, 6, 3, stride=2), (5, 5)),
+    "standardised": (lambda: WSConv2d(5, 6, 3, padding=1), (9, 9)),
+    "standardised_gain": (lambda: WSConv2d(5, 6, 3, padding=1, gain=True), (9, 9)),
+}
+
+
+@pytest.mark.parametrize("own_group", [True, False])
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolutions_of_half_precision_keep_the_threshold(half, kind, formula, own_group):
+    """Norms and sums from bfloat16 inputs and output gradients, beside the same numbers in float64."""
+    torch.manual_seed(0)
+    make, space = CONVOLUTIONS[kind]
+    layer, examples = make(), 12
+    found = find_rule(layer)
+    assert found is not None
+    rule, context = found(layer), RuleContext(own_group, choices=Choices(formula))
+    x = rows(examples, layer.in_channels, *space, seed=5)
+    values = [getattr(layer.requires_grad_(False), name) for name in rule.parameter_names]
+    wanted = tuple(value is not None for value in values)
+    y, saved = rule.forward(
+        x, *(None if v is None else v.detach() if kind[:4] == "stan" else v.bfloat16() for v in values)
+    )
+    g, saved = rows(*y.shape, seed=6), rule.keep(saved, context)
+    truth = []
+    double = make().double()
+    double.load_state_dict(layer.state_dict())
+    for i in range(examples):
+        out = (double(x[i : i + 1].double()) * g[i : i + 1].double()).sum()
+        truth.append([part.detach() for part in torch.autograd.grad(out, list(double.parameters()))])
+    true = torch.stack([sum(part.square().sum() for part in parts) for parts in truth])
+    kept: list[torch.Tensor] = []
+
+    def clip(squares: torch.Tensor) -> torch.Tensor:
+        kept.append((C / squares.sqrt()).clamp_max(1.0).float())
+        return kept[-1]
+
+    def norm(gradients: Gradients) -> float:
+        return sum(float(part.double().square().sum()) for part in gradients if part is not None) ** 0.5
+
+    squares = squares_together([[rule.norm_terms(saved, g, wanted, context)]])[0]
+    assert bool((squares >= true * (1 - 2e-6)).all())
+    torch.testing.assert_close(squares, true, rtol=3e-3, atol=0)
+    for i in range(examples):
+        one = rule.examples(saved, g, slice(i, i + 1))
+        assert norm(rule.clipped_sum(*one, clip, wanted, context)) <= C * (1 + BOUND)
+    kept.clear()
+    sums = rule.clipped_sum(saved, g, clip, wanted, context)
+    factors = torch.cat(kept).double()
+    names = [name for name, _ in double.named_parameters()]
+    for name, gradient in zip(rule.parameter_names, sums, strict=True):
+        if gradient is not None:
+            assert gradient.dtype == torch.float32
+            expected = torch.einsum("b,b...->...", factors, torch.stack([parts[names.index(name)] for parts in truth]))
+            torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, release_gradients
@@ -178,3 +178,44 @@ def test_nothing_stays_after_an_exception_or_after_detaching():
         engine.backward(losses_of(model, x, list(range(4))))
         assert "p" not in model.__dict__
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+
+
+BATCHED = {
+    "conv": lambda: nn.Conv2d(3, 4, 3, padding=1),
+    "circular": lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+    "transposed": lambda: nn.ConvTranspose2d(3, 4, 2),
+    "standardised": lambda: WSConv2d(3, 4, 3),
+    "standardised_gain": lambda: WSConv2d(3, 4, 3, gain=True),
+    "group_norm": lambda: nn.Sequential(nn.GroupNorm(3, 3), nn.Conv2d(3, 4, 3)),
+}
+"""Layers that tell the batch from an image's channels by the number of axes."""
+AS_BATCH = {
+    "one": lambda p, b: p[:1],
+    "three": lambda p, b: p,
+    "expanded": lambda p, b: p[:1].expand(b, -1, -1, -1),
+    "repeated": lambda p, b: p[:1].repeat(b, 1, 1, 1),
+    "unbatched": lambda p, b: p[0],
+}
+
+
+class LearnedImage(nn.Module):
+    """A parameter goes through a layer as if it were the batch, and meets the examples only then."""
+
+    def __init__(self, make, how):
+        super().__init__()
+        self.image, self.layer, self.given = nn.Parameter(torch.randn(3, 3, 5, 5)), BATCHED[make](), nn.Linear(5, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.layer(AS_BATCH[self.how](self.image, len(x))).mean((-2, -1))
+        given = self.given(x)
+        return (features.unsqueeze(0) * given.unsqueeze(1)).sum(1) if self.how == "three" else features * given
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", AS_BATCH)
+@pytest.mark.parametrize("make", BATCHED)
+def test_a_parameter_in_the_place_of_a_batch_of_images(make, how, mode):
+    if (make, how) == ("group_norm", "unbatched"):
+        pytest.skip("GroupNorm takes no image without a batch")
+    assert_exact(LearnedImage(make, how), torch.randn(6, 5), mode)

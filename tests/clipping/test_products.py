@@ -85,11 +85,12 @@ class TestLastProducts:
     def test_an_input_that_is_gone_is_not_taken_for_another_at_its_address(self):
         last, x = LastProducts(), torch.randn(2, 3, 4)
         last.of(x)
-        key = last._key
+        assert last._inputs is not None
+        key = last._inputs._key
         del x
         gc.collect()
         other = torch.randn(2, 3, 4)
-        last._key = (other.data_ptr(), *key[1:])
+        last._inputs._key = (other.data_ptr(), *key[1:])
         assert torch.equal(last.of(other), torch.bmm(other, other.mT)) and last.reused == 0
 
     def test_it_lets_go(self):
@@ -98,7 +99,16 @@ class TestLastProducts:
         last.clear()
         assert last.of(x) is not first and last.reused == 0
         last.clear()
-        assert last._key is None and last._kept is None
+        assert last._inputs is None and last._long is None
+
+    def test_lengths_are_those_of_the_long_rows_noted_last(self):
+        last, g = LastProducts(), torch.randn(2, 3, 60)
+        last.note(g, torch.bmm(g, g.mT))
+        torch.testing.assert_close(last.lengths(g.reshape(2, 3, 60)), g.norm(dim=2))
+        assert last.lengths(torch.randn(2, 3, 60)) is None
+        short = torch.randn(2, 3, 40)
+        last.note(short, torch.bmm(short, short.mT))  # not worth the memory
+        assert last.lengths(short) is None and last.lengths(g) is None
 
 
 class TestBufferPool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, clip_factors, norm_terms, per_layer
+from groupwise.clipping import attach, clip_factors, factors, microbatches, norm_terms, per_layer
 from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, squares_together
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 def together(monkeypatch):
     """Three groups at a time, with all that is done on a GPU alone."""
     monkeypatch.setattr(groups_file, "MOST_TOGETHER", 3)
-    for module in (norm_terms, groups_file, matrix):
+    for module in (norm_terms, groups_file, matrix, microbatches):
         monkeypatch.setattr(module, "starts_kernels", lambda t: True)
 
 
@@ -112,3 +112,30 @@ def test_terms_of_several_layers_are_each_layers_own():
 def test_factors_of_what_is_not_finite_are_zero():
     squares = torch.tensor([[1.0, math.nan], [math.inf, 4.0]], dtype=torch.float64)
     assert keep_finite(torch.ones(2, 2), squares).tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_not_finite_once_rounded_is_left_out(dtype):
+    largest = torch.finfo(dtype).max
+    steps = [largest * (1 + k * torch.finfo(dtype).eps / 8) for k in range(1, 9)]
+    squares = torch.tensor([largest, *steps, math.inf], dtype=torch.float64)
+    expected = [0.0 if math.isinf(each) else 1.0 for each in squares.to(dtype).tolist()]
+    assert {0.0, 1.0} == set(expected)
+    assert keep_finite(torch.ones(10), squares, dtype).tolist() == expected
+
+
+@pytest.mark.parametrize(("examples", "numbers"), [(7, 40), (64, 3), (1, 9)])
+@pytest.mark.parametrize("total", [False, True])
+def test_rows_that_are_left_out_are_not_read(together, monkeypatch, examples, numbers, total):
+    """Large rows are added up in one pass, whatever those hold that are left out."""
+    monkeypatch.setattr(factors, "is_sync_free", lambda t: False)
+    monkeypatch.setattr(factors, "LARGE", 0)
+    monkeypatch.setattr(factors, "THREADS", 4 * numbers)
+    rows, weights = torch.randn(examples, numbers, 2, dtype=torch.float64), torch.rand(examples, dtype=torch.float64)
+    before = torch.randn(numbers, 2, dtype=torch.float64) if total else None
+    for gone in (torch.zeros(0, dtype=torch.long), torch.arange(0, examples, 3), torch.arange(examples)):
+        spoilt, kept = rows.clone(), weights.clone()
+        spoilt[gone], kept[gone] = torch.tensor([math.nan, -math.inf], dtype=torch.float64), 0.0
+        expected = torch.einsum("i,i...->...", kept, rows) + (0.0 if before is None else before)
+        found = factors.add_weighed_rows(None if before is None else before.clone(), factors.with_gone(kept), spoilt)
+        torch.testing.assert_close(found, expected)

@@ -177,7 +177,8 @@ def test_a_norm_of_sums_that_cancel_is_not_under_stated(cached, monkeypatch):
     layer = WSConv2d(32, 16, 3, bias=False)
     rule, x = WSConv2dRule(layer), torch.randn(1, 32, 3, 3)
     saved = saved_of(layer, x)
-    standard, scale, _ = rule._scales(saved)
+    directions, scale, _ = rule._scales(saved)
+    standard = directions[:, 0]
     for direction in (standard, torch.full_like(standard, 288**-0.5)):
         rows = direction + 1e-6 * torch.randn(64, *standard.shape)
         exact, filters = rows.double(), standard.double()

@@ -52,6 +52,11 @@ with EmulatedGPU() as gpu:
         torch._foreach_mul_([a, b], 2.0)
     print(row["operations"], row["launches"], row["bytes"], row["waits"])
     with gpu.counted() as row:
+        a @ a.t()  # one matrix, read once
+        a.new_zeros(3)
+        b.as_strided((6, 10), (5, 1)).contiguous()  # rows of ten, five numbers apart
+    print(row["bytes"])
+    with gpu.counted() as row:
         host = c.cpu()
         up = torch.ones(3).to("cuda")
     print(host.device, host.sum().item(), sum(row["waits"].values()), sum(row["uploads"].values()))
@@ -73,9 +78,10 @@ def test_what_cuda_refuses_is_refused(on_gpu) -> None:
 
 
 def test_operations_bytes_and_copies_are_counted(on_gpu) -> None:
-    counted, copied = on_gpu(COUNTS).splitlines()
+    counted, once, copied = on_gpu(COUNTS).splitlines()
     product, added, scaled = 4 * (200 + 600 + 300), 4 * 2 * 300, 4 * 2 * (200 + 600)
     assert counted == f"5 3 {product + added + scaled} {{}}"
+    assert int(once) == 4 * ((200 + 100) + 3 + (35 + 60))
     assert copied.split() == ["cpu", "0.0", "1", "1"]
 
 

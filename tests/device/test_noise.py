@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from groupwise.privacy import NoiseSource
+from groupwise.privacy import NoiseSource, counted_noise
 from groupwise.privacy.counted_noise import WORD, philox
 
 pytestmark = pytest.mark.cuda
@@ -46,6 +46,20 @@ def test_the_same_numbers_as_on_the_cpu(device: torch.device, dtype: torch.dtype
     assert all(not torch.equal(a, b) for a, b in zip(there, released(COUNTED, device, dtype, step=1), strict=True))
     for again, first in zip(released(COUNTED, device, dtype), there, strict=True):
         assert torch.equal(again, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_kernel_draws_what_plain_operations_draw(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cuda":
+        pytest.skip("only a GPU has a kernel")
+    assert counted_noise.kernel_of(device) is not None, "torch's compiler for elementwise kernels is of no use here"
+    by_kernel = released(COUNTED, device, dtype)
+    monkeypatch.setattr(counted_noise, "kernel_of", lambda device: None)
+    rounding = 1e-7 if dtype == torch.float32 else 1e-14
+    for one, other in zip(by_kernel, released(COUNTED, device, dtype), strict=True):
+        assert float((one - other).abs().max()) <= rounding * float(other.abs().max())
 
 
 def test_a_run_that_began_on_a_cpu_keeps_its_noise_on_a_device(device: torch.device) -> None:

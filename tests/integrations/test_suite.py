@@ -25,7 +25,9 @@ DATA = Path(os.environ.get("GROUPWISE_DATA", ROOT / "data")) / "glue" / "SST-2" 
 @pytest.mark.parametrize(
     ("words", "save", "end"),
     [
-        pytest.param(TINY, 1, 3, id="made up"),
+        pytest.param(
+            TINY, 1, 3, id="made up", marks=pytest.mark.slow
+        ),  # resuming has fast tests in test_transformers.py
         pytest.param(
             REAL,
             20,

@@ -299,9 +299,21 @@ def test_pld_rounds_losses_as_finely_as_it_says(monkeypatch):
     mechanism = (1.0, 0.02, 30, 1e-5)
     coarse = epsilon_pld(*mechanism, interval=0.05)
     assert coarse > epsilon_pld(*mechanism) * 1.001
-    for epsilon, interval in ((0.1, 1e-4), (9.9, 1e-4), (20.0, 4e-4), (90.0, 8.1e-3), (300.0, 0.03)):
+    wide, few = (1.0, 0.1, 300, 1e-5), (0.5, 0.1, 4, 1e-5)
+    for of, epsilon, interval in (
+        *((wide, 0.1, 1e-4), (wide, 9.9, 1e-4), (wide, 20.0, 4e-4), (wide, 90.0, 8.1e-3), (wide, 300.0, 0.03)),
+        *((few, 0.1, 1e-4), (few, 2.0, 5e-4), (few, 9.9, 1e-3), (few, 20.0, 1e-3)),
+    ):
         monkeypatch.setattr("groupwise.privacy.accountants.epsilon_rdp", lambda *_, epsilon=epsilon: epsilon)
-        assert pld._interval(*mechanism) == pytest.approx(interval)
+        assert pld._interval(*of) == pytest.approx(interval)
+
+
+def test_few_steps_are_bounded_as_well_from_losses_rounded_ten_times_as_coarsely():
+    mechanism = (0.41436, 0.125, 4, 256**-1.1)
+    assert pld._interval(*mechanism) == pytest.approx(1e-3)
+    bounds = epsilon_pld_bounds(*mechanism)
+    fine = epsilon_pld(*mechanism, interval=1e-4)
+    assert fine <= bounds.upper <= fine * (1 + 1e-6) and bounds.lower > fine * (1 - 1e-3)
 
 
 def test_pld_brackets_the_analytic_gaussian_strictly(monkeypatch):

@@ -98,13 +98,13 @@ def test_steps_streams_and_keys_are_independent() -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1 << 21])
 def test_neither_layout_nor_chunks_change_a_draw(monkeypatch: pytest.MonkeyPatch, layout, chunk: int) -> None:
     expected = draw(5, 3, 3, 7)
-    monkeypatch.setattr("groupwise.privacy.noise.COUNTED_CHUNK", chunk)
+    monkeypatch.setattr("groupwise.privacy.noise.chunk_on", lambda device: chunk)
     assert torch.equal(SOURCE.add_gaussian_(layout(torch.zeros(5, 3, 3, 7)), 1.0, 0, 0), expected)
 
 
 @pytest.mark.parametrize("most", [4, 10, 40, 1 << 21])
 def test_a_release_draws_together_what_each_tensor_draws_alone(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr("groupwise.privacy.noise.batches", lambda sizes: batches(sizes, most))
+    monkeypatch.setattr("groupwise.privacy.noise.batches", lambda sizes, few: batches(sizes, few, most))
     sizes = [(3,), (2, 5), (1,), (0,), (7,), (2, 2, 3)]
     tensors = [torch.zeros(size) for size in sizes]
     stds = [1.0, 2.0, 0.5, 1.0, 0.0, 3.0]
@@ -114,9 +114,10 @@ def test_a_release_draws_together_what_each_tensor_draws_alone(monkeypatch: pyte
     assert float(tensors[5].abs().min()) > 0.0 and not tensors[4].any()
 
 
-def test_batches_are_neighbours_and_none_is_lost() -> None:
-    found = list(batches([5, 5, 5, 30, 1, 0, 2], 10))
-    assert found == [[0, 1], [2], [3], [4, 5, 6]]
+def test_batches_are_small_and_none_is_lost() -> None:
+    found = list(batches([5, 5, 5, 30, 1, 0, 2], 10, 10))
+    assert found == [[0, 1], [3], [2, 4, 5, 6]]
+    assert list(batches([5, 1, 5, 2, 3], 3, 4)) == [[0], [2], [1, 3], [4]]
     assert list(batches([])) == []
 
 

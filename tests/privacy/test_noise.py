@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
+from groupwise.privacy.noise import ALONE, COUNT_STREAM, NoiseSource
 
 SOURCE = NoiseSource.from_seed(7)
 DTYPES = [torch.float32, torch.float64]
@@ -216,3 +216,37 @@ def test_large_tensors_take_one_small_buffer_of_memory():
         assert tracemalloc.get_traced_memory()[1] < tensor.numel() * 4 // 8
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_noise_does_not_depend_on_how_many_threads_draw_it(secure):
+    shapes = [(300, 500), (7,), (64, 32, 9, 9), (1,), (90_001,), (200, 400)]
+    source, threads = NoiseSource.from_seed(3, secure=secure), torch.get_num_threads()
+
+    def release(count: int) -> list[torch.Tensor]:
+        torch.set_num_threads(count)
+        sums = [
+            torch.zeros(shape, dtype=[torch.float32, torch.float64][place % 2]) for place, shape in enumerate(shapes)
+        ]
+        sums[2] = sums[2].contiguous(memory_format=torch.channels_last)
+        source.add_gaussians_(sums, [0.5 + place for place in range(len(sums))], step=4)
+        return sums
+
+    try:
+        alone, together = release(1), release(3)
+    finally:
+        torch.set_num_threads(threads)
+    assert sum(tensor.numel() for tensor in alone) >= ALONE
+    each = [source.add_gaussian_(torch.zeros_like(t), 0.5 + place, 4, place) for place, t in enumerate(alone)]
+    for one, several, single in zip(alone, together, each, strict=True):
+        assert torch.equal(one, several) and torch.equal(one, single) and bool(one.any())
+
+
+def test_what_cannot_be_noised_is_refused_from_a_thread_too():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(UserError, match="bfloat16"):
+            NoiseSource.from_seed(0).add_gaussians_([torch.zeros(ALONE), torch.zeros(3).bfloat16()], [1.0, 1.0], 0)
+    finally:
+        torch.set_num_threads(threads)

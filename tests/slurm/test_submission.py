@@ -41,7 +41,7 @@ GIVEN = {
 
 @pytest.mark.slow
 def test_all_that_the_page_names_stands_in_the_batch_script(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "cluster.md").read_text()
+    page = (ROOT / "docs" / "running.md").read_text()
     (tmp_path / "bin").mkdir()
     for name, text in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")

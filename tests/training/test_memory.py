@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import platform
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -199,3 +203,31 @@ def test_a_gpus_budget_is_of_all_its_memory_less_the_models(monkeypatch: pytest.
     assert memory.gpu_budget(model, device) == pytest.approx(0.6 * (1_000_000 - 5 * 40_000))
     total.total_memory = 10
     assert memory.gpu_budget(model, device) == 0
+
+
+FAULTS = """
+import resource, sys
+import torch
+from groupwise.training.memory import keep_freed_blocks
+
+kept = sys.argv[1] == "kept" and keep_freed_blocks()
+for turn in range(12):
+    if turn == 10:  # the first turns find room beside what is small
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(9 << 20), torch.ones(12 << 20), torch.ones(10 << 20)]
+    del held
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is told by glibc's mallopt")
+def test_freed_blocks_are_filled_with_zeros_once():
+    def faults(word: str) -> tuple[str, int]:
+        told = subprocess.run([sys.executable, "-c", FAULTS, word], capture_output=True, text=True, check=True)
+        kept, count = told.stdout.split()
+        return kept, int(count)
+
+    pages = 2 * (124 << 20) // resource.getpagesize()
+    assert faults("kept") == ("True", pytest.approx(0, abs=pages // 100))
+    kept, count = faults("as it is")
+    assert kept == "False" and count > pages // 100, "else there is nothing to keep, and the call can go"

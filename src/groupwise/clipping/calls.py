@@ -213,10 +213,17 @@ class LayerCalls:
         return self.passes.layouts.of(member.label, x, batch, any_order, given), batch
 
     def _run_rows(self, group: ClippingGroup, member: Member, rows: Tensor, values: Values) -> Tensor:
+        """The output for each example's own input, rows (B, ...)."""
+        batch, each = len(rows), rows.shape[1] if member.rule.has_batch(rows.dim() - 1) else 0
+        alike = each > 1 and rows.stride(1) == 0  # a parameter that was expanded: one stands for all
+        if each:
+            rows = (rows[:, :1] if alike else rows).flatten(0, 1)
+        layout = FIRST if each < 2 or alike else Layout(Order.FOLDED, each)
         inputs, values = autocast(member.rule.autocast, rows, values)
-        group_pass, probe = self.enter(group, member, len(rows), rows.device)
-        y: Tensor = LayerFunction.apply(group_pass, member, FIRST, probe, inputs, *values)
-        return y
+        group_pass, probe = self.enter(group, member, batch, rows.device)
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, probe, inputs, *values)
+        y = y.unflatten(0, (batch, -1)) if each else y
+        return y.expand(-1, each, *y.shape[2:]) if alike else y
 
     def _without_batch(self, group: ClippingGroup, member: Member, x: Tensor, values: Values, batch: int) -> PerExample:
         """The output for an input that all examples share; it has a copy for each of them once it is used."""

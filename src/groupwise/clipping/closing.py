@@ -8,6 +8,7 @@ from torch import Tensor
 from groupwise.clipping.groups import Member, factors_together
 from groupwise.clipping.microbatches import GroupPass, Phase
 from groupwise.clipping.norm_terms import RowTerms, squares_together
+from groupwise.clipping.rules.base import IndexedSum
 
 
 def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
@@ -43,12 +44,17 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     factors = factors_together([each.group for each in passes], squares)
     same: dict[Hashable, list[tuple[GroupPass, Member, RowTerms, Tensor]]] = {}
     for each, weights in zip(passes, factors, strict=True):
+        indexed: list[tuple[Member, IndexedSum]] = []
         while each.due:  # what a layer kept is freed as soon as its sum is made
             member, finish = each.due.pop()
             if isinstance(finish, RowTerms) and finish.joined:
                 same.setdefault(finish.key, []).append((each, member, finish, weights))
+            elif isinstance(finish, IndexedSum):
+                indexed.append((member, finish))
             else:
                 each.add(member, finish(weights))
+        for member, finish in indexed:  # they need not be made whole where the parameter has a sum already
+            each.add_rows(member, finish, weights)
     for rows in same.values():
         terms, weighing = [finish for _, _, finish, _ in rows], [weights for _, _, _, weights in rows]
         sums = RowTerms.sums_of(terms, weighing) or [

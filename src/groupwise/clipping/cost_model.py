@@ -176,6 +176,8 @@ def _seconds(run: Callable[[], object], device: torch.device, many: int = 5) -> 
 
 LEAST_SPLIT = 1 << 22
 """Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""
+LONG = 16
+"""How many times as many numbers rows have as their inner products, if these are kept for the rows' lengths."""
 CHUNK_FLOATS = 1 << 24
 """Numbers that the inner products of one chunk of examples may hold: long sequences must not fill the memory."""
 
@@ -210,27 +212,52 @@ def self_products(x: Tensor) -> Tensor:
 
 
 class LastProducts:
-    """XXᵀ of the last input asked for: layers that read the same input (query, key, value) share it."""
+    """XXᵀ of the last input asked for: layers that read the same input (query, key, value) share it.
+
+    Of long output gradients GGᵀ is noted as well: the lengths of their rows are in it, which cross terms ask for.
+    """
 
     def __init__(self) -> None:
-        self._key: tuple[object, ...] | None = None
-        self._kept: tuple[StorageWeakRef, Tensor] | None = None
+        self._inputs: _Known | None = None
+        self._long: _Known | None = None
         self.reused = 0
 
     def of(self, x: Tensor) -> Tensor:
         """XXᵀ (B, T, T) of x (B, T, d); not to be changed."""
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
-        # The input itself is not kept alive; while it lives, no other tensor can have its address.
-        if self._kept is not None and key == self._key and not self._kept[0].expired():
+        if self._inputs is not None and self._inputs.is_of(x):
             self.reused += 1
-            return self._kept[1]
+            return self._inputs.products
         products = self_products(x)
-        self._key, self._kept = key, (StorageWeakRef(x.untyped_storage()), products)
+        self._inputs = _Known(x, products)
         return products
+
+    def note(self, g: Tensor, products: Tensor) -> None:
+        """GGᵀ (B, T, T) of g (B, T, p) is kept until the next one, if it is much smaller."""
+        self._long = _Known(g, products) if LONG * products.numel() < g.numel() else None
+
+    def lengths(self, g: Tensor) -> Tensor | None:
+        """‖row‖ (B, T) of the g that was noted last; None if it is another."""
+        if self._long is None or not self._long.is_of(g):
+            return None
+        return self._long.products.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt_()
 
     def clear(self) -> None:
         """Let go of what is held."""
-        self._key = self._kept = None
+        self._inputs = self._long = None
+
+
+class _Known:
+    """Products of a tensor that is not kept alive; while it lives, no other tensor can have its address."""
+
+    def __init__(self, of: Tensor, products: Tensor) -> None:
+        self._key, self._alive, self.products = _key(of), StorageWeakRef(of.untyped_storage()), products
+
+    def is_of(self, t: Tensor) -> bool:
+        return self._key == _key(t) and not self._alive.expired()
+
+
+def _key(t: Tensor) -> tuple[object, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t._version
 
 
 def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Tensor:
@@ -244,8 +271,10 @@ def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = N
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
         return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
-    xx = self_products(x) if shared is None else shared.of(x)
-    return GramTerms(xx, self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
+    xx, gg = self_products(x) if shared is None else shared.of(x), self_products(g)
+    if shared is not None:
+        shared.note(g, gg)
+    return GramTerms(xx, gg, bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:
@@ -259,6 +288,8 @@ class OuterProducts:
 
     left: Tensor
     right: Tensor
+    lengths: Tensor | None = None
+    """‖left_t‖ (B, T), if it is known."""
 
     def inner(self, other: "OuterProducts") -> Tensor:
         """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,), not under-stated."""
@@ -268,7 +299,9 @@ class OuterProducts:
     def _size(self) -> Tensor:
         """Σ_t ‖l_t‖‖r_t‖, (B,): what the inner products are made of, before anything cancels."""
         lengths = _lengths(self.right)
-        return (lengths * _lengths(self.left) if self.left.is_floating_point() else lengths).sum(1)
+        if self.left.is_floating_point():
+            lengths = lengths * (_lengths(self.left) if self.lengths is None else self.lengths)
+        return lengths.sum(1)
 
 
 def _lengths(rows: Tensor) -> Tensor:

@@ -131,8 +131,9 @@ class ClippingEngine:
         """
         values = self._spread(clip)
         self._counts.set_thresholds(values, values if count is None else self._spread(count))
-        for table, groups in self._tables:
+        for table, wide, groups in self._tables:
             table.copy_(values[groups])
+            wide.copy_(table)
 
     def sensitivity(self, relation: str) -> Sensitivity:
         """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.

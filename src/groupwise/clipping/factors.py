@@ -6,10 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.errors import UserError
+
+LARGE = 1 << 20
+"""Numbers of rows that are not copied on a GPU to be masked."""
+THREADS = 1 << 18
+"""Sums of parts of a batch that keep a GPU busy: rows are added up in so many parts that there are as many numbers."""
 
 ClipRule = Callable[[Tensor, Tensor], Tensor]
 """(norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold for every example."""
@@ -25,7 +31,7 @@ def clip_factors(norms: Tensor, threshold: Tensor) -> Tensor:
     Returns:
         Factors (B,) in (0, 1].
     """
-    return (threshold / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp_max(1.0)
+    return (threshold / norms).clamp_max(1.0)  # of a norm of 0 as well: C_k / 0 is infinite
 
 
 clip_factors.elementwise = True  # type: ignore[attr-defined]  # norms (K, B) and thresholds (K, 1) will do
@@ -54,9 +60,23 @@ CLIP_RULES: dict[str, Callable[[float], ClipRule]] = {
 """The rule that each `clip.rule=` names, made from `clip.gamma`."""
 
 
-def keep_finite(factors: Tensor, squared_norms: Tensor) -> Tensor:
-    """Set the factor of every example whose norm is not finite to exactly 0: it is left out of the sum."""
-    return torch.where(squared_norms < math.inf, factors, 0.0)  # NaN is not
+def keep_finite(
+    factors: Tensor, squared_norms: Tensor, dtype: torch.dtype | None = None, zero: Tensor | float = 0.0
+) -> Tensor:
+    """Set the factor of every example whose squared norm is not finite, as a number of `dtype` (by default its own), to
+    exactly 0: it is left out of the sum. A `zero` that is on the device already saves a kernel."""
+    dtype = dtype or squared_norms.dtype
+    wider = torch.promote_types(squared_norms.dtype, dtype) != dtype
+    limit = FIRST_INFINITE[dtype] if wider else math.inf
+    return torch.where(squared_norms < limit, factors, zero)  # NaN is not
+
+
+FIRST_INFINITE = {
+    torch.float32: (2 - 2**-24) * 2.0**127,
+    torch.float16: 65520.0,
+    torch.bfloat16: (2 - 2**-8) * 2.0**127,
+}
+"""The least number that is infinite once it is rounded."""
 
 
 def is_sync_free(t: Tensor) -> bool:
@@ -103,8 +123,8 @@ def without_rows(rows: Tensor, gone: Tensor | None) -> Tensor:
 
 def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:
     """rows_i · factor_i, and exact zeros for the examples left out; ``None`` keeps the rows as they are."""
-    if factors is None:
-        return rows
+    if factors is None or only_leaves_out(factors):
+        return drop_zero_rows(factors, rows)
     return drop_zero_rows(factors, rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)))
 
 
@@ -115,19 +135,46 @@ def weigh_rows(factors: Tensor, rows: Tensor) -> Tensor:
 
 def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Tensor:
     """total + Σ_i factor_i · rows_i, in place where there is a total."""
-    flat, weights = drop_zero_rows(factors, rows).reshape(len(rows), -1), factors.to(rows.dtype)
+    weights = factors.to(rows.dtype)
+    if not is_sync_free(rows) and rows.numel() > LARGE:
+        more = _sum_of_rows(rows.reshape(len(rows), -1), weights, gone_rows(factors)).view(rows.shape[1:])
+        return more if total is None else total.add_(more)
+    flat = drop_zero_rows(factors, rows).reshape(len(rows), -1)
     if total is None:
         return (weights @ flat).view(rows.shape[1:])
     total.view(1, -1).addmm_(weights.unsqueeze(0), flat)
     return total
 
 
+def _sum_of_rows(rows: Tensor, weights: Tensor, gone: Tensor | None) -> Tensor:
+    """Σ_i weight_i · rows_i of (n, m), (m,), in one pass over the rows, where masking them would copy them.
+
+    In the place of a row that is `gone`, whose weight is 0, another one is read, which holds numbers; if all are gone,
+    there is none, and what comes out is no number but stands for 0.
+    """
+    n, m = rows.shape
+    places = torch.arange(n, device=rows.device)
+    if gone is not None:
+        places = torch.where(gone, weights.argmax(), places)
+    part = -(-n // min(n, max(1, THREADS // m)))
+    starts = torch.arange(0, n, part, device=rows.device)
+    sums = F.embedding_bag(places, rows, starts, mode="sum", per_sample_weights=weights)
+    total = sums[0] if len(sums) == 1 else sums.sum(0)
+    return total.nan_to_num_(0.0, math.inf, -math.inf)
+
+
 def left_out(factors: Tensor) -> Tensor | None:
     """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
     keep = (factors != 0).to(factors.dtype)
-    if is_sync_free(keep):
-        return None if bool(keep.all()) else keep
-    return with_gone(keep)
+    if is_sync_free(keep) and bool(keep.all()):
+        return None
+    keep.only_leaves_out = True  # type: ignore[attr-defined]
+    return keep if is_sync_free(keep) else with_gone(keep)
+
+
+def only_leaves_out(factors: Tensor) -> bool:
+    """Whether factors are those of `left_out`, 0 or 1, so that rows need not be multiplied."""
+    return getattr(factors, "only_leaves_out", False)
 
 
 RELATIONS = ("add_remove",)

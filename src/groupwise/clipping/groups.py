@@ -53,6 +53,8 @@ class ClippingGroup:
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
+    wide: Tensor
+    """The same number and a 0, float64."""
     together: tuple["ClippingGroup", ...] = ()
     """The groups that close with it, itself included; () where it closes alone."""
 
@@ -63,9 +65,11 @@ class ClippingGroup:
 
     def factors(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) -> clip factors (n,), 0 where a norm is not finite."""
-        threshold = self.threshold if self.threshold.dtype == squares.dtype else self.threshold.to(squares.dtype)
+        threshold, zero = self.wide.unbind()
+        if squares.dtype != threshold.dtype:
+            threshold, zero = threshold.to(squares.dtype), zero.to(squares.dtype)
         factors = self.clip_rule(squares.clamp_min(LEAST_SQUARE).sqrt_(), threshold)
-        return keep_finite(factors, squares.to(self.threshold.dtype))
+        return keep_finite(factors, squares, self.threshold.dtype, zero)
 
 
 MOST_TOGETHER = 32
@@ -82,12 +86,9 @@ def factors_together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor])
             for group, rows in zip(groups, each, strict=True)
         ]
     thresholds = torch.stack([group.threshold for group in groups]).unsqueeze(1)
-    return unbind_factors(factors_at(groups[0].clip_rule, torch.stack(list(squares)), thresholds).to(thresholds.dtype))
-
-
-def factors_at(rule: ClipRule, squares: Tensor, thresholds: Tensor) -> Tensor:
-    """Factors by squared norms and the thresholds that broadcast with them; 0 where a norm is not finite."""
-    return keep_finite(rule(squares.clamp_min(LEAST_SQUARE).sqrt_(), thresholds), squares.to(thresholds.dtype))
+    every = torch.stack(list(squares))
+    factors = groups[0].clip_rule(every.clamp_min(LEAST_SQUARE).sqrt_(), thresholds)
+    return unbind_factors(keep_finite(factors, every, thresholds.dtype, groups[0].wide[1]).to(thresholds.dtype))
 
 
 def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
@@ -101,19 +102,22 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
             group.together = some if alike and len(some) > 1 else ()
 
 
-def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, list[int]]]:
+def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, Tensor, list[int]]]:
     """Thresholds of groups on one device, in one dtype, become entries of one table, which one copy sets.
 
     Returns:
-        Each table (n,), and the numbers of its groups.
+        Each table (n,), the same in float64, and the numbers of its groups.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for k, group in enumerate(groups):
         alike.setdefault((group.threshold.device, group.threshold.dtype), []).append(k)
-    tables = [(torch.ones(len(some), dtype=dtype, device=device), some) for (device, dtype), some in alike.items()]
-    for table, some in tables:
-        for k, entry in zip(some, table.unbind(), strict=True):
-            groups[k].threshold = entry
+    tables = []
+    for (device, dtype), some in alike.items():
+        table = torch.ones(len(some), dtype=dtype, device=device)
+        wide = torch.zeros(len(some), 2, dtype=torch.float64, device=device)
+        for k, entry, pair in zip(some, table.unbind(), wide.unbind(), strict=True):
+            groups[k].threshold, groups[k].wide = entry, pair
+        tables.append((table, wide[:, 0], some))
     return tables
 
 
@@ -204,6 +208,7 @@ def _build_group(
         (torch.zeros((), dtype=dtype, device=device, requires_grad=True),) if direct else tuple(parameters),
         clip_rule,
         torch.empty((), dtype=dtype, device=device),
+        torch.zeros(2, dtype=torch.float64, device=device),
     )
 
 

@@ -14,11 +14,12 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from groupwise.clipping.factors import with_gone
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order
-from groupwise.clipping.norm_terms import Terms
+from groupwise.clipping.norm_terms import Terms, starts_kernels
 from groupwise.clipping.precision import no_autocast
-from groupwise.clipping.rules.base import Finish, Gradients, LayerRule, Saved
+from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, Saved
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
@@ -192,7 +193,8 @@ class GroupPass:
     def clip(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
-        return self.group.factors(squares)
+        factors = self.group.factors(squares)
+        return with_gone(factors.to(self.group.threshold.dtype)) if starts_kernels(factors) else factors
 
     def begin_closing(self) -> bool:
         """Whether the group takes part in the backward pass that runs, of which it is marked as closed.
@@ -245,9 +247,19 @@ class GroupPass:
                 if (rows := member.rows_of(i)) is not None:
                     if known is None:
                         known = self.sums[place] = torch.zeros_like(self.group.inputs[place], dtype=gradient.dtype)
-                    known[rows] += gradient
+                    known[rows].add_(gradient)
                 else:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
+
+    def add_rows(self, member: Member, finish: IndexedSum, factors: Tensor) -> None:
+        """Add a sum in few rows to that of another use of the parameter, if there is one."""
+        place, part = member.places[0], member.rows_of(0)
+        known = None if place is None else self.sums[place]
+        if known is None:
+            self.add(member, finish(factors))
+            return
+        indices, rows = finish.rows(factors)
+        (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
 
 
 NOT_NAMED: Hashable = object()

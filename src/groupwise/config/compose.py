@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,11 +194,19 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def compose_run(overrides: list[str], conf: Path) -> RunConfig:
     """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks."""
-    from hydra import compose, initialize_config_dir
+    from hydra import initialize_config_dir
 
     register()
-    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        return to_run_config(compose("config", overrides))
+    conf = conf.resolve()
+    written = max((path.stat().st_mtime_ns for path in conf.rglob("*.yaml")), default=0)
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        return to_run_config(_composer(conf, written).compose(overrides))
+
+
+@functools.lru_cache(maxsize=8)
+def _composer(conf: Path, written: int) -> Composer:
+    """Of the folder as it was last written: options that were chosen once are not composed again."""
+    return Composer(conf)
 
 
 class Composer:

@@ -160,7 +160,7 @@ class NoiseConfig:
     allocation: str = one_of("global", "global", "equal_budget", "weighted")
     """global (gamma_k = 1) | equal_budget (gamma_k = C_k) | weighted (gamma_k = C_k / sqrt(d_k))."""
     secure: bool = False
-    """Draw noise and batches from a cipher, and add the noise on a lattice: several times slower; docs/security.md."""
+    """Draw noise and batches from a cipher, and add the noise on a lattice: several times slower; docs/privacy.md."""
 
 
 @dataclass

@@ -222,12 +222,15 @@ def epsilon_pld_bounds(noise_multiplier: float, sample_rate: float, steps: int, 
 
 
 def _interval(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Return how finely to round losses: 1e-4 up to ε = 10, then 1e-6·ε², at last 1e-4·ε, to bound time and memory; and
-    up to ε = 10 a small part of the spread of one step's losses, and of all steps' together, where it is less."""
+    """Return how finely to round losses: 1e-4 up to ε = 10, then 1e-6·ε², at last 1e-4·ε, to bound time and memory; up
+    to 1e-3 where steps are so few that this moves the lower bound by a thousandth at most, and the upper one by some
+    1e-6; and up to ε = 10 a small part of the spread of one step's losses, and of all steps' together, where it is
+    less."""
 
     epsilon = epsilon_rdp(noise_multiplier, sample_rate, steps, delta)
+    few = min(10.0 * _INTERVAL, 1e-3 * epsilon / steps)
     if epsilon > 10.0:
-        return max(_INTERVAL, min(1e-6 * epsilon**2, 1e-4 * epsilon))
+        return max(_INTERVAL, few, min(1e-6 * epsilon**2, 1e-4 * epsilon))
     spread = central_limit_mu(noise_multiplier, sample_rate, steps)
-    usual = _INTERVAL if delta <= 0.01 else 10.0 * _INTERVAL  # such a δ goes with widely spread losses
+    usual = max(_INTERVAL, few) if delta <= 0.01 else 10.0 * _INTERVAL  # such a δ goes with widely spread losses
     return min(usual, spread * max(1e-5, min(1e-3, 0.1 / math.sqrt(steps))))

@@ -6,18 +6,22 @@ bits, in whole numbers of torch: equal bits everywhere. Entries 2j and 2j + 1 of
 the block (j, s, c2, c3), where c2, c3 and Philox's key of 64 bits are 128 secret bits. Radius and angle take 64 bits
 each and are computed in float64, whose last bits may differ between devices: so a draw is the same up to about 1e-15,
 and rounded to float32 it is the same number but once in some ten million times, when it differs by its last bit.
+
+On a GPU one kernel does it all (`noise_kernel.py`), if its draws agree with the plain operations' here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
+from groupwise.privacy.noise_kernel import WORDS, NoiseKernel, compile_kernel
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -25,6 +29,10 @@ INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 CHUNK = 1 << 21
 """Entries that are drawn at once, from half as many blocks: about 100 bytes an entry while it lasts."""
+KERNEL_CHUNK = 1 << 23
+"""The same where one kernel draws them: 16 bytes an entry."""
+KERNEL_FEW = 1 << 16
+"""Entries of a tensor that is drawn with others even so: three kernels of its own would take longer."""
 LARGEST = 1 << 33
 """Entries of a tensor: two for each value of the counter's first word."""
 COUNTING = ("cpu", "cuda")
@@ -79,11 +87,16 @@ class CountedNoise:
         """
         if like.numel() > LARGEST:
             raise UserError(f"noise was asked for on {like.numel()} entries at once; give at most 2^33.")
-        begun = 0
+        begun, kernel = 0, kernel_of(like.device)
 
         def add(part: Tensor) -> None:
             nonlocal begun
             first, begun = begun, begun + part.numel()
+            if kernel is not None:
+                places = torch.arange(first, begun, dtype=torch.float64, device=part.device)
+                drawn = kernel.alone(places, stream=float(stream & WORD), std=std, **self._words(part.dtype))
+                part.add_(drawn.view(part.shape))
+                return
             where = part.device if part.device.type in COUNTING else torch.device("cpu")
             blocks = torch.arange(first // 2, (begun + 1) // 2, device=where)
             drawn = self.normals(blocks, stream & WORD)[first % 2 :][: part.numel()]
@@ -94,8 +107,13 @@ class CountedNoise:
     @torch.no_grad()
     def add_together_(self, tensors: Sequence[Tensor], stds: Sequence[float], streams: Sequence[int]) -> None:
         """The same for whole tensors of one device and dtype, in one draw, as few kernels; `CHUNK` entries in all."""
-        blocks = [(tensor.numel() + 1) // 2 for tensor in tensors]
         device, dtype = tensors[0].device, tensors[0].dtype
+        kernel = kernel_of(device)
+        if kernel is not None:
+            noises = self._drawn_together(kernel, tensors, stds, streams)
+            torch._foreach_add_(list(tensors), noises)
+            return
+        blocks = [(tensor.numel() + 1) // 2 for tensor in tensors]
         where = device if device.type in COUNTING else torch.device("cpu")
         firsts = [0, *accumulate(blocks)]
         table = torch.tensor([blocks, [stream & WORD for stream in streams], firsts[:-1]], dtype=torch.int64)
@@ -109,12 +127,59 @@ class CountedNoise:
         torch._foreach_mul_(noises, list(stds))
         torch._foreach_add_(list(tensors), noises)
 
+    def _drawn_together(
+        self, kernel: NoiseKernel, tensors: Sequence[Tensor], stds: Sequence[float], streams: Sequence[int]
+    ) -> list[Tensor]:
+        """Each tensor's noise, in its dtype, by one kernel."""
+        device, dtype, sizes = tensors[0].device, tensors[0].dtype, [tensor.numel() for tensor in tensors]
+        ends = list(accumulate(sizes))
+        starts = [end - size for end, size in zip(ends, sizes, strict=True)]
+        rows = [sizes, starts, [stream & WORD for stream in streams], stds]
+        table = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+        own = torch.repeat_interleave(table[1:], table[0].long(), dim=1, output_size=ends[-1])
+        places = torch.arange(ends[-1], dtype=torch.float64, device=device).sub_(own[0])
+        drawn = kernel.together(places, own[1], own[2], **self._words(dtype)).to(dtype)
+        return [part.view(tensor.shape) for part, tensor in zip(drawn.split(sizes), tensors, strict=True)]
 
-def batches(sizes: Sequence[int], most: int = CHUNK) -> Iterator[list[int]]:
-    """Places of tensors that are drawn together: neighbours of at most `most` entries in all; a larger one is alone."""
+    def _words(self, dtype: torch.dtype) -> dict[str, float]:
+        """What the kernel takes by name; a word is exact in float64."""
+        words = (*self._secret, *self._key, dtype == torch.float32)
+        return dict(zip(WORDS, map(float, words), strict=True))
+
+
+@lru_cache
+def kernel_of(device: torch.device) -> NoiseKernel | None:
+    """The kernel for a device's draws, compiled when it is first asked for; None: they take plain operations."""
+
+    def agrees(kernel: NoiseKernel) -> bool:
+        noise, places = CountedNoise(bytes(range(1, 17))), torch.arange(64, dtype=torch.float64, device=device)
+        expected = noise.normals(torch.arange(32, device=device), 3) * 1.5
+        alone = kernel.alone(places, stream=3.0, std=1.5, **noise._words(torch.float64))
+        both = kernel.together(places, torch.full_like(places, 3), places * 0 + 1.5, **noise._words(torch.float32))
+        return torch.allclose(alone, expected, 0, 1e-12) and torch.allclose(both, expected, 0, 1e-5)
+
+    return compile_kernel(device, agrees)
+
+
+def chunk_on(device: torch.device) -> int:
+    """Entries of one tensor that are drawn at once."""
+    return CHUNK if kernel_of(device) is None else KERNEL_CHUNK
+
+
+def few_on(device: torch.device) -> int:
+    """Entries of a tensor up to which it is drawn together with others."""
+    return CHUNK if kernel_of(device) is None else KERNEL_FEW
+
+
+def batches(sizes: Sequence[int], few: int = CHUNK, most: int = CHUNK) -> Iterator[list[int]]:
+    """Places of tensors that are drawn together: of at most `few` entries each, `most` in all; a larger one is alone,
+    and comes as soon as it is met."""
     held: list[int] = []
     room = most
     for place, size in enumerate(sizes):
+        if size > few:
+            yield [place]
+            continue
         if held and size > room:
             yield held
             held, room = [], most

@@ -4,20 +4,23 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from groupwise.errors import UserError
-from groupwise.privacy.counted_noise import CHUNK as COUNTED_CHUNK
-from groupwise.privacy.counted_noise import CountedNoise, batches
+from groupwise.privacy.counted_noise import CountedNoise, batches, chunk_on, few_on
 from groupwise.privacy.sampling import PoissonSampler
 
 COUNT_STREAM = -1
 """Stream of the noise on the clip counts; parameters use streams 0, 1, 2, …"""
-# The whole extra memory: noise is drawn into one scratch buffer of this many entries.
-CHUNK = 1 << 16
+# The whole extra memory of a thread: noise is drawn into one scratch buffer of this many entries, as many as torch adds
+# without waking threads of its own.
+CHUNK = 1 << 15
+ALONE = 1 << 18
+"""Entries of a release that are not worth a second thread."""
 _Add = Callable[[torch.Tensor], object]
 """Adds the next draws to a part of a tensor, in place."""
 
@@ -94,19 +97,32 @@ class NoiseSource:
     def add_gaussians_(self, tensors: Sequence[torch.Tensor], stds: Sequence[float], step: int) -> None:
         """:meth:`add_gaussian_` for a whole release: N(0, ``stds[j]``²) on tensor j, from stream j.
 
-        Neighbours whose noise is counted are drawn together, which takes few kernels and gives each the same.
+        Small ones whose noise is counted are drawn together, which takes few kernels and gives each the same. On a CPU
+        as many tensors are noised at once as torch has threads, the largest first: each has a stream of its own, so
+        their noise does not depend on how many there are.
         """
-        for places in batches([tensor.numel() for tensor in tensors]):
+        alone: list[int] = []
+        few = few_on(tensors[0].device) if tensors else 0
+        for places in batches([tensor.numel() for tensor in tensors], few):
             some = [tensors[place] for place in places]
             kinds = {(tensor.device, tensor.dtype) for tensor in some}
             if len(some) == 1 or len(kinds) > 1 or not self._counts(some[0]):
-                for place in places:
-                    self.add_gaussian_(tensors[place], stds[place], step, place)
+                alone += places
                 continue
             for place in places:
                 self._check(tensors[place], stds[place])
             if any(stds[place] > 0.0 for place in places):
                 CountedNoise(self._counted_digest(step)).add_together_(some, [stds[place] for place in places], places)
+        alone.sort(key=lambda place: -tensors[place].numel())
+        on_cpu = all(tensors[place].device.type == "cpu" for place in alone)
+        threads = min(torch.get_num_threads(), len(alone)) if on_cpu else 1
+        if threads < 2 or sum(tensors[place].numel() for place in alone) < ALONE:
+            for place in alone:
+                self.add_gaussian_(tensors[place], stds[place], step, place)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            for noised in [pool.submit(self.add_gaussian_, tensors[p], stds[p], step, p) for p in alone]:
+                noised.result()  # raises what the thread raised
 
     @staticmethod
     def _check(tensor: torch.Tensor, std: float) -> None:
@@ -123,7 +139,7 @@ class NoiseSource:
 
     def _adder(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> tuple[_Add, int]:
         if self._counts(tensor):
-            return CountedNoise(self._counted_digest(step)).adder(tensor, std, stream), COUNTED_CHUNK
+            return CountedNoise(self._counted_digest(step)).adder(tensor, std, stream), chunk_on(tensor.device)
         digest = self._digest(step, stream)
         if self.secure:
             return LatticeNoise(digest, std).add_, CHUNK

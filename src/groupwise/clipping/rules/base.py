@@ -96,6 +96,18 @@ Finish = Callable[[Tensor], Gradients]
 """factors (B,) -> Σ_i factor_i · g_k^(i) for each parameter."""
 
 
+@dataclass(frozen=True)
+class IndexedSum:
+    """A weighted sum that has numbers in few rows of its parameter: as a whole, or to be added to another use's sum."""
+
+    whole: Finish
+    rows: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """factors (B,) -> indices (n,) and what is added there, (n, d); an index may come several times."""
+
+    def __call__(self, factors: Tensor) -> Gradients:
+        return self.whole(factors)
+
+
 class LayerRule(ABC):
     """What the engine must know of one type of layer.
 
@@ -125,6 +137,10 @@ class LayerRule(ABC):
     def refuse(self) -> str | None:
         """Why this very layer cannot be clipped (an option that mixes examples, say), or None."""
         return None
+
+    def has_batch(self, axes: int) -> bool:
+        """Whether the first of so many axes of the module's own input is a batch: an example may have one to itself."""
+        return False
 
     # -- the forward pass -----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.cost_model import Work, norms_from_products, self_products
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
-from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
+from groupwise.clipping.precision import batched_product, keeps_half, second_product_slack, squared_row_norms, upcast
 from groupwise.clipping.rules.base import (
     Gradients,
     RuleContext,
@@ -43,6 +43,9 @@ class ConvRule(MatrixRule):
     def handles(cls, module: nn.Module) -> bool:
         layer = cls.layer_type
         return super().handles(module) and type(module)._conv_forward is layer._conv_forward  # type: ignore[attr-defined]
+
+    def has_batch(self, axes: int) -> bool:
+        return axes == len(self.module.kernel_size) + 2
 
     def prepare(self, x: Tensor) -> Tensor:
         """Padding that a convolution cannot do itself (same, reflect, replicate, circular) happens outside."""
@@ -86,15 +89,15 @@ class ConvRule(MatrixRule):
         return self._convolve_backward(g, x, weight, [True, False, False])[0]
 
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs (B, c, *space) and output gradients (B, p, *out), from which X and G are read."""
+        """Inputs (B, c, *space) and output gradients (B, p, *out), for X and G: both bfloat16, or float32 at least."""
         x = saved[0]
         assert x is not None
-        return upcast(x), upcast(g)
+        return (x, g) if keeps_half(x, g) else (upcast(x), upcast(g))
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
-        x, g = self.rows(saved, g)
+        x, g = map(upcast, self.rows(saved, g))
         weight = saved[1]
         assert weight is not None
         mask = [False, self.uses_weight(wanted), wanted[1]]
@@ -107,7 +110,7 @@ class ConvRule(MatrixRule):
         bias = self.bias_gradients(saved, g) if wanted[1] else None
         if not self.uses_weight(wanted):
             return None, bias
-        kept = g.new_empty(len(g), *self.gradient_shape(saved, g))
+        kept = upcast(g[:0]).new_empty(len(g), *self.gradient_shape(saved, g))
         chunks = self.gradient_chunks(saved, g, "materialize", RuleContext(), kept)
         each = [self.finish(saved, row, None, wanted) for rows in chunks for row in rows]
         parts = [[part for part in column if part is not None] for column in zip(*each, strict=True)]
@@ -118,7 +121,7 @@ class ConvRule(MatrixRule):
 
     def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
         """The bias's gradients (B, p), from output gradients (B, p, *out)."""
-        return g.flatten(2).sum(2)
+        return g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32))
 
     def way(self, saved: Saved, g: Tensor, context: RuleContext) -> str:
         """How norms are found for an output like g: "gram", "materialize" or "materialize/kernel"."""
@@ -164,14 +167,15 @@ class ConvRule(MatrixRule):
         assert x is not None
         step = max(1, min(len(g), chunk_floats(g) // math.prod(shape)))
         if way.endswith("kernel"):
-            return self._by_kernel(saved, g, step, chunk_memory(context, g, step, shape, kept))
+            return self._by_kernel(saved, g, step, chunk_memory(context, upcast(g[:0]), step, shape, kept))
         unfolds, rows, spans = self._geometry.layout(self._channels(), x.shape[2:], g.shape[2:])
         unfolded = math.prod((*rows, *unfolds.kernel)) * self._channels() * unfolds.groups
         part = max(1, min(step, chunk_floats(g) // max(unfolded, numbers(x[0]))))
         step = step if step == len(g) else step // part * part  # a part lies in one chunk
         columns = unfolds.unfolded(x, rows, part, context.buffers)
         parts = positions_last(g, unfolds.groups).split(part * unfolds.groups)
-        return _products(zip(columns, parts, strict=True), spans, chunk_memory(context, g, step, shape, kept))
+        chunks = chunk_memory(context, upcast(g[:0]), step, shape, kept)
+        return _products(zip(columns, parts, strict=True), spans, chunks)
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
         """What squared norms (B,) are raised by where sums are not made from the gradients that were measured."""
@@ -227,7 +231,8 @@ class ConvRule(MatrixRule):
         for some_g, some_x in zip(g.split(most), x.split(most), strict=True):
             chunk = next(chunks)
             for i in range(len(some_g)):
-                row = self._convolve_backward(some_g[i : i + 1], some_x[i : i + 1], weight, mask)[1]
+                one = upcast(some_g[i : i + 1]), upcast(some_x[i : i + 1])
+                row = self._convolve_backward(*one, weight, mask)[1]
                 chunk[i] = self._flatten(row)
             yield chunk[: len(some_g)]
 
@@ -245,7 +250,7 @@ def _products(sides: Iterator[tuple[Tensor, Tensor]], spans: list[Span], chunks:
         for tap, span in enumerate(spans):
             if span:
                 seen = columns[:, span.seen : span.seen + len(span)]
-                torch.bmm(gradients[:, :, span.first : span.last], seen, out=here[:, :, tap])
+                batched_product(gradients[:, :, span.first : span.last], seen, out=here[:, :, tap])
             else:
                 here[:, :, tap].zero_()
     yield chunk[:filled]

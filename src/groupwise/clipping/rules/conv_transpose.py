@@ -58,7 +58,7 @@ class ConvTransposeRule(ConvRule):
         """The bias's gradients (B, p), from output gradients, which are in the input's place."""
         outputs = saved[0]
         assert outputs is not None
-        return outputs.flatten(2).sum(2)
+        return outputs.flatten(2).sum(2, dtype=torch.promote_types(outputs.dtype, torch.float32))
 
     def _channels(self) -> int:
         return int(self.module.out_channels // self.module.groups)

@@ -6,6 +6,7 @@ offsets (less the last, where the module is told to include it).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,18 @@ from torch import Tensor, nn
 
 from groupwise.clipping.cost_model import OuterProducts
 from groupwise.clipping.factors import scale_rows
+from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
-from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
+from groupwise.clipping.rules.base import (
+    Finish,
+    Gradients,
+    IndexedSum,
+    LayerRule,
+    RuleContext,
+    Saved,
+    Wanted,
+    register_rule,
+)
 from groupwise.clipping.rules.weights import Forward, Weights
 from groupwise.errors import UserError
 
@@ -70,6 +81,15 @@ class EmbeddingRule(LayerRule):
         sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, slots.flatten(), g.flatten(0, 1))
         slack = second_product_slack(torch.ones_like(indices, dtype=g.dtype), g, g.shape[1])
         return squared_row_norms(sums.view(g.shape)) + slack
+
+    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
+        squares, whole = super().book_keep(saved, g, wanted, context)
+        return squares, IndexedSum(whole, partial(self.weighted_rows, saved, g))
+
+    def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices (B·T,) and factor_i times their output gradients, (B·T, d)."""
+        indices, g = self.rows(saved, g)
+        return indices.flatten(), scale_rows(g, factors).flatten(0, 1)
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext

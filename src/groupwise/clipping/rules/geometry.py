@@ -97,13 +97,12 @@ class Geometry:
         inner = tuple(slice(pad, pad + size) for size, pad in zip(x.shape[2:], self.padding, strict=True))
         for axis, pad in enumerate(self.padding, 1):
             if pad:
-                frame.narrow(axis, 0, pad).zero_()
-                frame.narrow(axis, frame.shape[axis] - pad, pad).zero_()
+                frame.unfold(axis, pad, frame.shape[axis] - pad).zero_()  # both ends
         for part in x.movedim(1, -1).split(step):
             if pads:
                 frame[: len(part)][(slice(None), *inner)] = part
                 part = frame[: len(part)]
-            windows = self._windows(part.contiguous(), out)
+            windows = self._windows(part if math.prod(self.kernel) == 1 else part.contiguous(), out)
             yield (
                 buffers.take("columns", x, *windows.shape)
                 .copy_(windows)
@@ -112,11 +111,12 @@ class Geometry:
 
     def _windows(self, padded: Tensor, out: Sequence[int]) -> Tensor:
         """What each output position sees of padded inputs (n, *space, c): a view (n, groups, *out, *k, c/groups)."""
-        steps, channels = padded.stride()[1:-1], padded.shape[-1] // self.groups
+        (each, *steps, channel), channels = padded.stride(), padded.shape[-1] // self.groups
         moves = [a * b for a, b in zip(steps, self.stride, strict=True)]
         taps = [a * b for a, b in zip(steps, self.dilation, strict=True)]
         shape = (len(padded), self.groups, *out, *self.kernel, channels)
-        return padded.as_strided(shape, (padded.stride(0), channels, *moves, *taps, 1), padded.storage_offset())
+        strides = (each, channels * channel, *moves, *taps, channel)
+        return padded.as_strided(shape, strides, padded.storage_offset())
 
     # -- inner products between positions -------------------------------------------------------------------------
 
@@ -137,7 +137,9 @@ class Geometry:
         if not self.products_work(x.shape[1], x.shape[2:], out)[0]:
             return torch.cat([self_products(columns) for columns in self.unfolded(x, out, len(x), buffers)])
         space, n = x.shape[2:], len(x)
-        between = self_products(x.flatten(2).mT.contiguous()).view(n, *space, *space)
+        pixels = x.flatten(2).mT
+        pixels = pixels.contiguous() if x.device.type == "cpu" else pixels  # a GPU's products take either order
+        between = self_products(pixels).view(n, *space, *space)
         for axis, (size, length) in enumerate(zip(space, out, strict=True)):
             if self._gathers(axis):
                 between = self._gather(between, axis, size, length)
@@ -159,7 +161,7 @@ class Geometry:
                 target, source = [slice(None)] * len(shape), [slice(None)] * len(shape)
                 target[left] = target[right] = slice(span.first, span.last)
                 source[left] = source[right] = slice(span.seen, stop, self.stride[axis])
-                total[tuple(target)] += between[tuple(source)]
+                total[tuple(target)].add_(between[tuple(source)])
         return total
 
 

@@ -36,6 +36,9 @@ class GroupNormRule(PerExampleRule):
     def _groups(self) -> int:
         return int(self.module.num_groups)
 
+    def has_batch(self, axes: int) -> bool:
+        return True
+
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         if in_one_piece(x):
@@ -43,6 +46,8 @@ class GroupNormRule(PerExampleRule):
                 y, mean, rstd = self._forward_last(x, weight, bias)
                 return y, (x, weight, mean, rstd, None, None)
             x = x.contiguous()
+        elif not (_channels_last(x) or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d))):
+            x = x.contiguous()  # expanded, say
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *self._sizes(x), self.module.eps)
         return y, (x, weight, mean, rstd, None, None)
 

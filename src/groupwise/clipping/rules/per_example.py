@@ -12,7 +12,17 @@ from groupwise.clipping.factors import weigh_rows
 from groupwise.clipping.layouts import Layout
 from groupwise.clipping.norm_terms import RowTerms, Terms
 from groupwise.clipping.precision import sum_of_squares, upcast
-from groupwise.clipping.rules.base import Clip, Finish, Gradients, LayerRule, RuleContext, Saved, Wanted, numbers
+from groupwise.clipping.rules.base import (
+    MOST_KEPT,
+    Clip,
+    Finish,
+    Gradients,
+    LayerRule,
+    RuleContext,
+    Saved,
+    Wanted,
+    numbers,
+)
 from groupwise.errors import UserError
 
 
@@ -30,6 +40,12 @@ class PerExampleRule(LayerRule):
     def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
         gradients = self.per_example_gradients(saved, g, wanted)
         return weigh_gradients(gradients, clip(sum_of_squares(gradients)))
+
+    def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+        """Only gradients are kept, if `book_keep` keeps them, so the parameters' size counts."""
+        parameters = [self.module._parameters.get(name) for name in self.parameter_names]
+        gradients = len(g) * numbers(*(p for p, each in zip(parameters, wanted, strict=True) if each))
+        return gradients <= min(MOST_KEPT, numbers(*saved, g)) or super().defers(saved, g, wanted, context)
 
     def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
         gradients = self.per_example_gradients(saved, g, wanted)

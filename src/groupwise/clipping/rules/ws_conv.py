@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.cost_model import Work, inner_products, norms_from_products, self_products
-from groupwise.clipping.precision import autocast, rounding_slack, squared_row_norms, upcast
+from groupwise.clipping.precision import autocast, rounding_slack, slack_of, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, in_format_of, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
@@ -70,7 +70,8 @@ class WSConv2d(nn.Conv2d):
 class WSConv2dRule(ConvRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,).
 
-    `saved` is (x, weight used, ŵ, gain·s, a, what ŵ alone gives for x), the last for ⟨G, ŵ⟩ without G.
+    `saved` is (x, weight used, directions, gain·s, (a, 1), what ŵ alone gives for x), the last for ⟨G, ŵ⟩ without G;
+    directions (p, 2, K) are ŵ and that of the mean, of length 1, by which (a, 1) says whether they are taken out of G.
     """
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
@@ -95,8 +96,10 @@ class WSConv2dRule(ConvRule):
         else:
             y, output = self._convolve(x, used, None if bias is None else bias.to(x.dtype)), None
         scale = scale.flatten()
-        active = (scale < STANDARDIZATION_EPS**-0.5).to(scale.dtype)
-        return y, (x, used, self._flatten(standard), scale if gain is None else scale * gain, active, output)
+        taken = scale.new_ones(len(scale), 2)
+        taken[:, 0] = scale < STANDARDIZATION_EPS**-0.5
+        directions = self._directions(standard)
+        return y, (x, used, directions, scale if gain is None else scale * gain, taken, output)
 
     def keep(self, saved: Saved, context: RuleContext) -> Saved:
         """The output of ŵ only where norms go by inner products."""
@@ -126,11 +129,19 @@ class WSConv2dRule(ConvRule):
             ways["gram"] = replace(ways["gram"], matmul=ways["gram"].matmul + product)
         return ways
 
+    def _directions(self, standard: Tensor) -> Tensor:
+        """(p, 2, K) of ŵ (p, c/groups, kh, kw)."""
+        k = self._filter_size()
+        directions = standard.new_empty(len(standard), 2, k)
+        self._unflatten(directions[:, 0]).copy_(standard)
+        directions[:, 1] = k**-0.5
+        return directions
+
     def _scales(self, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """Standardised filters ŵ (p, K), gain·s (p,), and a (p,): 1 where the scale depends on the weight."""
-        standard, scale, active = saved[2:5]
-        assert standard is not None and scale is not None and active is not None
-        return standard, scale, active
+        """Directions (p, 2, K), gain·s (p,), and (a, 1), (p, 2): a is 1 where the scale depends on the weight."""
+        directions, scale, taken = saved[2:5]
+        assert directions is not None and scale is not None and taken is not None
+        return directions, scale, taken
 
     def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         """The same three numbers a filter without G: ⟨G, ŵ⟩ from what ŵ gives, ΣG from sums over windows of the input.
@@ -139,10 +150,10 @@ class WSConv2dRule(ConvRule):
         """
         x, y = saved[0], saved[5]
         assert x is not None
-        standard, scale, active = self._scales(saved)
+        directions, scale, taken = self._scales(saved)
         if y is None:
-            y = self._convolve(upcast(x), in_format_of(x, self._unflatten(standard)), None)
-        rows, k = positions_first(g), self._filter_size()
+            y = self._convolve(upcast(x), in_format_of(x, self._unflatten(directions[:, 0])), None)
+        rows, k = positions_first(upcast(g)), self._filter_size()
         longest = max(rows.shape[1], k, rows.shape[2])
         between = self._products(saved, g, context)
         lengths = between.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().unsqueeze(1)
@@ -157,7 +168,7 @@ class WSConv2dRule(ConvRule):
             weighed = rows * scale
             whole = norms_from_products(between, self_products(weighed), False, longest)
             removed = (total.abs() / k**0.5 - slack).clamp_min(0).square()
-            removed = removed + active * (along.abs() - slack).clamp_min(0).square()
+            removed = removed + taken[:, 0] * (along.abs() - slack).clamp_min(0).square()
             squares = (whole - removed @ scale.square()).clamp_min(0)
         return squares + squared_row_norms(along.abs() + slack) if wanted[2] else squares
 
@@ -167,22 +178,26 @@ class WSConv2dRule(ConvRule):
 
     def measure(self, saved: Saved, wanted: Wanted) -> Callable[[Tensor], Tensor]:
         """From gradients (n, p, K) of the weight used to squared norms (n,) of weight and gain."""
-        standard, scale, active = self._scales(saved)
-        directions = torch.stack([standard, torch.full_like(standard, standard.shape[1] ** -0.5)], 1)
-        whole = scale.double().square() * wanted[0]
-        along = torch.stack([float(wanted[2]) - whole * active, -whole], 1)
+        directions, scale, taken = self._scales(saved)
+        squared = scale.double().square() * float(wanted[0])
+        # ‖G‖² is raised by its rounding, which covers what is taken out, filter by filter.
+        whole = squared * (1 + slack_of(directions.shape[2], directions.dtype, directions.device))
+        along = taken * squared.unsqueeze(1)
+        if wanted[2]:
+            along[:, 0].sub_(1)
         return partial(_squares, directions, whole, along.flatten())
 
     def finish(self, saved: Saved, weight: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         if weight is None:
             return None, bias, None
-        standard, scale, active = self._scales(saved)
-        along = torch.bmm(weight.unsqueeze(1), standard.unsqueeze(2)).view(-1)
+        directions, scale, taken = self._scales(saved)
+        along = torch.bmm(weight.unsqueeze(1), directions.mT)
         total = None
         if wanted[0]:
-            across = (weight - weight.mean(1, keepdim=True)).addcmul_((active * along).unsqueeze(1), standard, value=-1)
-            total = self._unflatten(across * scale.unsqueeze(1))
-        return total, bias, along if wanted[2] else None
+            across = torch.baddbmm(weight.unsqueeze(1), along * taken.unsqueeze(1), directions, alpha=-1)
+            total = torch.empty_like(self.module.weight, dtype=weight.dtype)
+            torch.mul(self._unflatten(across), scale.view(-1, 1, 1, 1), out=total)
+        return total, bias, along[:, 0, 0] if wanted[2] else None
 
 
 def _in_full(x: Tensor) -> bool:
@@ -194,8 +209,7 @@ def _in_full(x: Tensor) -> bool:
 def _squares(directions: Tensor, of_whole: Tensor, of_along: Tensor, rows: Tensor) -> Tensor:
     """Squared norms (n,) from G, rows (n, p, K), which are read twice: for ‖G‖², and for both inner products.
 
-    `directions` (p, 2, K) are ŵ and the mean's, of length 1. What ‖G‖² (p,) and the squared inner products (2p,) count
-    in the norm is given in float64.
+    What ‖G‖² (p,) and the squared inner products (2p,), which are taken out, count in the norm is given in float64.
     """
     if rows.device.type in CACHED:
         along = inner_products(directions[:, :1], rows.transpose(0, 1))
@@ -203,6 +217,5 @@ def _squares(directions: Tensor, of_whole: Tensor, of_along: Tensor, rows: Tenso
     else:
         along = inner_products(directions, rows.transpose(0, 1))
     whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2])
-    whole = whole + rounding_slack(whole, rows.shape[2], rows.dtype)  # covers what is taken out, filter by filter
-    squares = torch.addmv(whole @ of_whole, along.double().square_().flatten(0, 1).t(), of_along)
+    squares = torch.addmv(whole @ of_whole, along.double().square_().flatten(0, 1).t(), of_along, alpha=-1)
     return squares.clamp_min_(0)
