@@ -238,6 +238,15 @@ def test_midi_is_the_papers_network_a_quarter_as_wide() -> None:
     assert (midi.data.name, midi.data.image_size, midi.clip) == ("cifar10", 16, paper.clip)
 
 
+@pytest.mark.parametrize(("task", "file"), [("e2e", None), ("dart", "webnlg2017-train.json")])
+def test_midi_of_tables_starts_from_text_that_is_not_the_tasks_own(task: str, file: str | None) -> None:
+    config = run(f"task={task}", "scale=midi")
+    assert (config.model.source, config.model.fresh) == (f"pretrained/gpt2_midi_{task}", False)
+    assert (config.data.name, config.data.train_file) == ("files", file)
+    rates = {run(f"task={task}", "scale=midi", f"clip={clip}").optim.learning_rate for clip in MODES[task]}
+    assert len(rates) == 1, "steps are matched between the modes"
+
+
 def test_every_family_has_all_modes_and_the_scales_that_all_have() -> None:
     # Composition refuses what a choice reaches and does not find; here, what no choice would reach.
     assert {*FAMILIES.values(), "own"} == set(Tables(CONF).parts("family"))

@@ -35,6 +35,7 @@ METRICS = (*HELD_OUT, f"{NONPRIVATE}train_")
 """How the names of what an evaluation finds begin."""
 PUBLIC_DATA = (
     "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",
+    "public_text",
 )  # fmt: skip
 """What a task says of its data that is a setting, N, or of the held-out sets. `source` is not among them: it counts the
 rows of the files, before any choice among them."""

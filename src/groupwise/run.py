@@ -79,6 +79,8 @@ def _run(
     if "generated" in described:
         told = f"Data: {described['source']}; {described['generated']}."
         print(textwrap.fill(told, WIDTH, subsequent_indent="  "))
+    if "public_text" in described:
+        print(textwrap.fill(f"Public in-domain text: {described['public_text']}.", WIDTH, subsequent_indent="  "))
     if config.export is not None and not task.exports:
         raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
     if config.eval.shots is not None:

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import lzma
 import os
 import re
@@ -57,6 +58,23 @@ def test_single_files_are_read_in_the_order_given(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.text").write_text("b")
     assert read_corpus([tmp_path / "b.text", tmp_path / "a.txt"]).documents == ["b", "a"]
+
+
+def test_tables_with_their_texts_are_documents_in_the_form_of_fine_tuning(tmp_path):
+    (tmp_path / "a.csv").write_text('mr,ref\n"name[A], area[B]",A is in B.\n')
+    entry = {"tripleset": [["A", "IN", "B"]], "annotations": [{"text": "A lies in B."}, {"text": "B has A."}]}
+    (tmp_path / "b.json").write_text(json.dumps([entry]))
+    (tmp_path / "c.txt").write_text("text")
+    corpus = read_corpus([tmp_path / name for name in ("a.csv", "b.json", "c.txt")], "<end>")
+    assert corpus.documents == [
+        "name : A | area : B<end> A is in B.",
+        "A : in : B<end> A lies in B.",
+        "A : in : B<end> B has A.",
+        "text",
+    ]
+    assert read_corpus([tmp_path]).documents == ["text"], "of a folder its text files alone"
+    (tmp_path / "b.json").write_text("[]")
+    assert "holds no list of objects" in refused(tmp_path / "b.json")
 
 
 def test_what_is_not_there_is_told(tmp_path):

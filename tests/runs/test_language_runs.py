@@ -120,6 +120,20 @@ def test_a_pretrained_model_is_exported_and_fine_tuned(little_text, tmp_path, ca
     assert "Exported" in capsys.readouterr().out
 
 
+def test_the_midi_model_starts_from_public_text_and_says_so(little_text, tmp_path, capsys):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    made = tmp_path / "made"
+    midi = ("model=gpt2_midi", f"data.corpus={corpus}", f"export={made}", "train.steps=1")
+    run(smoke(tmp_path, "pretrain_causal", "clip=none", *midi))
+    tokenizer = "model.tokenizer=pretrained/gpt2_midi_e2e"
+    row = run(smoke(tmp_path, "e2e", "model=gpt2_midi", f"model.source={made}", tokenizer, "train.steps=1"))
+    assert row["plan.private"] is True and row["model.fresh"] is False
+    told = "vocabulary from sgd_dialogues.txt.xz, webnlg2017-train.json; weights from corpus.txt"
+    assert row["data.public_text"] == told
+    assert "Public in-domain text: vocabulary from sgd_dialogues" in capsys.readouterr().out
+
+
 def test_pretraining_learns(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(TEXT)

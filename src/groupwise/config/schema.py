@@ -95,7 +95,8 @@ class DataConfig:
     train_file: str | None = None
     """Text: another training file, in the folder of the data set; null takes the usual name."""
     corpus: str | None = None
-    """Pretraining: a text file, or a folder of them (.txt, .gz, .xz); null takes corpus/ in `paths.data`."""
+    """Pretraining: text files or folders of them (.txt, .gz, .xz), tables with texts (DART's .json, E2E's .csv), colons
+    between several, here or in `paths.data`; null takes its corpus/."""
     hub: str = "nyu-mll/glue"
     """GLUE: the data set on the hub (or a local copy of its folder) that is read when there are no tsv files."""
     holdout: float | None = number(None, BELOW_ONE)

@@ -1,4 +1,4 @@
-"""Reads public text for pretraining: text files, split into documents at blank lines."""
+"""Reads public text for pretraining: text files, split into documents at blank lines, and files of tables and texts."""
 
 import gzip
 import lzma
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from groupwise.data.table_to_text import read_dart_json, read_e2e_csv
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError, reason
 
@@ -19,10 +20,10 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in the order of the files, each of at most `MAX_CHARACTERS` characters.
+    """Documents in the order of the files: pieces of at most `MAX_CHARACTERS` characters, or tables with their texts.
 
     Attributes:
-        documents: pieces of the files.
+        documents: pieces of text files, pairs of the others.
         source: what was read, in words.
         sha256: SHA-256 in hex of each file, by its folder and name.
     """
@@ -32,11 +33,17 @@ class Corpus:
     sha256: dict[str, str]
 
 
-def read_corpus(paths: Sequence[Path]) -> Corpus:
-    """Read text files (.txt, or that compressed as .gz or .xz), or folders of them, sorted by name.
+def read_corpus(paths: Sequence[Path], end: str = "\n") -> Corpus:
+    """Read text files (.txt, or that compressed as .gz or .xz), folders of them, sorted by name, or files of pairs.
 
     The text is cut at blank lines: paragraphs that follow each other are joined to a document as long as they fit into
-    `MAX_CHARACTERS`, and only a paragraph that is longer is cut itself, at a blank where there is one.
+    `MAX_CHARACTERS`, and only a paragraph that is longer is cut itself, at a blank where there is one. A .json file is
+    read as DART's and a .csv file as E2E's: each table with one of its texts is a document, as `task=dart` and
+    `task=e2e` lay them out.
+
+    Args:
+        paths: files and folders; in a folder only text files count.
+        end: the tokeniser's end of text, which stands between a table and its text.
 
     Raises:
         UserError: nothing there, no text file in a folder, a broken file, no UTF-8, or no text at all.
@@ -46,7 +53,7 @@ def read_corpus(paths: Sequence[Path]) -> Corpus:
     for path in paths:
         files = _files(path)
         for file in files:
-            documents += split_documents(_read(file))
+            documents += [f"{table}{end} {text}" for table, text in _pairs(file)] or split_documents(_read(file))
         sha256 |= sha256_of_files(files, path.parent)
     if not documents:
         raise UserError(f"{', '.join(map(str, paths))} holds no text; give files with some (data.corpus).")
@@ -93,6 +100,13 @@ def _files(path: Path) -> list[Path]:
             f"{path} holds no text file; put .txt, .txt.gz or .txt.xz files there, or give data.corpus=PATH."
         )
     return files
+
+
+def _pairs(file: Path) -> list[tuple[str, str]]:
+    """(table, text) of a file of DART or E2E; nothing of a text file."""
+    if file.suffix == ".json":
+        return [(entry.source, text) for entry in read_dart_json(file) for text in entry.references]
+    return read_e2e_csv(file) if file.suffix == ".csv" else []
 
 
 def _read(file: Path) -> str:

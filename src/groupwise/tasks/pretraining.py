@@ -30,6 +30,8 @@ these 80 % are hidden and 10 % replaced by another."""
 VALID = 0.02
 """The share of the documents that is kept for validation, and at most this many chunks of them."""
 MOST_VALID = 256
+SEPARATOR = ":"
+"""Stands between the paths of `data.corpus`."""
 
 
 class Pretraining(Task):
@@ -109,8 +111,7 @@ def make_pretraining(config: RunConfig, device: torch.device) -> Pretraining:
     model = (load_masked if masked else load_causal)(config.model, tokenizer).to(device)
     if not hasattr(model, "lm_head"):
         raise UserError(f"model.name={config.model.name} has no lm_head: pretrain a model like RoBERTa or GPT-2.")
-    folder = Path(config.data.corpus or Path(config.paths.data) / "corpus").expanduser()
-    corpus = read_corpus([folder])
+    corpus = read_corpus(corpus_paths(config), tokenizer.eos_token)
     length = config.data.max_length
     check_length(length, 8, model)
     valid_count = max(1, round(VALID * len(corpus.documents)))
@@ -120,10 +121,19 @@ def make_pretraining(config: RunConfig, device: torch.device) -> Pretraining:
         "train": _chunk(shuffled[valid_count:], tokenizer, masked, length, config.data.train_limit).to(device),
     }
     if not all(len(part) for part in chunks.values()):
-        raise UserError(f"{folder} holds too little text for chunks of {length} tokens: give more, or less max_length.")
+        raise UserError(
+            f"{corpus.source} hold too little for chunks of {length} tokens: give more, or less max_length."
+        )
     return Pretraining(
         model, tokenizer, masked, chunks, _describe(corpus, chunks), autocast(config.train.precision, device)
     )
+
+
+def corpus_paths(config: RunConfig) -> list[Path]:
+    """The files and folders of `data.corpus`; what is not where the command was given is below `paths.data`."""
+    root = Path(config.paths.data).expanduser()
+    named = [Path(name).expanduser() for name in (config.data.corpus or str(root / "corpus")).split(SEPARATOR)]
+    return [path if path.exists() else root / path for path in named]
 
 
 def _chunk(documents: Sequence[str], tokenizer: Any, masked: bool, length: int, limit: int | None) -> Tensor:

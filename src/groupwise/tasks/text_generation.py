@@ -22,7 +22,8 @@ from groupwise.models.language import load_causal, position_limit
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.beam_search import generate
 from groupwise.tasks.pipelined import TextFeed
-from groupwise.tasks.samples import PairEncoder, Samples, predictions
+from groupwise.tasks.public_text import public_text
+from groupwise.tasks.samples import IGNORED, PairEncoder, Samples, pad
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,
@@ -150,23 +151,22 @@ class TextGeneration(TextTask):
         return _scores(self._task, texts, [request.references for request in requests])
 
     def _token_losses(self, samples: Samples, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Losses and labels of the targets' tokens, (n, P) each; the head is asked at the P places that predict one."""
+        """Losses and labels of the last P tokens, (n, P) each, from the first target's first token on.
+
+        They are cut out in one piece: places picked row by row would have clipping prove, in two more backward passes a
+        microbatch, that no row became another example's. Where sequences are of like length it is hardly more.
+        """
         tokens = [samples.tokens[i] for i in rows]
-        places, labels = (
-            to_device(part, self.device) for part in predictions(tokens, samples.starts[np.asarray(rows)])
-        )
+        starts = samples.starts[np.asarray(rows)]
+        first = int(starts.min())
+        own = (np.arange(len(row)) >= start for row, start in zip(tokens, starts, strict=True))
+        labelled = [np.where(mask, row, IGNORED)[first:] for mask, row in zip(own, tokens, strict=True)]
+        labels = to_device(pad(labelled, IGNORED), self.device)
         inputs = self.inputs(tokens, self.device)
-        if "logits_to_keep" in self.inputs.accepts and takes_places():
-            return token_losses(self.logits(inputs | {"logits_to_keep": places}), labels), labels
-        logits = self.logits(inputs)
-        return token_losses(torch.take_along_dim(logits, places.unsqueeze(-1), dim=1), labels), labels
-
-
-def takes_places() -> bool:
-    """Whether transformers keeps the logits of other places in each text, as 5.23 does and 5.17 does not."""
-    from transformers import modeling_utils
-
-    return hasattr(modeling_utils, "slice_logits_to_keep")
+        kept = labels.shape[1] + 1  # the last place predicts nothing
+        limited = {"logits_to_keep": kept} if "logits_to_keep" in self.inputs.accepts else {}
+        logits = self.logits(inputs | limited)[:, -kept:-1]
+        return token_losses(logits, labels), labels
 
 
 def make_text_generation(
@@ -178,6 +178,7 @@ def make_text_generation(
     """
     tokenizer = find_tokenizer(config)
     data = _load(config)
+    public_text(config, _private(data))  # refuses before a model is loaded
     if build is None:
         model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
     else:
@@ -199,6 +200,11 @@ def _load(config: RunConfig) -> PairedText:
     return choose_data(config, read, synthetic_paired)
 
 
+def _private(data: PairedText) -> list[str]:
+    """SHA-256 of the training file, the first of those that are read."""
+    return list(data.sha256.values())[:1]
+
+
 def _pairs(requests: Sequence[Request]) -> list[tuple[str, str]]:
     return [(request.source, reference) for request in requests for reference in request.references]
 
@@ -217,4 +223,6 @@ def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]
     for split, count in inputs.items():
         part = samples[split]
         found |= {f"{split}_examples": len(part), f"{split}_inputs": count, f"cut_examples_{split}": part.cut}
+    if text := public_text(config, _private(data)):
+        found["public_text"] = text
     return found
