@@ -121,7 +121,7 @@ def anchor(heading: str) -> str:
 
 SCALES = {
     "paper": "the paper's cell",
-    "midi": "real data at half the pixels, the paper's depth at a quarter of its width, ten epochs",
+    "midi": "real data; images of 16 pixels on a network a quarter as wide, texts on a GPT-2 of a million parameters",
     "mini": "real data, smaller and on a small network, a short training",
     "demo": "embedded or generated data and a small network",
 }
