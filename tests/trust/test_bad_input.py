@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.cli import main as command
+from groupwise.config.compose import to_run_config
 from groupwise.errors import UserError
 from trust.bad_input.__main__ import COLUMNS, markdown, table, total
 from trust.bad_input.attempt import ROOT, Attempt, attempt_all
@@ -38,6 +39,12 @@ def refusing(before):
     return plant
 
 
+def unfinished(composed):
+    """A sound configuration, and a run's folder that nobody finishes."""
+    Path("results/runs/abc").mkdir(parents=True)
+    return to_run_config(composed)
+
+
 def fail():
     raise KeyError("a bug")
 
@@ -53,7 +60,7 @@ def fail():
         (refusing(lambda: print("no.\n" * 300, file=sys.stderr)), "talkative"),
         (refusing(lambda: Path("left").touch()), "partial"),
         (refusing(lambda: Path("left").mkdir()), "partial"),
-        (lambda _: Path("results/runs/abc").mkdir(parents=True), "partial"),
+        (unfinished, "partial"),
         (refusing(lambda: open(f"/tmp/groupwise-outside-{os.getpid()}", "x").close()), "outside"),
         (refusing(lambda: os.system("true")), "outside"),
     ],
