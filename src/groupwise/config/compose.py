@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
+from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -194,8 +194,6 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def compose_run(overrides: list[str], conf: Path) -> RunConfig:
     """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks."""
-    from hydra import initialize_config_dir
-
     register()
     conf = conf.resolve()
     written = max((path.stat().st_mtime_ns for path in conf.rglob("*.yaml")), default=0)

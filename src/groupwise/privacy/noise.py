@@ -114,15 +114,18 @@ class NoiseSource:
             if any(stds[place] > 0.0 for place in places):
                 CountedNoise(self._counted_digest(step)).add_together_(some, [stds[place] for place in places], places)
         alone.sort(key=lambda place: -tensors[place].numel())
+
+        def noise(place: int) -> None:
+            self.add_gaussian_(tensors[place], stds[place], step, place)
+
         on_cpu = all(tensors[place].device.type == "cpu" for place in alone)
-        threads = min(torch.get_num_threads(), len(alone)) if on_cpu else 1
-        if threads < 2 or sum(tensors[place].numel() for place in alone) < ALONE:
+        threads = min(torch.get_num_threads(), len(alone))
+        if threads > 1 and on_cpu and sum(tensors[place].numel() for place in alone) >= ALONE:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(noise, alone))  # raises what a thread raised
+        else:
             for place in alone:
-                self.add_gaussian_(tensors[place], stds[place], step, place)
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            for noised in [pool.submit(self.add_gaussian_, tensors[p], stds[p], step, p) for p in alone]:
-                noised.result()  # raises what the thread raised
+                noise(place)
 
     @staticmethod
     def _check(tensor: torch.Tensor, std: float) -> None:
