@@ -47,6 +47,13 @@ def test_a_scale_changes_values_leaves_cells_out_and_keeps_names() -> None:
     )
 
 
+def test_a_scale_may_have_seeds_of_its_own() -> None:
+    cells = expand(GRIDS, {"mini": {"seed": [0, 5, 6]}}, "mini")
+    assert len(cells) == 15 and {cell.seed for cell in cells} == {0, 5, 6}
+    assert {cell.name for cell in cells} == {cell.name for cell in expand(GRIDS, {}, "paper")}
+    assert len(expand(GRIDS, {"mini": {"seed": [0, 5, 6]}}, "mini", {"seed": ["5"]})) == 5
+
+
 @pytest.mark.parametrize(
     ("key", "wanted", "number"),
     [

@@ -11,6 +11,7 @@
             train.epochs: {10: 0.2, 30: 0.6}   # the paper's value -> the value there; null leaves the cell out
             eval.every: 0.5                    # for all cells
             task: {dart: {data.max_length: 96}} # more keys of the cells that have this value
+            seed: [0, 1, 2, 3]                 # other seeds than the paper's, for all cells
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def expand(
     if scale != PAPER and scale not in scales:
         known = ", ".join([PAPER, *scales])
         raise UserError(f"this sweep has no scale={scale}: choose one of {known}, or add it to hydra.sweeper.scales.")
-    changes = scales.get(scale) or {}
-    values = [{key: _listed(key, value) for key, value in ({"seed": 0} | dict(grid)).items()} for grid in grids]
+    changes = dict(scales.get(scale) or {})
+    seeds = {"seed": changes.pop("seed")} if isinstance(changes.get("seed"), list) else {}
+    values = [{key: _listed(key, value) for key, value in ({"seed": 0} | dict(grid) | seeds).items()} for grid in grids]
     for key, wanted in (chosen or {}).items():
         values = choose(values, key, wanted)
     cells = dict.fromkeys(cell for grid in values for cell in _cells(grid, changes, scale))
