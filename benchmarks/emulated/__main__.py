@@ -90,7 +90,7 @@ def _line(row: dict[str, Any]) -> str:
     first = (row["model"], row["mode"], row["layout"], row["precision"], row["batch"] or "")
     if "refused" in row:
         return LINE.format(*first, "refused:", "", "", "", row["refused"])
-    rest = f"{row['rest_operations']} {row['rest_bytes'] / 1e9:.1f} GB"
+    rest = f"{row['rest_launches']} {row['rest_bytes'] / 1e9:.1f} GB"
     waits = ", ".join(f"{place} {n}" for place, n in row["waits"].items())
     return LINE.format(*first, row["operations"], row["launches"], f"{row['bytes'] / 1e9:.1f}", rest, waits)
 

@@ -42,7 +42,7 @@ PARTS = {
     "Counts.reset": "counts",
     "set_thresholds": "thresholds",
     "add_gaussians_": "noise",
-    "release_gradients": "division by B",
+    "release_gradients": "noise",
     "Optimizer.profile_hook_step.<locals>.wrapper": "update",
 }
 """The part that a function belongs to, by its qualified name or the end of it; the innermost on the stack counts."""

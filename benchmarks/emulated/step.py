@@ -59,7 +59,8 @@ class EmulatedNoise(NoiseSource):
 
 
 DRAWS = NoiseKernel(
-    lambda places, **numbers: places + 1.0, lambda places, streams, stds, **numbers: places.addcmul(streams, stds)
+    lambda places, values, **numbers: places + values,
+    lambda places, values, streams, stds, **numbers: places.addcmul(streams, stds),
 )
 """In the place of a kernel that only a real device compiles: one that reads and writes as much."""
 

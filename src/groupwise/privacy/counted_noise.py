@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
-from groupwise.privacy.noise_kernel import WORDS, NoiseKernel, compile_kernel
+from groupwise.privacy.noise_kernel import FIRST, SECRET, NoiseKernel, compile_kernel, halves
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -30,7 +30,7 @@ WORD = 0xFFFFFFFF
 CHUNK = 1 << 21
 """Entries that are drawn at once, from half as many blocks: about 100 bytes an entry while it lasts."""
 KERNEL_CHUNK = 1 << 23
-"""The same where one kernel draws them: 16 bytes an entry."""
+"""The same where one kernel draws them: 8 bytes an entry."""
 KERNEL_FEW = 1 << 16
 """Entries of a tensor that is drawn with others even so: three kernels of its own would take longer."""
 LARGEST = 1 << 33
@@ -68,6 +68,7 @@ class CountedNoise:
     def __init__(self, digest: bytes) -> None:
         words = [int.from_bytes(digest[at : at + 4], "little") for at in range(0, 16, 4)]
         self._key, self._secret = (words[0], words[1]), (words[2], words[3])
+        self._counted: dict[torch.dtype, Tensor] = {}
 
     def normals(self, blocks: Tensor, streams: Word) -> Tensor:
         """The pairs of blocks (n,), int64 in [0, 2³²), of streams that are alike or one number: (2n,) float64."""
@@ -79,8 +80,9 @@ class CountedNoise:
         angle = (third.double() * 2.0**-32).add_(fourth.double(), alpha=2.0**-64).mul_(2.0 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1).flatten()
 
-    def adder(self, like: Tensor, std: float, stream: int) -> Callable[[Tensor], object]:
-        """Adds the stream's next entries, times `std`, to the parts of one tensor that it is given in row-major order.
+    def adder(self, like: Tensor, std: float, stream: int, divisor: float = 1.0) -> Callable[[Tensor], object]:
+        """Adds the stream's next entries, times `std`, to the parts of one tensor that it is given in row-major order,
+        and divides the sums by `divisor`.
 
         Raises:
             UserError: the tensor has more entries than the counter has places.
@@ -93,25 +95,25 @@ class CountedNoise:
             nonlocal begun
             first, begun = begun, begun + part.numel()
             if kernel is not None:
-                places = torch.arange(first, begun, dtype=torch.float64, device=part.device)
-                drawn = kernel.alone(places, stream=float(stream & WORD), std=std, **self._words(part.dtype))
-                part.add_(drawn.view(part.shape))
+                numbers = {"stream": float(stream), "std": std} | self._numbers(part.dtype, divisor, first)
+                part.copy_(kernel.alone(self._places(part), part.reshape(-1), **numbers).view(part.shape))
                 return
             where = part.device if part.device.type in COUNTING else torch.device("cpu")
             blocks = torch.arange(first // 2, (begun + 1) // 2, device=where)
             drawn = self.normals(blocks, stream & WORD)[first % 2 :][: part.numel()]
-            part.add_(drawn.to(part.device, part.dtype).mul_(std).view(part.shape))
+            part.add_(drawn.to(part.device, part.dtype).mul_(std).view(part.shape)).div_(divisor)
 
         return add
 
     @torch.no_grad()
-    def add_together_(self, tensors: Sequence[Tensor], stds: Sequence[float], streams: Sequence[int]) -> None:
+    def add_together_(
+        self, tensors: Sequence[Tensor], stds: Sequence[float], streams: Sequence[int], divisor: float = 1.0
+    ) -> None:
         """The same for whole tensors of one device and dtype, in one draw, as few kernels; `CHUNK` entries in all."""
         device, dtype = tensors[0].device, tensors[0].dtype
         kernel = kernel_of(device)
         if kernel is not None:
-            noises = self._drawn_together(kernel, tensors, stds, streams)
-            torch._foreach_add_(list(tensors), noises)
+            torch._foreach_copy_(list(tensors), self._noised_together(kernel, tensors, stds, streams, divisor))
             return
         blocks = [(tensor.numel() + 1) // 2 for tensor in tensors]
         where = device if device.type in COUNTING else torch.device("cpu")
@@ -126,25 +128,38 @@ class CountedNoise:
         ]
         torch._foreach_mul_(noises, list(stds))
         torch._foreach_add_(list(tensors), noises)
+        torch._foreach_div_(list(tensors), divisor)
 
-    def _drawn_together(
-        self, kernel: NoiseKernel, tensors: Sequence[Tensor], stds: Sequence[float], streams: Sequence[int]
+    def _noised_together(
+        self,
+        kernel: NoiseKernel,
+        tensors: Sequence[Tensor],
+        stds: Sequence[float],
+        streams: Sequence[int],
+        divisor: float,
     ) -> list[Tensor]:
-        """Each tensor's noise, in its dtype, by one kernel."""
+        """Each tensor with its noise, by one kernel."""
         device, dtype, sizes = tensors[0].device, tensors[0].dtype, [tensor.numel() for tensor in tensors]
         ends = list(accumulate(sizes))
         starts = [end - size for end, size in zip(ends, sizes, strict=True)]
-        rows = [sizes, starts, [stream & WORD for stream in streams], stds]
-        table = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+        table = torch.tensor([sizes, starts, streams, stds], dtype=torch.float64).to(device, non_blocking=True)
         own = torch.repeat_interleave(table[1:], table[0].long(), dim=1, output_size=ends[-1])
         places = torch.arange(ends[-1], dtype=torch.float64, device=device).sub_(own[0])
-        drawn = kernel.together(places, own[1], own[2], **self._words(dtype)).to(dtype)
-        return [part.view(tensor.shape) for part, tensor in zip(drawn.split(sizes), tensors, strict=True)]
+        values = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        noised = kernel.together(places, values, own[1], own[2], **self._numbers(dtype, divisor))
+        return [part.view(tensor.shape) for part, tensor in zip(noised.split(sizes), tensors, strict=True)]
 
-    def _words(self, dtype: torch.dtype) -> dict[str, float]:
-        """What the kernel takes by name; a word is exact in float64."""
-        words = (*self._secret, *self._key, dtype == torch.float32)
-        return dict(zip(WORDS, map(float, words), strict=True))
+    def _numbers(self, dtype: torch.dtype, divisor: float, first: int = 0) -> dict[str, float]:
+        """What the kernel takes by name."""
+        secret = halves(SECRET, *self._secret, *self._key)
+        return halves(FIRST, first) | secret | {"divisor": divisor, "single": float(dtype == torch.float32)}
+
+    def _places(self, like: Tensor) -> Tensor:
+        """0, 1, … for the entries of a part, in its dtype; the longest so far is kept for the other tensors."""
+        kept = self._counted.get(like.dtype)
+        if kept is None or len(kept) < like.numel():
+            kept = self._counted[like.dtype] = torch.arange(like.numel(), dtype=like.dtype, device=like.device)
+        return kept[: like.numel()]
 
 
 @lru_cache
@@ -152,11 +167,17 @@ def kernel_of(device: torch.device) -> NoiseKernel | None:
     """The kernel for a device's draws, compiled when it is first asked for; None: they take plain operations."""
 
     def agrees(kernel: NoiseKernel) -> bool:
-        noise, places = CountedNoise(bytes(range(1, 17))), torch.arange(64, dtype=torch.float64, device=device)
-        expected = noise.normals(torch.arange(32, device=device), 3) * 1.5
-        alone = kernel.alone(places, stream=3.0, std=1.5, **noise._words(torch.float64))
-        both = kernel.together(places, torch.full_like(places, 3), places * 0 + 1.5, **noise._words(torch.float32))
-        return torch.allclose(alone, expected, 0, 1e-12) and torch.allclose(both, expected, 0, 1e-5)
+        noise, first = CountedNoise(bytes(range(1, 17))), 2**33 - 99
+        places = torch.arange(64, dtype=torch.float32, device=device)
+        values = places.double() / 3
+        blocks = torch.arange(first // 2, first // 2 + 33, device=device)
+        expected = (values + noise.normals(blocks, 3)[1:65] * 1.5) / 7
+        alone = kernel.alone(places, values, stream=3.0, std=1.5, **noise._numbers(torch.float64, 7.0, first))
+        single = kernel.alone(places, values.float(), stream=3.0, std=1.5, **noise._numbers(torch.float32, 7.0, first))
+        numbers = noise._numbers(torch.float32, 7.0, first)
+        both = kernel.together(places, values.float(), torch.full_like(values, 3), values * 0 + 1.5, **numbers)
+        rounded = all(torch.allclose(each.double(), expected, 0, 1e-6) for each in (single, both))
+        return rounded and torch.allclose(alone, expected, 0, 1e-12)
 
     return compile_kernel(device, agrees)
 

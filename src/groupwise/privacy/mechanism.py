@@ -94,9 +94,7 @@ def release_gradients(
                 parameter.grad = torch.zeros_like(parameter)
             sums.append(_local(parameter.grad))
     each = [std for group, std in zip(groups, stds.tolist(), strict=True) for _ in group]
-    noise.add_gaussians_(sums, each, step)
-    with torch.no_grad():
-        torch._foreach_div_(sums, expected_batch_size)
+    noise.add_gaussians_(sums, each, step, divisor=expected_batch_size)
     return stds
 
 

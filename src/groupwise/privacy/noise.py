@@ -22,7 +22,7 @@ CHUNK = 1 << 15
 ALONE = 1 << 18
 """Entries of a release that are not worth a second thread."""
 _Add = Callable[[torch.Tensor], object]
-"""Adds the next draws to a part of a tensor, in place."""
+"""Adds the next draws to a part of a tensor, and divides it, in place."""
 
 
 class NoiseSource:
@@ -78,8 +78,10 @@ class NoiseSource:
         """Return a 32-byte key for another secret draw, such as the Poisson sampler's; it tells nothing of this key."""
         return hashlib.sha256(b"groupwise derived\0" + purpose.encode() + b"\0" + self.key).digest()
 
-    def add_gaussian_(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> torch.Tensor:
-        """Add N(0, ``std``²) to every entry of ``tensor``, in place, and return it.
+    def add_gaussian_(
+        self, tensor: torch.Tensor, std: float, step: int, stream: int, divisor: float = 1.0
+    ) -> torch.Tensor:
+        """Add N(0, ``std``²) to every entry of ``tensor``, divide by ``divisor``, in place, and return it.
 
         The noise is float64 for a float64 tensor, float32 for a float32 one, independent between entries, steps and
         streams, and the same whatever the tensor's memory layout. One (step, stream) serves one tensor only:
@@ -87,14 +89,11 @@ class NoiseSource:
         rounding is wider than the noise's law allows for), a distributed tensor, or a ``std`` that is negative or not
         finite.
         """
-        self._check(tensor, std)
-        if std > 0.0 and tensor.numel():
-            add, chunk = self._adder(tensor, std, step, stream)
-            with torch.no_grad():
-                _in_chunks(tensor, add, chunk)
-        return tensor
+        return self._noise(tensor, std, step, stream, divisor, None)
 
-    def add_gaussians_(self, tensors: Sequence[torch.Tensor], stds: Sequence[float], step: int) -> None:
+    def add_gaussians_(
+        self, tensors: Sequence[torch.Tensor], stds: Sequence[float], step: int, divisor: float = 1.0
+    ) -> None:
         """:meth:`add_gaussian_` for a whole release: N(0, ``stds[j]``²) on tensor j, from stream j.
 
         Small ones whose noise is counted are drawn together, which takes few kernels and gives each the same. On a CPU
@@ -102,6 +101,7 @@ class NoiseSource:
         their noise does not depend on how many there are.
         """
         alone: list[int] = []
+        counted = CountedNoise(self._counted_digest(step))
         few = few_on(tensors[0].device) if tensors else 0
         for places in batches([tensor.numel() for tensor in tensors], few):
             some = [tensors[place] for place in places]
@@ -112,11 +112,13 @@ class NoiseSource:
             for place in places:
                 self._check(tensors[place], stds[place])
             if any(stds[place] > 0.0 for place in places):
-                CountedNoise(self._counted_digest(step)).add_together_(some, [stds[place] for place in places], places)
+                counted.add_together_(some, [stds[place] for place in places], places, divisor)
+            else:
+                alone += places
         alone.sort(key=lambda place: -tensors[place].numel())
 
         def noise(place: int) -> None:
-            self.add_gaussian_(tensors[place], stds[place], step, place)
+            self._noise(tensors[place], stds[place], step, place, divisor, counted)
 
         on_cpu = all(tensors[place].device.type == "cpu" for place in alone)
         threads = min(torch.get_num_threads(), len(alone))
@@ -126,6 +128,26 @@ class NoiseSource:
         else:
             for place in alone:
                 noise(place)
+
+    def _noise(
+        self,
+        tensor: torch.Tensor,
+        std: float,
+        step: int,
+        stream: int,
+        divisor: float,
+        counted: CountedNoise | None,
+    ) -> torch.Tensor:
+        """:meth:`add_gaussian_`; ``counted`` is the step's, where more than one tensor takes of it."""
+        self._check(tensor, std)
+        if tensor.numel():
+            with torch.no_grad():
+                if std > 0.0:
+                    add, chunk = self._adder(tensor, std, step, stream, divisor, counted)
+                    _in_chunks(tensor, add, chunk)
+                elif divisor != 1.0:
+                    tensor.div_(divisor)
+        return tensor
 
     @staticmethod
     def _check(tensor: torch.Tensor, std: float) -> None:
@@ -140,15 +162,25 @@ class NoiseSource:
     def _counts(self, tensor: torch.Tensor) -> bool:
         return not self.secure and (tensor.device.type != "cpu" if self.counted is None else self.counted)
 
-    def _adder(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> tuple[_Add, int]:
+    def _adder(
+        self, tensor: torch.Tensor, std: float, step: int, stream: int, divisor: float, counted: CountedNoise | None
+    ) -> tuple[_Add, int]:
         if self._counts(tensor):
-            return CountedNoise(self._counted_digest(step)).adder(tensor, std, stream), chunk_on(tensor.device)
+            counted = counted or CountedNoise(self._counted_digest(step))
+            return counted.adder(tensor, std, stream, divisor), chunk_on(tensor.device)
         digest = self._digest(step, stream)
         if self.secure:
-            return LatticeNoise(digest, std).add_, CHUNK
+            lattice = LatticeNoise(digest, std)
+            return lambda part: lattice.add_(part).div_(divisor), CHUNK
         draw, chunk = _cpu_draw(tensor, digest)
         device = tensor.device
-        return lambda part: part.add_(draw(part.numel()).to(device).view(part.shape), alpha=std), chunk
+
+        def add(part: torch.Tensor) -> None:
+            part.add_(draw(part.numel()).to(device).view(part.shape), alpha=std)
+            if divisor != 1.0:
+                part.div_(divisor)
+
+        return add, chunk
 
     def _digest(self, step: int, stream: int) -> bytes:
         place = int(step).to_bytes(8, "big", signed=True) + int(stream).to_bytes(8, "big", signed=True)
@@ -234,12 +266,12 @@ class LatticeNoise:
         self._spacing = lattice_spacing(std)
         self._scale = std / math.sqrt(2.0) / self._spacing
 
-    def add_(self, part: torch.Tensor) -> None:
-        """Noise the next ``part``, in place; the one rounding to its dtype comes last, after the noise."""
+    def add_(self, part: torch.Tensor) -> torch.Tensor:
+        """Noise the next ``part``, in place, and return it; the one rounding to its dtype comes last."""
         draws = self._stream.normals(2 * part.numel())  # an entry's two lie side by side, so parts of any size agree
         steps = np.rint((draws[::2] + draws[1::2]) * self._scale)
         noise = torch.from_numpy(steps * self._spacing).view(part.shape).to(part.device)
-        part.copy_((part.double() / self._spacing).round_().mul_(self._spacing).add_(noise))
+        return part.copy_((part.double() / self._spacing).round_().mul_(self._spacing).add_(noise))
 
 
 def lattice_spacing(std: float) -> float:

@@ -1,4 +1,4 @@
-"""Compiles the draws of counted noise into one kernel of a GPU; plain operations pass over memory a hundred times.
+"""Compiles a release's noise into one kernel of a GPU; plain operations pass over memory a hundred times.
 
 The compiler is torch's own for elementwise kernels (`torch.cuda.jiterator`), which comes with torch for CUDA. The
 source is plain C++ as well, so that tests compile it for a CPU. It holds nothing secret: key and counter are arguments.
@@ -15,11 +15,15 @@ from torch import Tensor
 
 SOURCE = """
 template <typename T>
-T gaussian(T place, T stream, T std, T third, T fourth, T first_key, T second_key, T single) {
-  unsigned long long entry = (unsigned long long)place;
-  unsigned int c0 = (unsigned int)(entry / 2), c1 = (unsigned int)stream;
-  unsigned int c2 = (unsigned int)third, c3 = (unsigned int)fourth;
-  unsigned int k0 = (unsigned int)first_key, k1 = (unsigned int)second_key;
+T noisy(T place, T value, T stream, T std, T first_high, T first_low, T third_high, T third_low, T fourth_high,
+        T fourth_low, T key_high, T key_low, T second_key_high, T second_key_low, T divisor, T single) {
+  unsigned long long first = (unsigned long long)first_high * 65536ull + (unsigned long long)first_low;
+  unsigned long long entry = first + (unsigned long long)place;
+  unsigned int c0 = (unsigned int)(entry / 2), c1 = (unsigned int)(long long)stream;
+  unsigned int c2 = (unsigned int)third_high * 65536u + (unsigned int)third_low;
+  unsigned int c3 = (unsigned int)fourth_high * 65536u + (unsigned int)fourth_low;
+  unsigned int k0 = (unsigned int)key_high * 65536u + (unsigned int)key_low;
+  unsigned int k1 = (unsigned int)second_key_high * 65536u + (unsigned int)second_key_low;
   for (int round = 0; round != 10; ++round) {
     unsigned long long even = 0xD2511F53ull * c0, odd = 0xCD9E8D57ull * c2;
     c0 = (unsigned int)(odd >> 32) ^ c1 ^ k0;
@@ -33,20 +37,31 @@ T gaussian(T place, T stream, T std, T third, T fourth, T first_key, T second_ke
   double radius = ::sqrt(::log(c0 * word + (c1 + 0.5) * word * word) * -2.0);
   double angle = (c2 * word + c3 * word * word) * (2.0 * pi);
   double normal = radius * (entry % 2 ? ::sin(angle) : ::cos(angle));
-  return single != 0 ? (T)((float)normal * (float)std) : (T)(normal * std);
+  if (single == 0) return (T)(((double)value + normal * (double)std) / (double)divisor);
+  float drawn = (float)((double)(float)normal * (double)(float)std);
+  return (T)(((float)value + drawn) / (float)divisor);
 }
 """
-"""Entry `place` of a stream, times std: rounded as float32 numbers are if `single` is not 0. T is double."""
-WORDS = ("third", "fourth", "first_key", "second_key", "single")
+"""(value + std · the entry first + place of a stream) / divisor. T is float or double, and exact for places and streams
+below 2²⁴ and for halves of words; `single` is 1 where sums are float32, and rounded as plain operations round them."""
+FIRST = ("first_high", "first_low")
+SECRET = tuple(f"{word}_{half}" for word in ("third", "fourth", "key", "second_key") for half in ("high", "low"))
+NUMBERS = (*FIRST, *SECRET, "divisor", "single")
+
+
+def halves(names: tuple[str, ...], *words: int) -> dict[str, float]:
+    """Numbers as their upper part and their lower 16 bits, by name: a float32 holds each."""
+    parts = (float(part) for word in words for part in (word >> 16, word & 0xFFFF))
+    return dict(zip(names, parts, strict=True))
 
 
 class NoiseKernel(NamedTuple):
-    """The same kernel with two kinds of arguments; both give float64 numbers of their tensors' shape (n,)."""
+    """The same kernel with two kinds of arguments; both give numbers of the shape and widest dtype of their tensors."""
 
     alone: Callable[..., Tensor]
-    """(places) of one stream; the numbers stream, std and `WORDS` by name."""
+    """(places, values), (n,) each, of one stream; the numbers stream, std and `NUMBERS` by name."""
     together: Callable[..., Tensor]
-    """(places, streams, stds), (n,) float64 each; the numbers `WORDS` by name."""
+    """(places, values, streams, stds), (n,) each; the numbers `NUMBERS` by name."""
 
 
 def compile_kernel(device: torch.device, agrees: Callable[[NoiseKernel], bool]) -> NoiseKernel | None:
@@ -58,7 +73,7 @@ def compile_kernel(device: torch.device, agrees: Callable[[NoiseKernel], bool]) 
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    numbers = dict.fromkeys(WORDS, 0.0)
+    numbers = dict.fromkeys(NUMBERS, 0.0)
     try:
         make: Any = torch.cuda.jiterator._create_jit_fn
         made = NoiseKernel(make(SOURCE, stream=0.0, std=1.0, **numbers), make(SOURCE, **numbers))
