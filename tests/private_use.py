@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,13 +57,3 @@ def well(use: Use, x: Tensor, y: Tensor) -> None:
 
 def other_model(use: Use, x: Tensor, y: Tensor) -> None:
     use.private.backward(F.cross_entropy(network()(x), y, reduction="none"))
-
-
-def documented(word: str) -> list[str]:
-    """What docs/sharp_edges.md names below `Refused` or `Harmless`: lists of a kind and a colon, perhaps, then names
-    parted by semicolons."""
-    text = (Path(__file__).resolve().parents[1] / "docs" / "sharp_edges.md").read_text()
-    section = text.split("## Holding `make_private` wrong")[1].split("\n## ")[0]
-    [lists] = re.findall(rf"^{word}\b.*?:\n\n(- .*?)\n\n", section, re.M | re.S)
-    items = " ".join(lists.split()).removeprefix("- ").removesuffix(".").split(". - ")
-    return sorted(name for item in items for name in re.sub(r"^\*.*?:\* ", "", item).split("; "))

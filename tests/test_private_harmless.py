@@ -1,4 +1,4 @@
-"""What docs/sharp_edges.md calls harmless changes no bit, and a refusal leaves everything as it was."""
+"""Ways to leave the loop and come back change no bit, and a refusal leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from groupwise import Private
 from groupwise.errors import UserError
-from tests.private_use import EXAMPLES, MICROBATCH, Use, X, Y, documented, network, other_model, well
+from tests.private_use import EXAMPLES, MICROBATCH, Use, X, Y, network, other_model, well
 
 
 def left_in_the_middle(use: Use) -> None:
@@ -130,7 +130,3 @@ def test_after_detach_the_model_and_the_optimizer_are_the_users_again():
     use.optimizer.step()
     assert isinstance(Use(use.model).private, Private)
     assert math.isfinite(float(use.weights.sum()))
-
-
-def test_the_page_names_just_these():
-    assert documented("Harmless") == sorted(HARMLESS)
