@@ -32,6 +32,15 @@ def test_help_shows_groups_and_everyday_keys(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reader_may_leave_before_the_end(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    words = [sys.executable, str(ROOT / "run.py"), "--help"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
+
+
 def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     script = tmp_path / "probe.py"
     script.write_text(
