@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from groupwise.clipping.autograd import run_backward
 from groupwise.clipping.checks import check_losses
 from groupwise.clipping.cost_model import Formula
-from groupwise.clipping.engine import attach
+from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.microbatches import NOT_NAMED
 from groupwise.clipping.partition import Partition, per_layer, refuse_mixing
 from groupwise.clipping.verification.independence import kept_buffers
@@ -58,16 +58,25 @@ def gradient_norms(
     """
     groups = per_layer(model) if partition is None else partition
     found: list[Tensor] = []
-    with _unchanged(model), attach(model, groups, 1.0, formula=formula, batch_axis=batch_axis) as engine:
+    with unchanged(model), attach(model, groups, 1.0, formula=formula, batch_axis=batch_axis) as engine:
         for batch in _not_empty(batches):
-            each = losses(batch)
-            check_losses(each)
-            engine.check_output(each)
-            with engine.norms_of(NOT_NAMED, len(each)):
-                run_backward(each)
-            found.append(engine.per_example_norms.cpu())
+            found.append(norms_of_losses(engine, losses(batch)).cpu())
     norms = torch.cat(found, dim=1) if found else torch.empty(len(groups), 0, dtype=torch.float64)
     return {group.name: row for group, row in zip(groups, norms, strict=True)}
+
+
+def norms_of_losses(engine: ClippingEngine, losses: Tensor) -> Tensor:
+    """‖g_k^(i)‖ of losses (B,) from the engine's model, (K, B) float64; no .grad and no count changes.
+
+    Raises:
+        UserError: as `ClippingEngine.backward` does.
+    """
+    check_losses(losses)
+    with engine.uncounted():
+        engine.check_output(losses)
+        with engine.norms_of(NOT_NAMED, len(losses)):
+            run_backward(losses)
+    return engine.per_example_norms
 
 
 def gradient_products(
@@ -100,7 +109,7 @@ def gradient_products(
     moved = _tangents(model, direction)
     wrapped = _Losses(model, losses)
     found: list[Tensor] = []
-    with _unchanged(model), _plain_kernels(model), _in_one_sentence():
+    with unchanged(model), _plain_kernels(model), _in_one_sentence():
         for batch in _not_empty(batches):
             with forward_mode.dual_level():
                 duals = {f"model.{name}": forward_mode.make_dual(p, v) for name, (p, v) in moved.items()}
@@ -152,11 +161,11 @@ def _tangents(model: nn.Module, direction: Mapping[str, Tensor]) -> dict[str, tu
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and the default generators are as before."""
+def unchanged(model: nn.Module) -> Iterator[Generators]:
+    """Afterwards buffers and the default generators, which it yields, are as before."""
     generators = Generators({parameter.device for parameter in model.parameters()})
     with generators.kept(), kept_buffers(model), torch.enable_grad():
-        yield
+        yield generators
 
 
 @contextmanager
