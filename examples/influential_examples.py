@@ -30,7 +30,8 @@ def load(limit: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Images (N, C, H, W) of numbers from 0 to 1, labels (N,) and the classes' names; at most `limit` of them."""
     try:
         data = load_cifar10(Path(os.environ.get("GROUPWISE_DATA", "data")), download=False)
-        return average_pool(data.x_train[:limit], 16) / 255, data.y_train[:limit], CIFAR10
+        mixed = torch.randperm(len(data.x_train))[:limit]  # files may hold one class after the other
+        return average_pool(data.x_train[mixed], 16) / 255, data.y_train[mixed], CIFAR10
     except UserError:
         images, labels = load_digits(return_X_y=True)
         x = torch.tensor(images[:limit] / 16, dtype=torch.float32).view(-1, 1, 8, 8)
@@ -88,7 +89,7 @@ def draw(rows: dict[str, Tensor], x: Tensor, y: Tensor, flipped: Tensor, classes
     for part, (title, chosen) in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows.items(), strict=True):
         part.suptitle(title, fontsize=10)
         for axes, i in zip(part.subplots(1, len(chosen)), chosen.tolist(), strict=True):
-            axes.imshow(x[i].permute(1, 2, 0).expand(-1, -1, 3))
+            axes.imshow(x[i].permute(1, 2, 0).expand(-1, -1, 3).numpy())
             axes.set_title(classes[int(y[i])], fontsize=8, color="red" if flipped[i] else "black")
             axes.axis("off")
     figure.savefig(out, dpi=150)
@@ -109,9 +110,7 @@ def main() -> None:
     y, flipped = flip(right, 0.02)
     model, norms, influences = measure(x, y, held_out, given.epochs)
     accuracy = (model(held_out[0]).argmax(1) == held_out[1]).float().mean()
-    print(
-        f"{len(x)} examples, {int(flipped.sum())} of them mislabelled; accuracy {accuracy:.3f} on {sum(~rest)} others."
-    )
+    print(f"{len(x)} examples, {int(flipped.sum())} of them mislabelled; accuracy {accuracy:.3f} on others.")
     most = {
         "largest norms (red: mislabelled on purpose)": norms.argsort(descending=True)[:10],
         "most harmful: a step on them makes held-out examples worse": influences.argsort()[:10],
