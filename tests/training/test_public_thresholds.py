@@ -1,6 +1,7 @@
 """Thresholds that follow public examples: of the released weights alone, whatever the private data are."""
 
 import random
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -13,8 +14,10 @@ from groupwise import make_private
 from groupwise.audit.two_worlds import TrainerWorld, distinguish
 from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
+from groupwise.data.images import normalize
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PublicThresholds, make_plan
+from groupwise.tasks.image_classification import ImageClassification
 from groupwise.training.from_config import make_engine
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone
@@ -248,3 +251,19 @@ def test_what_does_not_go_together_is_refused_and_the_model_is_free(options, say
     with pytest.raises(UserError):
         make_private(toy.model, torch.optim.SGD(toy.model.parameters()), [0], noise_multiplier=1.0, **options)
     assert "forward" not in vars(toy.model) and "forward" not in vars(toy.model[0])
+
+
+def test_made_up_images_have_the_shape_of_the_data_and_nothing_else_of_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16, 5))
+
+    def losses(value):
+        images, labels = torch.full((4, 3, 4, 4), value, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        prepare = partial(normalize, mean=(0.5,) * 3, std=(0.5,) * 3)
+        task = ImageClassification(model, (images, labels), (images, labels), prepare, {}, nullcontext)
+        torch.manual_seed(1)
+        return task.public_losses(6)
+
+    found = losses(0)
+    assert found.shape == (6,) and found.requires_grad and len({*found.tolist()}) == 6
+    assert torch.equal(found, losses(255))
