@@ -72,10 +72,9 @@ def norms_of_losses(engine: ClippingEngine, losses: Tensor) -> Tensor:
         UserError: as `ClippingEngine.backward` does.
     """
     check_losses(losses)
-    with engine.uncounted():
-        engine.check_output(losses)
-        with engine.norms_of(NOT_NAMED, len(losses)):
-            run_backward(losses)
+    engine.check_output(losses)
+    with engine.norms_of(NOT_NAMED, len(losses)):
+        run_backward(losses)
     return engine.per_example_norms
 
 
