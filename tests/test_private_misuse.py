@@ -219,6 +219,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
     "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),
     "a threshold out of range": (lambda: make(threshold=-1.0), "finite and positive"),
+    "public thresholds without `public=`": (lambda: make(clip="public_layer"), "has no public= to follow"),
+    "`public=` without public thresholds": (lambda: make(public=lambda: torch.ones(2)), "follows no public examples"),
     "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile is 1.5"),
     "no budget for the counts of adaptive thresholds": (lambda: make(quantile_budget=0.0), "quantile_budget=0"),
     'an unknown mode, or `clip="none"`': (lambda: make(clip="adaptive_layers"), "did you mean adaptive_layer"),

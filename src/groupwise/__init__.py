@@ -1,18 +1,24 @@
 """Differentially private deep learning with group-wise clipping."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from groupwise.clipping import gradient_norms, gradient_products
     from groupwise.private import Private, make_private
 
 __version__ = "0.1.0"
-__all__ = ["Private", "__version__", "make_private"]
+__all__ = ["Private", "__version__", "gradient_norms", "gradient_products", "make_private"]
+_OWNERS = {
+    "Private": "groupwise.private",
+    "gradient_norms": "groupwise.clipping",
+    "gradient_products": "groupwise.clipping",
+    "make_private": "groupwise.private",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`make_private` and `Private`, when they are asked for: the package alone imports no torch."""
-    if name in ("Private", "make_private"):
-        from groupwise import private
-
-        return getattr(private, name)
+    """The public names, when they are asked for: the package alone imports no torch."""
+    if name in _OWNERS:
+        return getattr(import_module(_OWNERS[name]), name)
     raise AttributeError(f"module 'groupwise' has no attribute {name!r}")

@@ -73,9 +73,12 @@ def build_trainer(
             engine = shard(task.model, engine, config.clip, device)
             make = ShardedTrainer
     optimizer = make_optimizer(task.model.parameters(), config.optim)
+    mechanism = _mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks)
+    mechanism.public = partial(task.public_losses, config.clip.public_examples)
+    mechanism.follow_public(0)
     return make(
         task=task,
-        mechanism=_mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks),
+        mechanism=mechanism,
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=microbatch or 1,
         average=WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None,

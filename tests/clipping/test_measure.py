@@ -1,62 +1,267 @@
-"""Gradient norms for a look: equal to a loop over examples, and nothing is left behind."""
+"""Gradient norms and products for a look: equal to a loop over examples, and the model is as it was."""
 
+import random
+import warnings
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from groupwise.clipping import flat, gradient_norms
+import groupwise
+from groupwise.clipping import attach, by_mapping, flat, gradient_norms, gradient_products, per_layer
 from groupwise.errors import UserError
 
+EXAMPLES = 9
 
-def problem():
+
+class Convolutional(nn.Module):
+    """Layers with rules and without one (PReLU, a bare parameter)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.PReLU(6), nn.Conv2d(6, 4, 2))
+        self.scale, self.head = nn.Parameter(torch.randn(4, 1, 1)), nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.silu(self.body(x) * self.scale).flatten(1))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Linear(4, 8), nn.Parameter(torch.randn(1, 5, 8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(x) + self.places).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(11, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(x))[0][:, -1])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embed(x)))).mean(1)
+
+
+INPUTS = {
+    Convolutional: lambda: torch.randn(EXAMPLES, 3, 4, 4),
+    Transformer: lambda: torch.randn(EXAMPLES, 5, 4),
+    Recurrent: lambda: torch.randint(11, (EXAMPLES, 4)),
+    Tied: lambda: torch.randint(11, (EXAMPLES, 4)),
+}
+BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+def problem(kind=Transformer, dtype=torch.float64):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
-    x, y = torch.randn(9, 5, dtype=torch.float64), torch.arange(9) % 3
-    return model, x, y, lambda rows: F.cross_entropy(model(x[rows]), y[rows], reduction="none")
+    model, x, y = kind().to(dtype), INPUTS[kind](), torch.arange(EXAMPLES) % 3
+    x = x.to(dtype) if x.is_floating_point() else x
+    return model, lambda rows: F.cross_entropy(model(x[rows]), y[rows], reduction="none")
 
 
-def by_hand(model, losses, layer):
-    norms = []
-    for example in range(9):
-        gradients = torch.autograd.grad(losses([example]).sum(), list(layer.parameters()))
-        norms.append(sum(g.square().sum() for g in gradients).sqrt())
-    return torch.stack(norms)
+def gradients_by_hand(model, losses):
+    """Name of a parameter -> its gradient for each example, (n, *shape), by a loop."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = [torch.autograd.grad(losses([i]).sum(), parameters) for i in range(EXAMPLES)]
+    return {name: torch.stack(rows).detach() for name, rows in zip(names, zip(*found, strict=True), strict=True)}
 
 
-def test_norms_of_each_layer_equal_a_loop_over_examples():
-    model, _, _, losses = problem()
-    found = gradient_norms(model, [[0, 1, 2, 3], [4, 5, 6, 7], [8]], losses)
-    assert list(found) == ["0", "2"]
-    for name, layer in (("0", model[0]), ("2", model[2])):
-        torch.testing.assert_close(found[name], by_hand(model, losses, layer), rtol=1e-9, atol=1e-12)
+def norms_by_hand(model, losses, partition):
+    places = {id(parameter): name for name, parameter in model.named_parameters()}
+    each = gradients_by_hand(model, losses)
+    norms = {}
+    for group in partition:
+        own = {
+            places[id(p)] for layer in group.layers for p in model.get_submodule(layer).parameters(recurse=False)
+        }  # a parameter that two layers share is one
+        norms[group.name] = sum(each[name].flatten(1).square().sum(1) for name in own).sqrt().double()
+    return norms
 
 
-def test_groups_may_be_given():
-    model, _, _, losses = problem()
-    (norms,) = gradient_norms(model, [range(9)], losses, flat(model)).values()
-    torch.testing.assert_close(norms, by_hand(model, losses, model), rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("of", [per_layer, flat])
+def test_norms_equal_a_loop_over_examples(kind, of):
+    model, losses = problem(kind)
+    expected = norms_by_hand(model, losses, of(model))
+    found = gradient_norms(model, BATCHES, losses, of(model))
+    assert list(found) == list(expected)
+    for name, norms in found.items():
+        torch.testing.assert_close(norms, expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_gradients_are_as_before_and_nothing_stays_attached():
-    model, x, y, losses = problem()
-    model[0].weight.grad = before = torch.ones_like(model[0].weight)
-    gradient_norms(model, [range(9)], losses)
-    assert model[0].weight.grad is before
-    assert model[0].bias.grad is None
-    plain = torch.autograd.grad(losses(range(9)).sum(), model[2].weight)[0]
-    torch.testing.assert_close(
-        plain, torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), model[2].weight)[0]
-    )
+def test_groups_may_be_ones_own_and_a_layer_is_one_by_default():
+    model, losses = problem()
+    groups = by_mapping(model, {"block*": "block", "*": "rest"})
+    assert list(gradient_norms(model, BATCHES, losses, groups)) == [group.name for group in groups]
+    assert list(gradient_norms(model, BATCHES, losses)) == [group.name for group in per_layer(model)]
 
 
-def test_a_mistake_leaves_the_model_free():
-    model, _, _, losses = problem()
-    with pytest.raises(UserError):
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_products_equal_a_loop_over_examples(kind, dtype, rtol):
+    model, losses = problem(kind, dtype)
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    each = gradients_by_hand(model, losses)
+    expected = sum((each[name] * v).flatten(1).sum(1) for name, v in direction.items())
+    found = gradient_products(model, BATCHES, losses, direction)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
+
+
+def test_parameters_that_the_direction_leaves_out_do_not_move():
+    model, losses = problem()
+    direction = {"head.weight": torch.randn_like(model.head.weight)}
+    expected = (gradients_by_hand(model, losses)["head.weight"] * direction["head.weight"]).sum((1, 2))
+    torch.testing.assert_close(gradient_products(model, BATCHES, losses, direction), expected)
+
+
+def test_the_product_with_ones_own_gradient_is_the_squared_norm():
+    model, losses = problem(Recurrent)
+    own = {name: rows[5] for name, rows in gradients_by_hand(model, losses).items()}
+    norm = gradient_norms(model, [[5]], losses, flat(model))["all"]
+    torch.testing.assert_close(gradient_products(model, [[5]], losses, own), norm.square(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("batches", [[], [[]], [[], [3], []]])
+def test_empty_batches_and_batches_of_one(batches):
+    model, losses = problem()
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    expected = norms_by_hand(model, losses, flat(model))["all"][[i for batch in batches for i in batch]]
+    found = gradient_norms(model, batches, losses, flat(model))["all"]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    assert gradient_products(model, batches, losses, direction).shape == found.shape
+
+
+class Careless(nn.Module):
+    """Draws random numbers of every kind, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(5, 3), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(self.drop(x)) * (1 + random.random() + np.random.rand())
+
+
+def everything(model):
+    state = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor([*state[1].tolist(), state[2]]),
+        "python": torch.tensor(random.getstate()[1]),
+        **{name: value.clone() for name, value in model.state_dict().items()},
+    }
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("measure", ["norms", "products"])
+def test_the_model_is_untouched(measure, fails):
+    torch.manual_seed(0)
+    model, x = Careless(), torch.randn(EXAMPLES, 5)
+    model.layer.weight.grad = gradient = torch.ones_like(model.layer.weight)
+    forwards = [dict(module.__dict__).get("forward") for module in model.modules()]
+
+    def losses(rows):
+        if fails and 8 in rows:
+            raise LookupError
+        return model(x[rows]).sum(1)
+
+    def run():
+        if measure == "norms":
+            return gradient_norms(model, BATCHES, losses)
+        return gradient_products(model, BATCHES, losses, {"layer.weight": torch.ones(3, 5)})
+
+    before = everything(model)
+    if fails:
+        with pytest.raises(LookupError):
+            run()
+    else:
+        run()
+    after = everything(model)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert model.layer.weight.grad is gradient and bool((gradient == 1).all()) and model.layer.bias.grad is None
+    assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+    assert all(torch.autograd.forward_ad.unpack_dual(p).tangent is None for p in model.parameters())
+
+
+def test_libraries_of_kernels_are_on_again_and_nothing_warns():
+    model, losses = problem(Recurrent, torch.float32)
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient_products(model, [[0, 1]], losses, direction)
+    assert (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled) == before
+
+
+def test_a_mistake_is_a_sentence_and_leaves_the_model_free():
+    model, losses = problem()
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    with pytest.raises(UserError, match="one value per example"):
         gradient_norms(model, [range(9)], lambda rows: losses(rows).mean())
-    assert len(gradient_norms(model, [range(9)], losses)["0"]) == 9
+    with pytest.raises(UserError):
+        gradient_products(model, [range(9)], lambda rows: losses(rows).mean(), direction)
+    with pytest.raises(UserError, match=r"'head\.wight', which is no parameter .*head\.weight"):
+        gradient_products(model, [[0]], losses, {"head.wight": direction["head.weight"]})
+    with pytest.raises(UserError, match=r"shape \(3,\) for parameter 'head\.weight' of shape \(3, 8\)"):
+        gradient_products(model, [[0]], losses, {"head.weight": torch.ones(3)})
+    with pytest.raises(UserError, match="depend on no parameter that direction names"):
+        gradient_products(model, [[0]], problem()[1], direction)  # another model's losses
+    with attach(model, flat(model), 1.0):
+        with pytest.raises(UserError, match="detach"):
+            gradient_norms(model, [[0]], losses)
+        with pytest.raises(UserError, match="attached"):
+            gradient_products(model, [[0]], losses, direction)
+    with pytest.raises(UserError, match="BatchNorm1d"):
+        gradient_products(nn.Sequential(nn.BatchNorm1d(3)), [[0]], losses, {})
+    assert len(gradient_norms(model, [range(9)], losses)["head"]) == 9
+    assert len(gradient_products(model, [range(9)], losses, direction)) == 9
 
 
-def test_without_examples_there_are_no_norms():
-    model, _, _, losses = problem()
-    found = gradient_norms(model, [], losses)
-    assert {name: norms.shape for name, norms in found.items()} == {"0": (0,), "2": (0,)}
+class Backward(torch.autograd.Function):
+    """The identity, in reverse mode alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def test_an_operation_without_forward_mode_is_named():
+    model, losses = problem()
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    with pytest.raises(UserError, match=r"forward mode, which .* torch says: .*jvp"):
+        gradient_products(model, [[0]], lambda rows: Backward.apply(losses(rows)), direction)
+
+
+def test_errors_of_ones_own_code_stay_what_they_are():
+    model, _ = problem()
+    with pytest.raises(NotImplementedError, match="later"):
+        gradient_products(model, [[0]], _later, {"head.bias": torch.ones(3)})
+
+
+def _later(rows):
+    raise NotImplementedError("later")
+
+
+def test_the_package_offers_both():
+    assert groupwise.gradient_norms is gradient_norms and groupwise.gradient_products is gradient_products

@@ -214,6 +214,8 @@ def _clipping(config: RunConfig) -> Iterator[str]:
         yield (f"clip.gamma=0 with clip.rule={clip.rule} divides by a zero norm: give a small number such as 0.01.")
     if clip.policy == "adaptive":
         yield from _adaptive(config)
+    if clip.policy == "public":
+        yield from _public_norms(config)
     if clip.grouping != "none" and config.model.norm == "batch":
         yield (
             "model.norm=batch mixes the examples of a batch, so no example's gradient can be clipped alone: "
@@ -240,6 +242,23 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
             f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
         )
+
+
+def _public_norms(config: RunConfig) -> Iterator[str]:
+    """What thresholds that follow examples made of random numbers cannot do."""
+    clip, instead = config.clip, "use clip=fixed_layer or adaptive_layer"
+    if clip.grouping == "none":
+        yield "clip.policy=public has no threshold to move with clip.grouping=none: use clip.policy=fixed."
+    if clip.grouping in ("flat", "device"):
+        one = f"clip.grouping={clip.grouping}, as only proportions do"
+        yield f"clip.policy=public moves no threshold with {one}: {instead}."
+    if config.task != "cifar" and not config.own_task:
+        yield f"clip.policy=public is for images and tasks of your own, not for task={config.task}: {instead}."
+    several = f"pipeline.stages={config.pipeline.stages}"
+    if config.pipeline.stages > 1:
+        yield f"clip.policy=public needs the whole model on one device, which {several} cuts up: {instead}."
+    if config.parallel.ranks > 1 and config.parallel.kind == "fsdp":
+        yield "clip.policy=public needs whole parameters, and parallel.kind=fsdp has shards: use parallel.kind=ddp."
 
 
 def _public(config: RunConfig) -> Iterator[str]:

@@ -33,6 +33,9 @@ as it is written (``auto`` is the same experiment on every machine; what it foun
 
 LATER = {
     "own_task": "{}",
+    "clip.public_examples": 64,
+    "clip.public_every": 10,
+    "clip.public_power": 0.5,
     "noise.secure": False,
     "data.public": False,
     "data.flip": False,

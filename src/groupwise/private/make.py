@@ -30,6 +30,8 @@ MODES: dict[str, dict[str, Any]] = {
     "adaptive_flat": {"grouping": "flat", "policy": "adaptive", "rescale": False},
     "adaptive_layer": {"grouping": "layer", "policy": "adaptive"},
     "adaptive_block": {"grouping": "block", "policy": "adaptive"},
+    "public_layer": {"grouping": "layer", "policy": "public"},
+    "public_block": {"grouping": "block", "policy": "public"},
 }
 """The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
 CHECKED = 5
@@ -54,6 +56,7 @@ def make_private(
     accountant: str = "prv",
     batch_axis: int = 0,
     check: Callable[[Sequence[int] | np.ndarray], Tensor] | None = None,
+    public: Callable[[], Tensor] | None = None,
     noise_source: NoiseSource | None = None,
     ranks: Alone | Ranks | None = None,
     **settings: Any,
@@ -81,6 +84,9 @@ def make_private(
         accountant: "prv", "pld" or "rdp".
         batch_axis: which axis of the model's first input counts examples, 0 or 1.
         check: indices of examples -> their losses (n,), through the model; five are tried before training.
+        public: for clip="public_layer" or "public_block": losses (P,), through the model, of examples that no private
+            one has a part in: inputs and labels made of random numbers (of torch's, numpy's and Python's default
+            generators, which a step's number seeds), or other data that may be told about.
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
         ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
             same time, and draws its share. Weights and key become those of the first. Parameters may be in shards of
@@ -99,12 +105,15 @@ def make_private(
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     dataset_size = length_of(data)
     config = settle_clip(clip, threshold, settings)
+    _check_public(config, public, in_shards(model))
     if in_shards(model):
         prepare_shards(model, config, ranks, checked=check is not None)
     partition = None if isinstance(clip, str | ClipConfig) else clip
     engine = make_engine(model, config, in_shards(model), partition=partition, batch_axis=batch_axis)
     assert engine is not None
     try:
+        if config.policy == "public" and len(engine.groups) == 1:
+            raise UserError("policy='public' moves no threshold of one group, as only proportions do: use clip='flat'.")
         agreed = settle_plan(
             config,
             dataset_size,
@@ -137,7 +146,13 @@ def make_private(
         optimizer=optimizer,
         device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
         ranks=ranks,
+        public=public,
     )
+    try:
+        mechanism.follow_public(0)
+    except BaseException:
+        engine.detach()
+        raise
     return Private(mechanism, data)
 
 
@@ -246,6 +261,18 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, budget: f
             f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
             f"{'adaptive' if budget else 'fixed'} thresholds: they need {'some of the budget' if budget else '0'}."
         )
+
+
+def _check_public(clip: ClipConfig, public: Callable[[], Tensor] | None, shards: bool) -> None:
+    """Refuse thresholds that follow public examples without these, and these without such thresholds."""
+    if (clip.policy == "public") != (public is not None):
+        given = "has no public= to follow" if public is None else "follows no public examples, which were given"
+        raise UserError(
+            f"policy={clip.policy!r} {given}: give clip='public_layer' and public=, a function that returns losses of "
+            "examples made of random numbers, or neither."
+        )
+    if public is not None and shards:
+        raise UserError("policy='public' needs whole parameters, and the model's are shards: use another mode.")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -46,6 +46,13 @@ class Task(ABC):
     def describe_data(self) -> dict[str, Any]:
         """Counts, source and checksums, for the run's record."""
 
+    def public_losses(self, count: int) -> Tensor:
+        """Losses (count,) of examples made of random numbers of the default generators: of nothing in any data set."""
+        raise UserError(
+            f"clip.policy=public needs examples made of random numbers, which {type(self).__name__} has none of: write "
+            "its public_losses, or choose clip=fixed_layer or adaptive_layer."
+        )
+
     def order(self, examples: np.ndarray) -> np.ndarray:
         """The same examples in the order in which they share microbatches: the largest first, like beside like."""
         return examples

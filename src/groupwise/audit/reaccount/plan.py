@@ -57,7 +57,7 @@ def scales(record: Record) -> str:
 
 
 def thresholds(record: Record) -> str:
-    """One positive C_k for each of K groups, with √(ΣC_k²) = C where they are fixed or rescaled."""
+    """One positive C_k for each of K groups, with √(ΣC_k²) = C unless they move freely."""
     config, values = record.config, list(record.json("privacy")["thresholds"].values())
     if config["clip.grouping"] == "none":
         if values:
@@ -144,7 +144,7 @@ def steps(record: Record) -> str:
 
 
 def _norm_is_known(config: dict[str, Any]) -> bool:
-    return config["clip.policy"] == "fixed" or bool(config["clip.rescale"])
+    return config["clip.policy"] != "adaptive" or bool(config["clip.rescale"])
 
 
 def data(record: Record) -> str:
