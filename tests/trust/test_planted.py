@@ -17,9 +17,7 @@ from trust.planted_bugs.table import HEAD, as_csv, as_markdown
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = {
-    "no_noise": 100,
     "one_stream": 100,
-    "no_clipping": 100,
     "public_masks": 100,
     "one_layer": 100,
     "tied_use": 100,
@@ -28,7 +26,7 @@ QUICK = {
     "drawn_size": 100,
     "mean_loss": 100,
 }
-"""Bugs that few plays show, so few that they fit the fast tests."""
+"""Bugs that few plays show, so few that they fit the fast tests; no_noise and no_clipping are in other tests below."""
 
 
 @pytest.fixture(autouse=True)
