@@ -1,4 +1,4 @@
-"""Lists choices of `conf/` that go together: cells of task, clipping mode and scale, and few that hold all pairs."""
+"""Lists choices of `conf/` that go together: cells of task, clipping mode and scale, and few of them that will do."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def pairwise(cells: Iterable[Cell]) -> list[Cell]:
                 taken.append(cell)
                 left.remove(cell)
     return taken
+
+
+def each_value_once(cells: Iterable[Cell]) -> list[Cell]:
+    """Those of `cells` that hold a value which none before them does: every value of any of them is in one."""
+    held: set[str] = set()
+    return [cell for cell in cells if not held.issuperset(cell) and (held.update(cell) or True)]
 
 
 def pairs_fast(cells: Iterable[Cell]) -> list[object]:

@@ -2,8 +2,11 @@
 
 import gc
 import os
+import sys
 
 import pytest
+
+sys.dont_write_bytecode = False  # in containers it often is True, and every worker and process would compile all anew
 
 
 @pytest.hookimpl(wrapper=True)

@@ -46,13 +46,13 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("model", "overrides"), CELLS, ids=lambda value: value if isinstance(value, str) else value[0])
-def test_a_canary_shows_as_much_as_the_plan_says_and_no_more(own_cache, model, overrides):
+def test_a_canary_shows_as_much_as_the_plan_says_and_no_more(model, overrides):
     setting = make_setting([*overrides, *QUICK], model=model, canaries=600, seed=3)
     absent, present = standardised(setting)
     assert normal(absent) and normal(present)
 
 
-def test_behind_dropout_a_canary_shows_its_mean_over_masks(own_cache):
+def test_behind_dropout_a_canary_shows_its_mean_over_masks():
     """Who is absent shows noise alone; who is there adds, in the mean, what the attacker's own masks say."""
     setting = make_setting(["clip=fixed_layer", *QUICK], canaries=600, seed=3, dropout=0.3)
     absent, present = standardised(setting)
@@ -60,21 +60,21 @@ def test_behind_dropout_a_canary_shows_its_mean_over_masks(own_cache):
     assert abs(present.mean()) < 5 / len(present) ** 0.5 < 0.5
 
 
-def test_an_example_that_is_clipped_too_little_would_be_seen(own_cache, monkeypatch):
+def test_an_example_that_is_clipped_too_little_would_be_seen(monkeypatch):
     monkeypatch.setitem(CLIP_RULES, "min", lambda _: lambda norms, threshold: 1.5 * clip_factors(norms, threshold))
     monkeypatch.setattr("groupwise.build.verify", lambda *_, **__: None)
     absent, present = standardised(make_setting(["clip=fixed_layer", *QUICK], canaries=600, seed=3))
     assert normal(absent) and not normal(present)
 
 
-def test_noise_a_fifth_too_small_would_be_seen(own_cache, monkeypatch):
+def test_noise_a_fifth_too_small_would_be_seen(monkeypatch):
     whole = mechanism.noise_stds
     monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.8 * whole(*given, **more))
     absent, present = standardised(make_setting(["clip=flat", *QUICK], canaries=600, seed=3))
     assert not normal(absent) and not normal(present)
 
 
-def test_codes_show_every_canary_in_the_counts(own_cache, monkeypatch):
+def test_codes_show_every_canary_in_the_counts(monkeypatch):
     """With nearly all of the budget on counts, what is found is what they alone say: K/(4σ_b²) for each canary."""
     asked = ["clip=adaptive_layer", "clip.quantile_budget=0.99", *QUICK]
     setting = make_setting(asked, design="counts", canaries=256, seed=3)
@@ -132,7 +132,7 @@ def test_a_likelihood_ratio_averages_to_one_without_the_canary(rate):
     assert ratios.mean() == pytest.approx(1.0, abs=0.02) and ratios.std() > 0.1
 
 
-def test_the_level_of_codes_is_the_threshold_itself(own_cache):
+def test_the_level_of_codes_is_the_threshold_itself():
     asked = ["clip=adaptive_layer", *QUICK]
     setting = make_setting([*asked, "clip.initial_threshold=0.3"], design="counts", canaries=64)
     assert level_of(setting) == 0.3

@@ -13,11 +13,6 @@ from groupwise.privacy import PoissonSampler, mechanism
 QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
 
 
-@pytest.fixture(autouse=True)
-def _cold(own_cache):
-    """An empty cache."""
-
-
 @pytest.mark.parametrize("design", ["full", "poisson"])
 def test_what_is_right_passes_and_shows_something(design):
     finding = audit_mode(make_setting(["clip=adaptive_layer", *QUICK], design=design, canaries=2000))

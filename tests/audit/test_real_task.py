@@ -16,7 +16,7 @@ IMAGES = ["task=cifar", "clip=fixed_layer", "privacy.accountant=rdp", "data.trai
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(own_cache):
+def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,8 +25,8 @@ def _one_thread(own_cache):
 
 @pytest.mark.parametrize("asked", [TEXT, IMAGES], ids=["sst2", "cifar"])
 def test_what_is_right_passes_and_what_is_wrong_is_broken(asked, monkeypatch):
-    """With a hundredth of the noise 30 plays of two worlds show more than an epsilon of one half."""
-    setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=30)
+    """With a hundredth of the noise 20 plays of two worlds show more than an epsilon of one half."""
+    setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=20)
     right = audit_mode(setting)
     assert right.kept and right.share is not None and 0 < right.share <= 1
     whole = mechanism.noise_stds

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -142,19 +143,35 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
 }
 
 
+FEW = ("mlp", "transformer", "wide_resnet", "gpt2_tied", "roberta")
+"""One of each kind, which the fast tests see on two rows as well."""
+
+
 @pytest.mark.parametrize(
-    "mode", ["layer", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "layer")]
+    ("mode", "rows"),
+    [
+        ("layer", 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(MODES, (5, 2)) if case != ("layer", 5)),
+    ],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_ordinary_models_pass(name, mode):
+def test_ordinary_models_pass(name, mode, rows):
+    check(name, mode, rows)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_ordinary_models_pass_on_two_rows(name):
+    check(name, "layer", 2)
+
+
+def check(name: str, mode: str, rows: int) -> None:
     torch.manual_seed(1)
     make_partition, options = MODES[mode]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="groupwise has no rule")
         model, losses = MODELS[name]()
         with attach(model, make_partition(model), 0.3, **options) as engine:
-            for rows in (5, 2):
-                assert verify(engine, losses, EXAMPLES, rows=rows) < 1e-3
+            assert verify(engine, losses, EXAMPLES, rows=rows) < 1e-3
 
 
 def test_padding_is_what_the_texts_differ_in():
@@ -163,7 +180,13 @@ def test_padding_is_what_the_texts_differ_in():
     torch.testing.assert_close(losses([3]), losses([0, 3])[1:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["transformer", "wide_resnet", "gpt2_tied", "gpt2_lora_dropout", "roberta", "bert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("transformer", "wide_resnet", "gpt2_lora_dropout"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2_tied", "roberta", "bert")),
+    ],
+)
 def test_so_they_do_in_bfloat16_within_wider_tolerances(name):
     torch.manual_seed(1)
     model, losses = MODELS[name]()

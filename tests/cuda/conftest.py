@@ -41,16 +41,45 @@ def python(tmp_path_factory) -> Callable[..., str]:
     return run
 
 
+Rows = dict[tuple[str, ...], dict[str, Any]]
+SEVERAL = """
+import json, sys
+from benchmarks.emulated import guard
+from benchmarks.emulated.__main__ import main
+for options in json.loads(sys.argv[1]):
+    assert main(options) == 0
+    guard.load = lambda: None  # it is loaded once a process
+"""
+
+
+def read(path: Path) -> Rows:
+    rows = json.loads(path.read_text())
+    return {tuple(row[key] for key in ("model", "mode", "layout", "precision")): row for row in rows}
+
+
 @pytest.fixture(scope="session")
-def emulate(python, tmp_path_factory) -> Callable[..., dict[tuple[str, ...], dict[str, Any]]]:
+def emulate(python, tmp_path_factory) -> Callable[..., Rows]:
     """Steps on the emulated GPU, `key=value` as of `python -m benchmarks.emulated`: rows by (model, mode, layout,
     precision)."""
 
-    def run(*options: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    def run(*options: str) -> Rows:
         path = tmp_path_factory.mktemp("emulated") / "rows.json"
         python("-m", "benchmarks.emulated", *options, f"json={path}")
-        rows = json.loads(path.read_text())
-        return {tuple(row[key] for key in ("model", "mode", "layout", "precision")): row for row in rows}
+        return read(path)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def emulate_several(python, tmp_path_factory) -> Callable[[list[list[str]]], list[Rows]]:
+    """The same for several lists of options, one after the other in one process."""
+
+    def run(several: list[list[str]]) -> list[Rows]:
+        folder = tmp_path_factory.mktemp("emulated")
+        paths = [folder / f"{number}.json" for number in range(len(several))]
+        given = [[*options, f"json={path}"] for options, path in zip(several, paths, strict=True)]
+        python("-c", SEVERAL, json.dumps(given))
+        return [read(path) for path in paths]
 
     return run
 

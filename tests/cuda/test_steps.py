@@ -17,22 +17,29 @@ def check(rows: dict[tuple[str, ...], dict[str, Any]]) -> None:
         assert all(count == 1 for count in row["waits"].values()), (case, row["waits"])
 
 
-def test_every_mode_runs_on_images(emulate) -> None:
-    check(emulate("model=wrn16_4_ws", "precision=float32", "tiny=true"))
-
-
-def test_autocast_runs_on_images_in_channels_last(emulate) -> None:
-    modes = "mode=none,ghost,adaptive_layer"
-    check(emulate("model=wrn16_4_conv", modes, "precision=bfloat16", "layout=channels_last", "tiny=true"))
+FLOATS, TEXT = ("precision=float32", "tiny=true"), ("tiny=true", "layers=2")
+FAST = {
+    "images": ["model=wrn16_4_ws", "layout=contiguous", *FLOATS],
+    "images in channels_last": ["model=wrn16_4_ws", "mode=flat,fixed_layer", "layout=channels_last", *FLOATS],
+    "autocast in channels_last": [
+        *("model=wrn16_4_conv", "mode=none,ghost,adaptive_layer"),
+        *("precision=bfloat16", "layout=channels_last", "tiny=true"),
+    ],
+    "text, adaptive": ["model=roberta_base,gpt2", "mode=adaptive_layer", *TEXT],
+    "text, flat": ["model=gpt2_untied,lora_gpt2", "mode=flat", *TEXT],
+}
+"""Each model, mode, layout and precision once or more; all of them together are slow."""
 
 
 @pytest.fixture(scope="module")
-def text(emulate) -> dict[tuple[str, ...], dict[str, Any]]:
-    return emulate("model=roberta_base,gpt2,gpt2_untied,lora_gpt2", "mode=adaptive_layer,flat", "tiny=true", "layers=2")
+def fast(emulate_several) -> dict[str, dict[tuple[str, ...], dict[str, Any]]]:
+    return dict(zip(FAST, emulate_several(list(FAST.values())), strict=True))
 
 
-def test_adaptive_layers_run_on_text(text) -> None:
-    check(text)
+@pytest.mark.parametrize("which", FAST)
+def test_every_model_mode_and_layout_runs(fast, which) -> None:
+    assert fast[which]
+    check(fast[which])
 
 
 BUDGETS = {
@@ -68,7 +75,8 @@ def over(rows: dict[tuple[str, ...], dict[str, Any]], budgets: dict[tuple[str, s
     ]
 
 
-def test_two_blocks_keep_to_their_kernels(text) -> None:
+def test_two_blocks_keep_to_their_kernels(fast) -> None:
+    text = fast["text, adaptive"] | fast["text, flat"]
     assert not over(text, {key: (kernels, 1.0) for key, kernels in SHALLOW.items()})
 
 

@@ -206,6 +206,7 @@ class TestMosaics:
         write_picture(root / "cifar10" / "train_shard0.webp", side=320)
         assert "320×320 pixels" in refused(read_mosaics, root)
 
+    @pytest.mark.slow  # it decodes 60,000 images; the other tests of mosaics read made-up ones
     @pytest.mark.skipif(not REAL_MOSAICS.is_file(), reason="GROUPWISE_DATA names no folder with cifar10/test.webp")
     def test_the_real_images(self):
         data = read_mosaics(Path(REAL_DATA))

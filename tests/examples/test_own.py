@@ -20,6 +20,7 @@ def printed(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return [float(number) for number in re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])]
 
 
+@pytest.mark.slow  # test_method.py and test_loops.py learn within their budgets fast
 def test_a_network_of_ones_own_reads_digits(monkeypatch, capsys):
     epsilon, accuracy = printed("own_model.py", monkeypatch, capsys)
     assert 7.9 < epsilon <= 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,28 @@ def resume(folder: Path, **options) -> None:
     trainer(folder, **options).train(True)
 
 
+FINDS: dict[Callable[[Path], None], str] = {}
+"""Ways that find the folder of a run that was killed, or has ended; the others find an empty one."""
+
+
+def going_on(way: Callable[[Path], None]) -> Callable[[Path], None]:
+    FINDS[way] = "killed"
+    return way
+
+
+def at_its_end(way: Callable[[Path], None]) -> Callable[[Path], None]:
+    FINDS[way] = "ended"
+    return way
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, whole) -> dict[str, Path]:
+    """What such a run leaves, by what became of it."""
+    killed = tmp_path_factory.mktemp("killed")
+    kill(killed)
+    return {"killed": killed, "ended": Path(whole.args.output_dir)}
+
+
 def own_loss(folder: Path) -> None:
     class Own(PrivateTrainer):
         def compute_loss(self, model, inputs, **others):
@@ -46,47 +69,47 @@ def twice(folder: Path) -> None:
     run.train()
 
 
+@going_on
 def after_a_kill(folder: Path) -> None:
-    kill(folder)
     trainer(folder).train()
 
 
+@going_on
 def other_settings(folder: Path) -> None:
-    kill(folder)
     resume(folder, weight_decay=0.1)
 
 
+@going_on
 def other_optimizer(folder: Path) -> None:
     """Its state is taken from the checkpoint, so that alone would not tell."""
-    kill(folder)
     model = encoder()
     trainer(folder, model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None)).train(True)
 
 
+@going_on
 def other_budget(folder: Path) -> None:
-    kill(folder)
     resume(folder, budget=privacy(threshold=2.0))
 
 
+@going_on
 def other_weights(folder: Path) -> None:
-    kill(folder)
     encoder(num_labels=2).save_pretrained(folder / "checkpoint-3")
     resume(folder)
 
 
+@going_on
 def no_optimizer_state(folder: Path) -> None:
-    kill(folder)
     (folder / "checkpoint-3" / "optimizer.pt").unlink()
     resume(folder)
 
 
+@going_on
 def other_data(folder: Path) -> None:
-    kill(folder)
     resume(folder, train_dataset=Texts(48))
 
 
+@going_on
 def without_the_key(folder: Path) -> None:
-    kill(folder)
     (folder / KEY).unlink()
     resume(folder)
 
@@ -96,13 +119,13 @@ def only_the_model(folder: Path) -> None:
     resume(folder)
 
 
+@at_its_end
 def after_the_end(folder: Path) -> None:
-    trainer(folder).train()
     trainer(folder).train(str(folder / "checkpoint-3"))
 
 
+@at_its_end
 def at_the_end(folder: Path) -> None:
-    trainer(folder).train()
     resume(folder)
 
 
@@ -173,8 +196,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("way", REFUSALS)
-def test_a_way_to_hold_it_wrong_is_refused_in_a_sentence(tmp_path, way):
+def test_a_way_to_hold_it_wrong_is_refused_in_a_sentence(tmp_path, way, folders):
     do, words = REFUSALS[way]
+    if do in FINDS:
+        shutil.copytree(folders[FINDS[do]], tmp_path, dirs_exist_ok=True)
     with pytest.raises(UserError, match=re.escape(words)) as refusal:
         do(tmp_path)
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
@@ -241,7 +266,7 @@ def test_other_loops_of_accelerate_are_left_alone(tmp_path):
     assert run.accelerator.sync_gradients
 
 
-def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path):
+def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path, whole):
     run = trainer(tmp_path, callbacks=[Kill(5)])
     with pytest.raises(Killed):
         run.train()
@@ -249,8 +274,6 @@ def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path):
         run.train()
     run.remove_callback(Kill)
     run.train(True)
-    whole = trainer(tmp_path / "whole")
-    whole.train()
     assert torch.equal(weights(run.model), weights(whole.model))
 
 

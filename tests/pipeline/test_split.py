@@ -151,15 +151,25 @@ def assert_same(found, wanted, names, tolerance=1e-12):
         torch.testing.assert_close(found[1][name], wanted[1][name], rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_stages_one_after_the_other_are_the_whole_model(case):
+COUNTS = {case: (1 + i % 2, 3 + i % 2) for i, case in enumerate(CASES)}
+"""One of few and one of many stages; the fast tests try these alone."""
+
+
+@pytest.mark.parametrize(
+    ("case", "counts"),
+    [
+        *COUNTS.items(),
+        *(pytest.param(case, tuple(range(1, BLOCKS + 1)), marks=pytest.mark.slow) for case in CASES),
+    ],
+)
+def test_stages_one_after_the_other_are_the_whole_model(case, counts):
     make, kind = CASES[case]
     model, (ids, kwargs) = make(kind), texts()
     wanted = expected(model, ids, kwargs)
     assert all(float(gradient.abs().max()) > 0 for gradient in wanted[1].values())
-    for count in range(1, BLOCKS + 1):
+    for count in counts:
         assert_same(chained(stages_of(model, count), ids, kwargs), wanted, wanted[1])
-    assert_same(chained(stages_of(model, 3, rematerialize=True), ids, kwargs), wanted, wanted[1])
+    assert_same(chained(stages_of(model, counts[-1], rematerialize=True), ids, kwargs), wanted, wanted[1])
 
 
 def test_losses_can_be_sums_over_tokens():

@@ -32,7 +32,7 @@ def test_without_sampling_the_smallest_are_the_analytic_gaussians():
         assert exact >= 0.99 * epsilon or epsilon == 1e-8
 
 
-@pytest.mark.parametrize("sigma", [60.0, 300.0, pytest.param(2000.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sigma", [60.0, *(pytest.param(large, marks=pytest.mark.slow) for large in (300.0, 2000.0))])
 def test_pld_stands_in_for_small_epsilon_and_agrees_with_the_slow_prv(sigma):
     stood_in = epsilon_bounds(sigma, RATE, 10, DELTA)
     assert "PLD" in stood_in.note
@@ -63,7 +63,10 @@ def test_no_noise_to_speak_of_is_refused_in_a_sentence(accountant, sigma):
         epsilon_bounds(sigma, RATE, STEPS, DELTA, accountant)
 
 
-@pytest.mark.parametrize("delta", [pytest.param(0.99, marks=pytest.mark.slow), 0.5, 0.02, 1e-11, 1e-13, 1e-100, 1e-320])
+@pytest.mark.parametrize(
+    "delta",
+    [*(pytest.param(large, marks=pytest.mark.slow) for large in (0.99, 0.5)), 0.02, 1e-11, 1e-13, 1e-100, 1e-320],
+)
 def test_any_delta_has_its_noise(delta):
     found = calibrate(1.0, delta, RATE, STEPS)
     assert 0.99 <= found.epsilon_upper <= 1.0

@@ -1,7 +1,5 @@
 """The noise: its law, that it is never used twice, that it can be replayed, and whose key is a secret."""
 
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -10,6 +8,7 @@ import torch
 
 from groupwise.errors import UserError
 from groupwise.privacy.noise import ALONE, COUNT_STREAM, NoiseSource
+from tests.forks import Command
 
 SOURCE = NoiseSource.from_seed(7)
 DTYPES = [torch.float32, torch.float64]
@@ -63,13 +62,18 @@ def test_a_replay_adds_the_very_same_noise(dtype):
     assert torch.equal(draw(step=4, dtype=dtype), draw(step=4, source=copy, dtype=dtype))
 
 
-def test_the_noise_is_the_same_in_another_process():
-    script = (
-        "import torch; from groupwise.privacy.noise import NoiseSource;"
-        "print(NoiseSource.from_seed(7).add_gaussian_(torch.zeros(3).double(), 1.0, 2, 5).tolist())"
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_noise_is_the_same_in_another_process(tmp_path, secure):
+    script = tmp_path / "draws.py"
+    script.write_text(
+        "import torch\nfrom groupwise.privacy.noise import NoiseSource\n"
+        f"source = NoiseSource.from_seed(7, secure={secure})\n"
+        "print(source.add_gaussian_(torch.zeros(3).double(), 1.0, 2, 5).tolist())\n"
     )
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == str(draw(3, step=2, stream=5, dtype=torch.float64).tolist())
+    source = NoiseSource.from_seed(7, secure=secure)
+    code, output, errors = Command(str(script), cwd=tmp_path).finish()
+    assert code == 0, errors
+    assert output.strip() == str(source.add_gaussian_(torch.zeros(3).double(), 1.0, 2, 5).tolist())
 
 
 def test_the_global_generators_are_left_alone():

@@ -66,25 +66,35 @@ def test_what_was_spent_keeps_to_the_target(plan):
     assert report.epsilon == report.prv.upper
     assert report.prv.upper <= report.rdp
     assert report.guaranteed
-    assert plan.spent(100).epsilon < report.epsilon < plan.spent(201).epsilon
+    assert plan.spent_epsilon(100) == plan.spent(100).epsilon < report.epsilon < plan.spent(201).epsilon
+
+
+def test_what_was_spent_is_asked_of_the_plans_accountant_alone(monkeypatch):
+    plan = make()
+    expected = {steps: plan.spent(steps).epsilon for steps in (1, 200)}
+    monkeypatch.delattr(accounting, "epsilon_prv")
+    accounting._composed.cache_clear()
+    assert {steps: plan.spent_epsilon(steps) for steps in (1, 200)} == expected
+    assert make(epsilon=math.inf).spent_epsilon(1) == math.inf
 
 
 def test_nothing_was_spent_before_the_first_step(plan):
-    assert plan.spent(0).epsilon == 0.0
+    assert plan.spent(0).epsilon == plan.spent_epsilon(0) == 0.0
     assert plan.progress(0) == 0.0
 
 
 @pytest.mark.parametrize("executed", [-1, 1.5, math.nan])
 def test_spending_needs_a_number_of_steps(plan, executed):
-    with pytest.raises(UserError, match="executed_steps"):
-        plan.spent(executed)
+    for spend in (plan.spent, plan.spent_epsilon):
+        with pytest.raises(UserError, match="executed_steps"):
+            spend(executed)
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_the_report_quotes_the_plans_accountant(accountant):
     plan = make_plan(**{**SETTING, "expected_batch_size": 5000}, noise_multiplier=100.0, accountant=accountant)
     report = plan.spent(200)
-    assert report.epsilon == getattr(report, accountant) == plan.epsilon
+    assert plan.spent_epsilon(200) == report.epsilon == getattr(report, accountant) == plan.epsilon
     for steps in (0, 200):
         assert (plan.spent(steps).pld is None) == (accountant != "pld")
 

@@ -82,13 +82,14 @@ def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("formula", ["gram", "materialize"])
-def test_a_forced_formula_is_the_same_run_to_rounding(tmp_path, formula):
-    for name in ("auto", formula):
+def test_a_forced_formula_is_the_same_run_to_rounding(tmp_path):
+    formulas = ("auto", "gram", "materialize")
+    for name in formulas:
         run(smoke(tmp_path / name, f"clip.formula={name}", "debug.noise_seed=1", "train.steps=1", RDP))
-    a, b = (torch.load(next((tmp_path / name).glob("runs/*/model.pt"))) for name in ("auto", formula))
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+    auto, *forced = (torch.load(next((tmp_path / name).glob("runs/*/model.pt"))) for name in formulas)
+    for model in forced:
+        for name in auto:
+            torch.testing.assert_close(auto[name], model[name], rtol=1e-3, atol=1e-4)
 
 
 def test_a_seeded_noise_is_stamped_not_private(tmp_path, capsys):
@@ -237,7 +238,7 @@ def killed_after(step: int, process: Command, runs: Path) -> bool:
 def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
     settings = [
         "clip=adaptive_layer",
-        "train.steps=24",
+        "train.steps=12",
         "train.checkpoint_every=0",
         "debug.noise_seed=5",
         "train.microbatch=8",
@@ -249,7 +250,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
     kills, chance = 0, random.Random(0)
     for chain in itertools.count():  # on a busy machine a run may be done before its time has come: then another
         runs = tmp_path / f"killed-{chain}" / "runs"
-        for step in sorted(chance.choices(range(1, 18), k=3)):
+        for step in sorted(chance.choices(range(1, 9), k=2)):
             kills += killed_after(step, command(runs.parent, *settings), runs)
         code, _, told = command(runs.parent, *settings).finish()
         assert code == 0, told
@@ -259,7 +260,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
         if kills >= 2:
             break
     steps = [json.loads(line)["step"] for line in next(runs.glob("*/metrics.jsonl")).read_text().splitlines()]
-    assert steps == [*range(1, 25), 24]  # no step twice, none missing; the last line is the final evaluation
+    assert steps == [*range(1, 13), 12]  # no step twice, none missing; the last line is the final evaluation
 
 
 def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path):

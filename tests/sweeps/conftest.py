@@ -71,9 +71,8 @@ class Checkout:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        ignored = shutil.ignore_patterns("__pycache__", "sweep")
-        shutil.copytree(ROOT / "src", root / "src", ignore=ignored)
-        shutil.copytree(ROOT / "conf", root / "conf", ignore=ignored)
+        shutil.copytree(ROOT / "src", root / "src")  # with what Python has compiled of it
+        shutil.copytree(ROOT / "conf", root / "conf", ignore=shutil.ignore_patterns("sweep"))
         shutil.copy(ROOT / "run.py", root)
         (root / "sweeps").mkdir()
         (root / "conf" / "sweep").symlink_to("../sweeps")

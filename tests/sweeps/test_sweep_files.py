@@ -1,4 +1,4 @@
-"""Every file of `sweeps/` is headed by what it is and its command, and all of its cells compose at its scales."""
+"""Every file of `sweeps/` is headed by what it is and its command, and its cells compose at its scales."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 from groupwise.config.compose import register
 from groupwise.sweeps.cells import PAPER, read_sweep
 from groupwise.sweeps.prepare import plan_sweep
+from tests.combinations import each_value_once, run
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for file in (ROOT / "sweeps").glob("*.yaml") if "grids:" in file.read_text())
@@ -18,11 +19,11 @@ def is_slow(file: Path, scale: str) -> bool:
     return file.stem.startswith("search_") or f"{file.stem}_{scale}" in ROWS
 
 
-SCALES = [
-    pytest.param(file, scale, marks=[pytest.mark.slow] if is_slow(file, scale) else [])
-    for file in FILES
-    for scale in (PAPER, *read_sweep(file).scales)
-]
+SCALES = [(file, scale) for file in FILES for scale in (PAPER, *read_sweep(file).scales)]
+
+
+def name_of(value: Path | str) -> str:
+    return value if isinstance(value, str) else value.stem
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -33,7 +34,22 @@ def test_the_heading_says_what_it_is_how_to_run_it_and_what_it_takes(file):
     assert any(line.startswith("# Expected: ") for line in heading)
 
 
-@pytest.mark.parametrize(("file", "scale"), SCALES, ids=lambda value: getattr(value, "stem", value))
+@pytest.mark.parametrize(
+    ("file", "scale"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if is_slow(*case) else []) for case in SCALES],
+    ids=name_of,
+)
+def test_every_value_of_a_cell_composes(file, scale):
+    """Whatever is composed for another sweep as well is composed once."""
+    cells = [tuple(o for o in cell.overrides if not o.startswith("seed=")) for cell in read_sweep(file).cells(scale)]
+    first, *others = each_value_once(cells)
+    for overrides in (first, *others):
+        assert run(*overrides).scale == scale
+    assert run(f"+sweep={file.stem}", *first) == run(*first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "scale"), SCALES, ids=name_of)
 def test_all_cells_of_a_seed_compose(file, scale):
     register()
     cells = plan_sweep([f"+sweep={file.stem}", f"scale={scale}", "seed=0"], ROOT / "conf").cells

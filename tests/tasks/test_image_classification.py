@@ -73,6 +73,7 @@ def test_unknown_names_are_refused():
         make_task(config(model=ModelConfig(name="vgg")), CPU)
 
 
+@pytest.mark.slow  # it decodes 60,000 images; tests/models counts the network's parameters
 @pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real CIFAR-10: GROUPWISE_DATA is not set")
 def test_real_cifar10_makes_the_papers_network():
     paths = PathsConfig(data=os.environ["GROUPWISE_DATA"])

@@ -15,6 +15,7 @@ from groupwise.config.identity import config_hash, stable_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
+from tests.forks import Command
 
 ROOT = Path(__file__).parents[2]
 CONF = """# @package _global_
@@ -80,19 +81,20 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    words = [sys.executable, str(ROOT / "run.py"), *arguments, "--config-dir", "my_conf", "train.device=cpu"]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    words = [str(ROOT / "run.py"), *arguments, "--config-dir", "my_conf", "train.device=cpu"]
+    return subprocess.CompletedProcess(words, *Command(*words, cwd=folder, environment=environment).finish())
 
 
 def test_two_files_make_a_run_without_touching_the_package(folder: Path) -> None:
-    done = command(folder, "task=mine", "clip=flat", "train.epochs=10", "privacy.epsilon=8")
+    asked = ("task=mine", "clip=flat", "train.epochs=10", "privacy.accountant=rdp")
+    done = command(folder, *asked, "privacy.epsilon=8")
     assert done.returncode == 0, done.stderr
     [run] = (folder / "results" / "runs").iterdir()
     row = json.loads((run / "result.json").read_text())
     assert row["valid/accuracy"] > 80  # half of the examples are of either class
     assert (row["task"], row["model.name"], row["train.batch_size"]) == ("mine", "own", 256)
     assert json.loads(row["own_task"]) == {"_target_": "sums.make_sums", "features": 3}
-    assert "Done already" in command(folder, "task=mine", "clip=flat", "train.epochs=10").stdout
+    assert "Done already" in command(folder, *asked).stdout
 
 
 @pytest.mark.slow

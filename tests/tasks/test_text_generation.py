@@ -374,7 +374,14 @@ def test_bad_input_is_one_sentence(changes, message):
 
 
 @pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real texts: GROUPWISE_DATA is not set")
-@pytest.mark.parametrize(("name", "train_file"), [("e2e", None), ("dart", "webnlg2017-train.json"), ("samsum", None)])
+@pytest.mark.parametrize(
+    ("name", "train_file"),
+    [
+        ("samsum", None),
+        pytest.param("e2e", None, marks=pytest.mark.slow),  # tests/data reads these two whole, and is fast
+        pytest.param("dart", "webnlg2017-train.json", marks=pytest.mark.slow),
+    ],
+)
 def test_real_texts(name, train_file):
     data = {"name": "files", "train_file": train_file}
     task = make_task(config(name, data=data, paths=PathsConfig(data=os.environ["GROUPWISE_DATA"])), CPU)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,9 +16,26 @@ from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
 from groupwise.training.from_config import autocast, tolerances
 from groupwise.training.mechanism import Mechanism
 from tests.combinations import run
+from tests.forks import Command
 
 CUDA = torch.device("cuda", 0)
 """Named, never used: settings need no GPU."""
+SCRIPT = """
+import torch
+
+print(torch.backends.cudnn.allow_tf32)
+from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
+
+cuda = torch.device("cuda", 0)
+places = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+for place in places:
+    place.fp32_precision = "tf32"
+with arithmetic(cuda):
+    print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
+    with products(tf32=True):
+        print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
+print([place.fp32_precision for place in places])
+"""
 
 
 def settings() -> tuple[bool, bool]:
@@ -34,9 +49,18 @@ def _as_torch_has_it() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_torch_itself_allows_tf32_in_convolutions() -> None:
-    code = "import torch; print(torch.backends.cudnn.allow_tf32)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What `SCRIPT` prints in a process of its own."""
+    script = tmp_path_factory.mktemp("arithmetic") / "script.py"
+    script.write_text(SCRIPT)
+    code, output, errors = Command(str(script), cwd=script.parent).finish()
+    assert code == 0, errors
+    return output.splitlines()
+
+
+def test_torch_itself_allows_tf32_in_convolutions(told: list[str]) -> None:
+    assert told[0] == "True"
 
 
 @pytest.mark.parametrize("before", [(False, True), (True, True), (False, False), (True, False)])
@@ -53,24 +77,8 @@ def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tupl
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
-def test_settings_of_the_new_kind_are_kept_too() -> None:
-    code = """if True:
-        import torch
-        from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
-        cuda = torch.device("cuda", 0)
-        places = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-        for place in places:
-            place.fp32_precision = "tf32"
-        with arithmetic(cuda):
-            print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
-            with products(tf32=True):
-                print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
-        print([place.fp32_precision for place in places])
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["['ieee', 'ieee'] False", "['tf32', 'tf32'] True", "['tf32', 'tf32']"], (
-        done.stderr
-    )
+def test_settings_of_the_new_kind_are_kept_too(told: list[str]) -> None:
+    assert told[1:] == ["['ieee', 'ieee'] False", "['tf32', 'tf32'] True", "['tf32', 'tf32']"]
 
 
 def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,17 @@
 """Nothing in an exported folder comes from the training data without noise, byte by byte and field by field."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from groupwise.config.compose import compose_run
 from groupwise.config.identity import stable_config
+from groupwise.config.schema import RunConfig
 from groupwise.rows import row_of_data
 from groupwise.run import run
 
@@ -42,18 +46,28 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def frozen(monkeypatch):
-    """Weights that no step moves: then what is released is equal on any two training sets."""
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+Export = tuple[Path, dict[str, Any], RunConfig]
+
+
+@pytest.fixture(scope="module")
+def neighbours(tmp_path_factory) -> Callable[..., tuple[Export, Export]]:
+    """Two neighbours' exports by further settings; weights that no step moves make what is released equal on both."""
+
+    @cache
+    def train(*more: str) -> tuple[Export, Export]:
+        folder = tmp_path_factory.mktemp("neighbours")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+            return exported(folder / "one", SHORT, *more), exported(folder / "other", LONG, *more)
+
+    return train
 
 
 @pytest.mark.parametrize("more", [(), ("data.holdout=0.2",)])
-def test_with_equal_releases_two_neighbours_export_the_same_bytes(tmp_path, frozen, more):
+def test_with_equal_releases_two_neighbours_export_the_same_bytes(neighbours, more):
     """The one has a short example where the other has a long one; their files' SHA-256, the longest example, the count
     of cut ones, training metrics and drawn batches all differ."""
-    one, row, config = exported(tmp_path / "one", SHORT, *more)
-    other, another, _ = exported(tmp_path / "other", LONG, *more)
+    (one, row, config), (other, another, _) = neighbours(*more)
     differ = {key for key in row if row[key] != another[key]}
     assert {"nonprivate/train_loss", "nonprivate/data.longest", "nonprivate/data.cut_examples"} <= differ or more
     assert contents(one) == contents(other)
@@ -70,10 +84,9 @@ def test_with_equal_releases_two_neighbours_export_the_same_bytes(tmp_path, froz
     assert set(told["metrics"]) == held_out
 
 
-def test_all_that_differs_in_the_row_without_noise_says_so(tmp_path, frozen):
+def test_all_that_differs_in_the_row_without_noise_says_so(neighbours):
     """What is measured of the machine, in `system.`, may differ too: docs/privacy.md says why."""
-    _, row, _ = exported(tmp_path / "one", SHORT)
-    _, another, _ = exported(tmp_path / "other", LONG)
+    (_, row, _), (_, another, _) = neighbours()
     differ = {key for key in row | another if row.get(key) != another.get(key)}
     own = {"finished_at", "paths.data", "paths.results"}
     assert all(key.startswith(("nonprivate/", "system.")) for key in differ - own), differ

@@ -25,7 +25,7 @@ MLP = BY_NAME["MLP"]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(own_cache):
+def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -197,9 +197,7 @@ class PrivacyPlan:
         Takes a few seconds, unless this process has composed as many steps before. Raises :class:`UserError` for a
         negative number of steps.
         """
-        if not is_whole(executed_steps) or executed_steps < 0:
-            raise UserError(f"executed_steps is {executed_steps}; give how many steps were released, 0 or more.")
-        steps = int(executed_steps)
+        steps = _checked_steps(executed_steps)
         if steps == 0 or self.noise_multiplier == 0.0:
             cost = 0.0 if steps == 0 else math.inf
             prv, rdp, pld = EpsilonBounds(cost, cost, cost), cost, cost if self.accountant == "pld" else None
@@ -207,6 +205,16 @@ class PrivacyPlan:
             prv, rdp = self._bounds(steps, "prv"), self._bounds(steps, "rdp").upper
             pld = self._bounds(steps, "pld").upper if self.accountant == "pld" else None
         return EpsilonReport(steps, self.delta, self.accountant, prv, rdp, pld, guaranteed=self.is_private)
+
+    def spent_epsilon(self, executed_steps: int) -> float:
+        """The ε that `spent` quotes, by the plan's accountant and no other: what a loop asks for at each line of a log.
+
+        Raises :class:`UserError` for a negative number of steps.
+        """
+        steps = _checked_steps(executed_steps)
+        if steps == 0 or self.noise_multiplier == 0.0:
+            return 0.0 if steps == 0 else math.inf
+        return self._bounds(steps, self.accountant).upper
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict; an infinite ε is the string "inf"."""
@@ -223,6 +231,12 @@ class PrivacyPlan:
 
     def _bounds(self, steps: int, accountant: str) -> EpsilonBounds:
         return epsilon_bounds(self.noise_multiplier, self.sample_rate, steps, self.delta, accountant)
+
+
+def _checked_steps(executed: int) -> int:
+    if not is_whole(executed) or executed < 0:
+        raise UserError(f"executed_steps is {executed}; give how many steps were released, 0 or more.")
+    return int(executed)
 
 
 def make_plan(

@@ -57,7 +57,7 @@ class Private:
     @property
     def epsilon(self) -> float:
         """ε of the steps that were executed, at the plan's δ, accounted anew (seconds, after a step)."""
-        return self.mechanism.spent().epsilon
+        return self.plan.spent_epsilon(self.executed)
 
     def statement(self) -> str:
         """The plan in words, and what was spent of it."""
