@@ -165,6 +165,8 @@ def _weights(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.data.chat and config.eval.shots:
+        yield f"eval.shots={config.eval.shots} shows examples as plain text, which data.chat=true is not: drop one."
     if config.eval.shots is not None and config.clip.grouping != "none":
         yield "eval.shots trains nothing, so there is nothing to clip: add clip=none."
     if not -100 <= config.eval.generate.length_penalty <= 100:
@@ -281,6 +283,8 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             )
         if clip.policy == "adaptive" and clip.rescale:
             yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
+    if config.model.rematerialize:
+        yield f"model.rematerialize=true is not for {several}: give pipeline.rematerialize=true."
     if config.train.compile or config.train.ema:
         what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
         yield f"{what} is not for {several}: leave it out."

@@ -100,7 +100,9 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
     check_length(config.data.max_length, specials + 1 + pairs, model)
     train = encode(data.train, tokenizer, config.data.max_length)
     valid = {name: encode(part, tokenizer, config.data.max_length) for name, part in data.valid.items()}
-    return TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
+    task = TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
+    task.check_adapters()
+    return task
 
 
 def _load(config: RunConfig) -> LabelledText:
