@@ -72,7 +72,9 @@ def _rematerialize(model: Any) -> None:
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(network, "supports_gradient_checkpointing", False):
         raise UserError(f"{type(network).__name__} cannot compute its blocks again: leave model.rematerialize out.")
-    network.gradient_checkpointing_enable({"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of the newer name, which older releases lack
+        network.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _train_only(model: nn.Module, chosen: Callable[[str], bool], what: str) -> None:

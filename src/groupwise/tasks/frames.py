@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 from groupwise.errors import UserError, reason
@@ -11,8 +10,8 @@ from groupwise.errors import UserError, reason
 LINE = "\n"
 SOURCE, TARGET = "<source>", "<target>"
 """Texts that stand in a chat template for those of an example."""
-TODAY = date(2024, 7, 26)
-"""What a template that names the day is told (Llama's own, where none is given): the same run on every day."""
+TODAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+"""Before a template: what it takes for today (the day that Llama's own fall back to), so that no run depends on it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ def chat_frame(tokenizer: Any, delimiter: str) -> Frame:
         raise UserError("data.chat=true, but the tokeniser has no chat template: give that of an instructed model.")
     turns = [{"role": "user", "content": SOURCE}, {"role": "assistant", "content": TARGET}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, strftime_now=TODAY.strftime)
+        template = TODAY + tokenizer.get_chat_template()
+        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
     except Exception as error:  # whatever a template raises by itself
         raise UserError(
             f"The tokeniser's chat template takes no question with its answer ({reason(error)}): leave data.chat out."
