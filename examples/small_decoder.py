@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 
-
 @dataclass(frozen=True)
 class Family:
     """The tokens that begin, end and pad a text, None where there is none; those of a chat's turns; its template."""
@@ -63,7 +62,10 @@ FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen3": (QWEN, {"head_dim": 8}),
     "gemma": (GEMMA, {"head_dim": 8}),
     "gemma2": (GEMMA, {"head_dim": 8, "sliding_window": 16}),
-    "gemma3_text": (GEMMA, {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3_text": (
+        GEMMA,
+        {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 
 

@@ -144,7 +144,8 @@ def test_prompts_are_what_stands_before_the_target(tied):
     samples = tied._samples["train"]
     assert tied._encoder.prompts(sources, 128) == [samples.tokens[i][: samples.starts[i]].tolist() for i in range(5)]
     short = tied._encoder.prompts(sources, 7)
-    assert {len(prompt) for prompt in short} == {7} and {prompt[-1] for prompt in short} == set(tied._encoder._frame.ending)
+    ending = tied._encoder._frame.ending
+    assert {len(prompt) for prompt in short} == {7} and {prompt[-1] for prompt in short} == set(ending)
 
 
 def test_a_target_without_text_still_ends(tokenizer):

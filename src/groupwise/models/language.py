@@ -152,13 +152,13 @@ def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
             "model.trains=lora model.frozen_dtype=bfloat16, its frozen weights take two bytes each."
         )
     if kind == "CausalLM" and type(config) in CAUSAL:
-        seeing = CAUSAL[type(config)].__name__.endswith("ForConditionalGeneration")
+        seeing = str(getattr(CAUSAL[type(config)], "__name__", "")).endswith("ForConditionalGeneration")
     else:
         seeing = hasattr(config, "vision_config") or hasattr(config, "audio_config")
     if seeing and not config.is_encoder_decoder:
         raise UserError(
-            f"{named(settings)} ({config.model_type}) reads more than text, and those parts could not train on it: give "
-            "a model of text alone, such as gemma3_text."
+            f"{named(settings)} ({config.model_type}) reads more than text, and those parts could not train on it: "
+            "give a model of text alone, such as gemma3_text."
         )
     experts = [f"{key}={getattr(text, key)}" for key in EXPERTS if (getattr(text, key, None) or 0) > 1]
     if experts and settings.trains not in WITHOUT_EXPERTS:

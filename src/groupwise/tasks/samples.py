@@ -170,8 +170,8 @@ class PairEncoder:
         """Encode (source, target) pairs."""
         bodies = list(dict.fromkeys(self._body(source) for source, _ in pairs))  # sources repeat
         known = dict(zip(bodies, self._tokens(bodies), strict=True))
-        targets = self._tokens(f"{self._frame.space}{target}" if target else "" for target in (t.strip() for _, t in pairs))
-        begin, ending = self._frame.begin, self._frame.ending
+        begin, ending, space = self._frame.begin, self._frame.ending, self._frame.space
+        targets = self._tokens(f"{space}{target}" if target else "" for target in (t.strip() for _, t in pairs))
         rows: list[np.ndarray] = []
         starts, cut = [], 0
         for (text, _), target in zip(pairs, targets, strict=True):

@@ -41,7 +41,7 @@ from groupwise.training.transfer import to_device
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
 Write = Callable[[Any, list[list[int]], GenerateConfig, list[int]], list[str]]
-"""From a tokeniser, prompts, settings and the tokens that end a text to texts, as `beam_search.generate` with a model."""
+"""From a tokeniser, prompts, settings and the tokens that end a text, as `beam_search.generate` with a model."""
 DELIMITER = "\nTL;DR"
 """The last line of a source that is to be summarised (appendix C.2)."""
 
