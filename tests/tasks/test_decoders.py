@@ -326,9 +326,24 @@ def test_what_cannot_train_is_refused_before_its_weights_are_read(folders, tmp_p
     refused(tmp_path, r"\(gemma3\) reads more than text", task="sst2")
 
 
-def test_a_chat_shows_no_plain_examples():
-    with pytest.raises(UserError, match=r"eval\.shots=4 shows examples as plain text, which data\.chat=true is not"):
-        compose_run(["task=samsum", "clip=none", "eval.shots=4", "data.chat=true"], CONF)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "task=samsum clip=none eval.shots=4 data.chat=true",
+            r"eval\.shots=4 shows examples as plain text, which data",
+        ),
+        ("task=sst2 data.chat=true", r"data\.chat=true is not for task=sst2: choose one of e2e, dart, samsum"),
+        ("task=cifar model.rematerialize=true", r"model\.rematerialize=true is of text, and model\.name=wide_resnet"),
+        (
+            "task=samsum_pipeline pipeline.stages=2 model.rematerialize=true",
+            r"model\.rematerialize=true is not for pipeline\.stages=2: give pipeline\.rematerialize=true",
+        ),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(words, told):
+    with pytest.raises(UserError, match=told):
+        compose_run(words.split(), CONF)
 
 
 # -- a whole run -----------------------------------------------------------------------------------------------------

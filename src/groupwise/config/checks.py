@@ -24,6 +24,8 @@ LARGEST_WHOLE, LARGEST = 2**62, 1e15
 """No seed, size or number of steps is larger, and no other finite number: beyond them libraries overflow."""
 PIPELINES = ("samsum", "e2e", "dart", "cifar")
 """Tasks whose model can be cut into stages."""
+GENERATION = ("e2e", "dart", "samsum")
+IMAGE_MODELS = ("wide_resnet", "scatter_cnn")
 
 
 def validate(config: RunConfig) -> None:
@@ -40,6 +42,7 @@ def validate(config: RunConfig) -> None:
         _weights,
         _public,
         _augmentation,
+        _texts_alone,
         _evaluation,
         _privacy,
         _clipping,
@@ -162,6 +165,13 @@ def _weights(config: RunConfig) -> Iterator[str]:
             yield "model.pool=mean is not for model.trains=lora: choose one of the two."
         if config.export is not None:
             yield "export with model.pool=mean would be read by others as if its head took the first token: drop one."
+
+
+def _texts_alone(config: RunConfig) -> Iterator[str]:
+    if config.model.rematerialize and config.model.name in IMAGE_MODELS:
+        yield f"model.rematerialize=true is of text, and model.name={config.model.name} reads none: leave it out."
+    if config.data.chat and config.task not in GENERATION:
+        yield f"data.chat=true is not for task={config.task}: choose one of {', '.join(GENERATION)}, or leave it out."
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
