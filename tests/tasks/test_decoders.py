@@ -147,6 +147,21 @@ def test_blocks_are_computed_again_where_it_is_asked_for(folders):
     assert (len(runs[False]), len(runs[True])) == (1, 2)
 
 
+def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_float32(folders):
+    found = []
+    for half in (False, True):
+        config = settings(folder_of(folders, "llama"), trains="lora", frozen_dtype="bfloat16" if half else "float32")
+        config.train.precision = "bfloat16" if half else "float32"
+        task = make_task(config, CPU)
+        frozen = {p.dtype for p in task.model.parameters() if p.dim() > 1 and not p.requires_grad}
+        assert frozen == {torch.bfloat16 if half else torch.float32}
+        with attach(task.model, flat(task.model), 1e3) as engine:
+            engine.backward(task.losses(EXAMPLES))
+        found.append(torch.cat([p.grad.flatten() for p in task.model.parameters() if p.requires_grad]))
+        assert found[-1].dtype == torch.float32
+    assert 0 < float((found[1] - found[0]).norm()) < 0.05 * float(found[0].norm())
+
+
 # -- texts as a family frames them -----------------------------------------------------------------------------------
 
 FRAMES = {
