@@ -265,6 +265,13 @@ def test_the_head_reads_the_last_token_that_is_no_padding(folders, family):
             torch.testing.assert_close(task.model.score(states[0, -1]), logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "between"), [("qwen2", "\n"), ("llama", "<|begin_of_text|>")])
+def test_the_texts_of_a_pair_do_not_run_together(folders, family, between):
+    task = make_task(settings(folder_of(folders, family), "qnli", data={"max_length": 300}), CPU)
+    kept = [task.tokenizer.decode(task._train.tokens[i]).removeprefix("<|begin_of_text|>") for i in EXAMPLES]
+    assert all(text.count(between) == 1 and text.partition(between)[0].endswith("?") for text in kept)
+
+
 def test_padding_is_the_models_own_though_the_tokeniser_has_none(folders, tmp_path):
     """Else a classifier takes padding for text: an example's loss would depend on how long the others are."""
     EXAMPLE["write"](str(tmp_path), "llama", pad_token_id=5)

@@ -146,7 +146,7 @@ def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
 
     text = config.get_text_config()
     if quantised := getattr(config, "quantization_config", None):
-        method = dict(quantised).get("quant_method", "unknown method")
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else type(quantised).__name__
         raise UserError(
             f"{named(settings)} is quantised ({method}): give the model that it was made from; in bfloat16, with "
             "model.trains=lora model.frozen_dtype=bfloat16, its frozen weights take two bytes each."
@@ -160,7 +160,8 @@ def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
             f"{named(settings)} ({config.model_type}) reads more than text, and those parts could not train on it: "
             "give a model of text alone, such as gemma3_text."
         )
-    experts = [f"{key}={getattr(text, key)}" for key in EXPERTS if (getattr(text, key, None) or 0) > 1]
+    numbers = {key: getattr(text, key, None) for key in EXPERTS}
+    experts = [f"{key}={found}" for key, found in numbers.items() if isinstance(found, int) and found > 1]
     if experts and settings.trains not in WITHOUT_EXPERTS:
         raise UserError(
             f"{named(settings)} ({config.model_type}) is a mixture of experts ({experts[0]}), whose tokens the data "

@@ -150,7 +150,9 @@ def _encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
 
 def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options: Any) -> dict[str, list[list[int]]]:
     firsts, seconds = [first for first, _ in texts], [second for _, second in texts]
-    both = (firsts,) if seconds[0] is None else (firsts, seconds)
+    parted = tokenizer.num_special_tokens_to_add(pair=True) > tokenizer.num_special_tokens_to_add(pair=False)
+    between = "" if parted else "\n"  # GPT-2 and Qwen have no token that stands between two texts
+    both = (firsts,) if seconds[0] is None else (firsts, [f"{between}{second}" for second in seconds])
     return dict(tokenizer(*both, return_attention_mask=False, verbose=False, **options))
 
 
