@@ -139,14 +139,15 @@ def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
     """Freeze the model and give the layers that are called `targets` adapters (alpha = rank)."""
     import peft
 
+    network: Any = built.model
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rank,
         lora_dropout=0.0,
         target_modules=list(targets),
-        fan_in_fan_out=built.model.config.model_type == "gpt2",  # its Conv1D
+        fan_in_fan_out=network.config.model_type == "gpt2",  # its Conv1D
     )
-    built.model = peft.get_peft_model(built.model, config)
+    built.model = peft.get_peft_model(network, config)
     for name, parameter in built.model.named_parameters():
         if "lora_B" in name:  # fresh ones are 0, and then no gradient reaches lora_A
             nn.init.normal_(parameter, std=0.02)

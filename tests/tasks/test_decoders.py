@@ -32,7 +32,7 @@ MODES = {
 }
 EXAMPLES = [0, 3, 7, 12]
 FAST = {
-    ("e2e", "llama", "all", "ghost"), ("e2e", "llama", "lora", "block"), ("e2e", "qwen2", "lora", "flat"),
+    ("e2e", "llama", "all", "ghost"), ("e2e", "llama", "lora", "block"), 
     ("e2e", "qwen3", "all", "layer"), ("e2e", "gemma", "lora", "ghost"), ("e2e", "gemma2", "all", "flat"),
     ("e2e", "gemma3_text", "lora", "layer"), ("sst2", "llama", "lora", "ghost"), ("sst2", "gemma", "all", "layer"),
 }  # fmt: skip
