@@ -1,8 +1,7 @@
-"""Llama, Qwen and Gemma, small: clipped sums against single rows in float64, framed texts, classifiers, a whole run."""
+"""Llama, Qwen and Gemma, small: clipped sums against single rows in float64, classifiers, adapters, a whole run."""
 
 import itertools
 import json
-import runpy
 from functools import cache
 from pathlib import Path
 
@@ -14,16 +13,13 @@ import torch.nn.functional as F
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.config.compose import compose_run
-from groupwise.config.schema import DataConfig, EvalConfig, GenerateConfig, LoraConfig, ModelConfig, RunConfig
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from tests.combinations import CONF
+from tests.tasks.decoders import CPU, EXAMPLE, FAMILIES, TARGETS, folder_of, settings
 from trust.models.arithmetic import in_double
 
-CPU = torch.device("cpu")
-EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "small_decoder.py"))
-FAMILIES = tuple(EXAMPLE["FAMILIES"])
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MODES = {
     "flat": (flat, "bookkeeping"),
     "ghost": (flat, "ghost"),
@@ -32,36 +28,11 @@ MODES = {
 }
 EXAMPLES = [0, 3, 7, 12]
 FAST = {
-    ("e2e", "llama", "all", "ghost"), ("e2e", "llama", "lora", "block"), 
+    ("e2e", "llama", "all", "ghost"), ("e2e", "llama", "lora", "block"),
     ("e2e", "qwen3", "all", "layer"), ("e2e", "gemma", "lora", "ghost"), ("e2e", "gemma2", "all", "flat"),
     ("e2e", "gemma3_text", "lora", "layer"), ("sst2", "llama", "lora", "ghost"), ("sst2", "gemma", "all", "layer"),
 }  # fmt: skip
 """One or two of each way of clipping, family and kind of head; the others are slow."""
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Path:
-    """A folder of `save_pretrained` for each family that is asked for."""
-    return tmp_path_factory.mktemp("decoders")
-
-
-def folder_of(folders: Path, family: str, **shape) -> Path:
-    """That of a family, written once."""
-    folder = folders / "-".join([family, *(f"{key}{value}" for key, value in shape.items())])
-    if not folder.is_dir():
-        EXAMPLE["write"](str(folder), family, **shape)
-    return folder
-
-
-def settings(folder: Path, task: str = "e2e", data=(), **model) -> RunConfig:
-    lora = {"lora": LoraConfig(rank=2, targets=TARGETS)} if model.get("trains") == "lora" else {}
-    attention = "eager" if "gemma2" in folder.name else "sdpa"
-    return RunConfig(
-        task=task,
-        model=ModelConfig(**{"name": "hub", "source": str(folder), "attention": attention, **lora, **model}),
-        data=DataConfig(**{"name": "synthetic", "train_limit": 20, "max_length": 160, **dict(data)}),
-        eval=EvalConfig(generate=GenerateConfig(beams=2, max_new_tokens=6, batch_size=4, limit=3)),
-    )
 
 
 def in_float64(config: RunConfig):
@@ -160,91 +131,6 @@ def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_flo
         found.append(torch.cat([p.grad.flatten() for p in task.model.parameters() if p.requires_grad]))
         assert found[-1].dtype == torch.float32
     assert 0 < float((found[1] - found[0]).norm()) < 0.05 * float(found[0].norm())
-
-
-# -- texts as a family frames them -----------------------------------------------------------------------------------
-
-FRAMES = {
-    "llama": ("<|begin_of_text|>{}\n{}<|end_of_text|>", "<|begin_of_text|>{} {}<|end_of_text|>"),
-    "qwen2": ("{}\n{}<|endoftext|>", "{} {}<|endoftext|>"),
-    "gemma": ("<bos>{}\n{}<eos>", "<bos>{} {}<eos>"),
-}
-
-
-@pytest.mark.parametrize("family", FRAMES)
-def test_a_text_begins_and_ends_as_the_tokeniser_has_it(folders, family):
-    for task, frame in zip(("e2e", "samsum"), FRAMES[family], strict=True):
-        made = make_task(settings(folder_of(folders, family), task, data={"max_length": 300}), CPU)
-        source, target = made._data.train[0]
-        row, start = made._samples["train"].tokens[0], made._samples["train"].starts[0]
-        assert made.tokenizer.decode(row) == frame.format(source, target)
-        assert made.tokenizer.decode(row[start:]).lstrip() == f"{target}{made.tokenizer.eos_token}"
-        assert made._encoder.prompts([source], 300) == [row[:start].tolist()]
-        short = make_task(settings(folder_of(folders, family), task, data={"max_length": 60}), CPU)._samples["train"]
-        assert short.tokens.lengths.max() == 60 and short.cut > 0
-        assert all(short.tokens[i][0] == row[0] for i in range(len(short))) or family == "qwen2"
-
-
-@pytest.mark.parametrize("family", FRAMES)
-def test_a_chat_is_what_the_template_makes_of_it_up_to_the_end_of_the_answers_turn(folders, family):
-    made = make_task(settings(folder_of(folders, family), "samsum", data={"chat": True, "max_length": 300}), CPU)
-    source, target = made._data.train[0]
-    question = source.removesuffix("\nTL;DR")
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": target}]
-    whole = made.tokenizer.apply_chat_template(turns, return_dict=False)
-    row, start = made._samples["train"].tokens[0], int(made._samples["train"].starts[0])
-    assert row.tolist() == whole[: len(row)] and len(whole) - len(row) <= 1
-    prompt = made.tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
-    assert made._encoder.prompts([source], 300) == [prompt] == [row[:start].tolist()]
-    turn = {"llama": "<|eot_id|>", "qwen2": "<|im_end|>", "gemma": "<end_of_turn>"}[family]
-    assert made.tokenizer.decode(row[start:]) == f"{target}{turn}"
-    assert made.tokenizer.decode(made._encoder.ends) == f"{turn}{made.tokenizer.eos_token}"
-
-
-def test_what_a_template_writes_before_an_answer_is_in_every_prompt_and_its_day_is_always_the_same(folders):
-    from groupwise.tasks.frames import chat_frame
-
-    tokenizer = make_task(settings(folder_of(folders, "qwen2")), CPU).tokenizer
-    tokenizer.chat_template = (
-        "{{ strftime_now('%d %b %Y') }}{% for message in messages %}<|im_start|>{{ message.role }}\n"
-        "{% if message.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ message.content }}<|im_end|>\n"
-        "{% endfor %}"
-    )
-    frame = chat_frame(tokenizer, "")
-    assert tokenizer.decode(frame.begin) == "26 Jul 2024<|im_start|>user\n"
-    assert tokenizer.decode(frame.ending) == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-
-
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
-        (None, "has no chat template"),
-        ("{% for message in messages %}{{ message.content | upper }}{% endfor %}", "otherwise than as they are"),
-        ("{{ raise_exception('Only one turn!') }}", r"takes no question with its answer \(Only one turn!\)"),
-    ],
-)
-def test_a_tokeniser_that_has_no_turns_for_it(folders, template, told):
-    from groupwise.tasks.frames import chat_frame
-
-    tokenizer = make_task(settings(folder_of(folders, "qwen2")), CPU).tokenizer
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match=told):
-        chat_frame(tokenizer, "")
-
-
-def test_generation_ends_with_the_turn(folders):
-    """A model that has learned one answer stops there, though its tokeniser's end of text never came."""
-    config = settings(folder_of(folders, "gemma"), data={"chat": True, "train_limit": 1})
-    config.eval.generate = GenerateConfig(beams=2, max_new_tokens=60, limit=1)
-    task = make_task(config, CPU)
-    task._data.test[0] = type(task._data.test[0])(task._data.train[0][0], (task._data.train[0][1],))
-    optimizer = torch.optim.Adam(task.model.parameters(), lr=0.01)
-    for _ in range(60):
-        optimizer.zero_grad()
-        task.losses([0]).sum().backward()
-        optimizer.step()
-    assert task.evaluate("test", 50, limit=1, final=True)["bleu"] == pytest.approx(100)
-    assert task.outputs()["test"][0]["output"] == task._data.train[0][1]
 
 
 # -- classifiers -----------------------------------------------------------------------------------------------------
