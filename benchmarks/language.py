@@ -1,4 +1,4 @@
-"""The language-model workloads: RoBERTa-base, GPT-2 and GPT-2-xl shapes with fresh weights, and LoRA on GPT-2."""
+"""The language-model workloads: RoBERTa, GPT-2 and Llama shapes with fresh weights, and LoRA on the last two."""
 
 from __future__ import annotations
 
@@ -81,12 +81,7 @@ def gpt2(
         eos_token_id=0,
         **sizes,
     )
-    ids = torch.randint(0, config.vocab_size, (batch, tokens))
-    data = {
-        "input_ids": ids,
-        "position_ids": torch.arange(tokens).repeat(batch, 1),
-        "labels": torch.cat([ids[:, 1:], torch.full((batch, 1), IGNORED)], dim=1),
-    }
+    data = _texts(config.vocab_size, batch, tokens)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     return Built(model, data, _next_token)
 
@@ -103,18 +98,56 @@ def lora_gpt2_xl(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
     return _with_adapters(built, 4 if tiny else 32, ("c_attn",))
 
 
+def llama(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
+    """A Llama of SmolLM2-135M's shape: 9 heads share 3 keys and values, tied head (`tiny`: width 48)."""
+    transformers = _transformers()
+    sizes: dict[str, Any] = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+    }
+    if tiny:
+        small = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {**small, "vocab_size": TINY_VOCABULARY}
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, **sizes
+    )
+    return Built(
+        transformers.AutoModelForCausalLM.from_config(config), _texts(config.vocab_size, batch, tokens), _next_token
+    )
+
+
+def lora_llama(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
+    """The same, all frozen but LoRA of rank 16 on the seven linear layers of each block (`tiny`: rank 4)."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    return _with_adapters(llama(batch, layers, tokens, tiny), 4 if tiny else 16, targets)
+
+
+def _texts(vocabulary: int, batch: int, tokens: int) -> dict[str, Tensor]:
+    """Random tokens, and each one's successor as its label."""
+    ids = torch.randint(0, vocabulary, (batch, tokens))
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(tokens).repeat(batch, 1),
+        "labels": torch.cat([ids[:, 1:], torch.full((batch, 1), IGNORED)], dim=1),
+    }
+
+
 def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
-    """Freeze the model and give the Conv1D that are called `targets` adapters (alpha = rank)."""
+    """Freeze the model and give the layers that are called `targets` adapters (alpha = rank)."""
     import peft
 
+    network: Any = built.model
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rank,
         lora_dropout=0.0,
         target_modules=list(targets),
-        fan_in_fan_out=True,
+        fan_in_fan_out=network.config.model_type == "gpt2",  # its Conv1D
     )
-    built.model = peft.get_peft_model(built.model, config)
+    built.model = peft.get_peft_model(network, config)
     for name, parameter in built.model.named_parameters():
         if "lora_B" in name:  # fresh ones are 0, and then no gradient reaches lora_A
             nn.init.normal_(parameter, std=0.02)

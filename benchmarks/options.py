@@ -16,8 +16,8 @@ from groupwise.errors import UserError, did_you_mean
 T = TypeVar("T")
 HELP = """python -m benchmarks.throughput [key=value ...]
 
-  workload=all     wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2; several by commas;
-                   gpt2_64 (64 tokens) and lora_gpt2_xl only when they are named
+  workload=all     wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2, llama, lora_llama;
+                   several by commas; gpt2_64 (64 tokens) and lora_gpt2_xl only when they are named
   method=all       none, flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks, opacus_functorch,
                    opacus_ghost, opacus_per_layer; several by commas (none always runs: ratios are to it);
                    none_again, only when it is named: none in a second process, so its spread is the clock's

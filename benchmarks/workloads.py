@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.language import Built, gpt2, lora_gpt2, lora_gpt2_xl, roberta
+from benchmarks.language import Built, gpt2, llama, lora_gpt2, lora_gpt2_xl, lora_llama, roberta
 from groupwise.errors import UserError, did_you_mean
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -180,5 +180,7 @@ WORKLOADS = {
     "gpt2_untied": Kind(partial(gpt2, tied=False), batch=4, layers=12, tokens=100, positions=1024),
     "mlp": Kind(_mlp, batch=256),
     "lora_gpt2": Kind(lora_gpt2, batch=4, layers=12, tokens=100, positions=1024),
+    "llama": Kind(llama, batch=4, layers=30, tokens=100, positions=2048),
+    "lora_llama": Kind(lora_llama, batch=4, layers=30, tokens=100, positions=2048),
     "lora_gpt2_xl": Kind(lora_gpt2_xl, batch=1, layers=48, tokens=256, positions=1024, in_all=False),
 }

@@ -26,6 +26,7 @@ from groupwise.errors import UserError
 from groupwise.metrics import corpus_bleu, e2e_rouge_l
 from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
+from groupwise.tasks.frames import plain_frame
 from groupwise.tasks.samples import PairEncoder, Rows
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
@@ -104,7 +105,7 @@ def loss_by_hand(task, tokens, start):
 
 
 def test_tables_are_parted_from_their_text_by_the_first_token(tokenizer):
-    samples = PairEncoder(tokenizer, "", 100).pairs([("name : A | area : B", "A is in B. ")])
+    samples = PairEncoder(tokenizer, plain_frame(tokenizer, ""), 100).pairs([("name : A | area : B", "A is in B. ")])
     assert tokenizer.decode(samples.tokens[0]) == "name : A | area : B<|endoftext|> A is in B.<|endoftext|>"
     start = int(samples.starts[0])
     assert samples.tokens[0][start - 1] == tokenizer.bos_token_id
@@ -115,7 +116,7 @@ def test_tables_are_parted_from_their_text_by_the_first_token(tokenizer):
 def test_dialogues_are_parted_by_their_last_line(tokenizer):
     source = instruct("A: Hi!\nB: Bye.")
     assert source.endswith(DELIMITER)
-    samples = PairEncoder(tokenizer, DELIMITER, 100).pairs([(source, "They meet.")])
+    samples = PairEncoder(tokenizer, plain_frame(tokenizer, DELIMITER), 100).pairs([(source, "They meet.")])
     assert tokenizer.decode(samples.tokens[0]) == f"{source} They meet.<|endoftext|>"
     assert tokenizer.decode(samples.tokens[0][: samples.starts[0]]) == source
     assert samples.tokens[0][: samples.starts[0]].tolist() == tokenizer(source)["input_ids"], "as in one piece"
@@ -124,17 +125,18 @@ def test_dialogues_are_parted_by_their_last_line(tokenizer):
 @pytest.mark.parametrize("ending", ["", DELIMITER])
 def test_sources_are_cut_first_at_their_end_and_never_the_delimiter(tokenizer, ending):
     pair = ("one two three four five six seven eight" + ending, "a b c")
-    whole = PairEncoder(tokenizer, ending, 100).pairs([pair])
-    encoder = PairEncoder(tokenizer, ending, len(whole.tokens[0]) - 3)
+    frame = plain_frame(tokenizer, ending)
+    whole = PairEncoder(tokenizer, frame, 100).pairs([pair])
+    encoder = PairEncoder(tokenizer, frame, len(whole.tokens[0]) - 3)
     cut = encoder.pairs([pair, ("one" + ending, "a b c")])
     assert cut.cut == 1
     start = int(whole.starts[0])
-    body = whole.tokens[0][: start - len(encoder.ending) - 3].tolist()
-    assert cut.tokens[0].tolist() == [*body, *encoder.ending, *whole.tokens[0][start:]]
-    assert encoder.prompts([pair[0]], len(body) + len(encoder.ending)) == [[*body, *encoder.ending]]
-    short = PairEncoder(tokenizer, ending, len(encoder.ending) + 2).pairs([pair])
-    assert short.tokens[0].tolist() == [*encoder.ending, *whole.tokens[0][start : start + 2]], "the target is cut last"
-    assert short.starts[0] == len(encoder.ending) and short.cut == 1
+    body = whole.tokens[0][: start - len(frame.ending) - 3].tolist()
+    assert cut.tokens[0].tolist() == [*body, *frame.ending, *whole.tokens[0][start:]]
+    assert encoder.prompts([pair[0]], len(body) + len(frame.ending)) == [[*body, *frame.ending]]
+    short = PairEncoder(tokenizer, frame, len(frame.ending) + 2).pairs([pair])
+    assert short.tokens[0].tolist() == [*frame.ending, *whole.tokens[0][start : start + 2]], "the target is cut last"
+    assert short.starts[0] == len(frame.ending) and short.cut == 1
 
 
 def test_prompts_are_what_stands_before_the_target(tied):
@@ -142,11 +144,12 @@ def test_prompts_are_what_stands_before_the_target(tied):
     samples = tied._samples["train"]
     assert tied._encoder.prompts(sources, 128) == [samples.tokens[i][: samples.starts[i]].tolist() for i in range(5)]
     short = tied._encoder.prompts(sources, 7)
-    assert {len(prompt) for prompt in short} == {7} and {prompt[-1] for prompt in short} == set(tied._encoder.ending)
+    ending = tied._encoder._frame.ending
+    assert {len(prompt) for prompt in short} == {7} and {prompt[-1] for prompt in short} == set(ending)
 
 
 def test_a_target_without_text_still_ends(tokenizer):
-    samples = PairEncoder(tokenizer, "", 10).pairs([("x : y", "")])
+    samples = PairEncoder(tokenizer, plain_frame(tokenizer, ""), 10).pairs([("x : y", "")])
     assert samples.target_lengths.tolist() == [1] and samples.tokens[0][-1] == tokenizer.eos_token_id
 
 
@@ -283,15 +286,16 @@ def test_in_context(shots, monkeypatch):
     shape = {**GPT2, "n_positions": 700}
     task = make_task(config("samsum", {"shape": shape}), CPU)
     seen = []
-    from groupwise.tasks import beam_search as decoding
+    from groupwise.tasks import text_generation
 
-    def fake(model, tokenizer, prompts, settings, *, device):
+    def fake(model, tokenizer, prompts, settings, ends, *, device):
         seen.extend(tokenizer.decode(prompt) for prompt in prompts)
         return ["They meet."] * len(prompts)
 
-    monkeypatch.setattr(decoding, "generate", fake)
+    monkeypatch.setattr(text_generation, "generate", fake)
     found = task.evaluate_in_context(shots, 1)
     assert set(found) == {"rouge1", "rouge2", "rougeL"} and len(task.outputs()["test"]) == 3
+    assert len(seen) == 3
     for text, request in zip(seen, task._data.test, strict=False):
         assert text.endswith(request.source) and text.count("TL;DR") == shots + 1
     assert all(text.split(" ")[0] == "Summarize" for text in seen)

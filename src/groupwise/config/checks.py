@@ -24,6 +24,8 @@ LARGEST_WHOLE, LARGEST = 2**62, 1e15
 """No seed, size or number of steps is larger, and no other finite number: beyond them libraries overflow."""
 PIPELINES = ("samsum", "e2e", "dart", "cifar")
 """Tasks whose model can be cut into stages."""
+GENERATION = ("e2e", "dart", "samsum")
+IMAGE_MODELS = ("wide_resnet", "scatter_cnn")
 
 
 def validate(config: RunConfig) -> None:
@@ -40,6 +42,7 @@ def validate(config: RunConfig) -> None:
         _weights,
         _public,
         _augmentation,
+        _texts_alone,
         _evaluation,
         _privacy,
         _clipping,
@@ -164,7 +167,16 @@ def _weights(config: RunConfig) -> Iterator[str]:
             yield "export with model.pool=mean would be read by others as if its head took the first token: drop one."
 
 
+def _texts_alone(config: RunConfig) -> Iterator[str]:
+    if config.model.rematerialize and config.model.name in IMAGE_MODELS:
+        yield f"model.rematerialize=true is of text, and model.name={config.model.name} reads none: leave it out."
+    if config.data.chat and config.task not in GENERATION:
+        yield f"data.chat=true is not for task={config.task}: choose one of {', '.join(GENERATION)}, or leave it out."
+
+
 def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.data.chat and config.eval.shots:
+        yield f"eval.shots={config.eval.shots} shows examples as plain text, which data.chat=true is not: drop one."
     if config.eval.shots is not None and config.clip.grouping != "none":
         yield "eval.shots trains nothing, so there is nothing to clip: add clip=none."
     if not -100 <= config.eval.generate.length_penalty <= 100:
@@ -300,6 +312,8 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             )
         if clip.policy == "adaptive" and clip.rescale:
             yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
+    if config.model.rematerialize:
+        yield f"model.rematerialize=true is not for {several}: give pipeline.rematerialize=true."
     if config.train.compile or config.train.ema:
         what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
         yield f"{what} is not for {several}: leave it out."

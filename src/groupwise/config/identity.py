@@ -41,6 +41,8 @@ LATER = {
     "data.flip": False,
     "data.crop": 0,
     "data.views": 1,
+    "data.chat": False,
+    "model.rematerialize": False,
     "train.deterministic": False,
     "train.ema": 0.0,
     "tuning.name": "off",

@@ -69,6 +69,8 @@ class ModelConfig:
     attention: str = one_of("sdpa", "sdpa", "eager")
     frozen_dtype: str = one_of("float32", "float32", "bfloat16")
     """Text: of the parameters that do not train; those that train are float32."""
+    rematerialize: bool = False
+    """Text: keep only what enters each block, and compute the block again in the backward pass; for long texts."""
     depth: int = number(16, POSITIVE, most=10_000)
     """Layers, 6n + 4."""
     width: int = number(4, POSITIVE, most=1_000)
@@ -112,6 +114,8 @@ class DataConfig:
     """Images: K augmented views of an example, whose losses are averaged before clipping (De et al., 2022)."""
     max_length: int = number(256, POSITIVE)
     """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
+    chat: bool = False
+    """E2E, DART, SAMSum: the source as a user's turn and the target as the answer, by the tokeniser's chat template."""
 
 
 @dataclass

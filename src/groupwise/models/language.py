@@ -20,6 +20,10 @@ from groupwise.models.language_config import make_config, named
 Kind = Literal["SequenceClassification", "CausalLM", "MaskedLM"]
 LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"
 UNLIMITED = sys.maxsize
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts."""
+WITHOUT_EXPERTS = ("lora", "attention")
+"""Choices of `model.trains` that leave experts as they are."""
 
 
 def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: Any) -> nn.Module:
@@ -102,12 +106,19 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.
             model = _read(settings, automatic, config, options)
     if settings.untie:
         _untie(model)
-    if model.config.pad_token_id is None:  # after the embedding was made, which would not train the row of a known one
+    text = model.config.get_text_config()
+    if text.pad_token_id is None:  # after the embedding was made, which would not train the row of a known one
         padding = tokenizer.pad_token_id
-        model.config.pad_token_id = tokenizer.eos_token_id if padding is None else padding
+        text.pad_token_id = tokenizer.eos_token_id if padding is None else padding
         if model.can_generate():
-            model.generation_config.pad_token_id = model.config.pad_token_id
+            model.generation_config.pad_token_id = text.pad_token_id
     return model.train()
+
+
+def padding_token(model: nn.Module) -> int:
+    """The token to pad with: the model's own, as a causal classifier takes its last token before those. 0 for none."""
+    found = model.config.get_text_config().pad_token_id  # type: ignore[operator,union-attr]
+    return 0 if found is None else int(found)
 
 
 def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
@@ -116,6 +127,7 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
     def among(mapping: str) -> bool:
         return type(config) in getattr(transformers, mapping)
 
+    _check_parts(settings, config, kind)
     masked = among("MODEL_FOR_MASKED_LM_MAPPING")
     encoder = config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False))
     if kind == "CausalLM" and (encoder or not among("MODEL_FOR_CAUSAL_LM_MAPPING")):
@@ -125,6 +137,36 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
     if kind == "SequenceClassification" and not among("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"):
         raise UserError(
             f"{named(settings)} ({config.model_type}) has no classifier in transformers: give {LIKE_ROBERTA}."
+        )
+
+
+def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
+    """What a configuration names that cannot train here, before any weight is read."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
+
+    text = config.get_text_config()
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else type(quantised).__name__
+        raise UserError(
+            f"{named(settings)} is quantised ({method}): give the model that it was made from; in bfloat16, with "
+            "model.trains=lora model.frozen_dtype=bfloat16, its frozen weights take two bytes each."
+        )
+    if kind == "CausalLM" and type(config) in CAUSAL:
+        seeing = str(getattr(CAUSAL[type(config)], "__name__", "")).endswith("ForConditionalGeneration")
+    else:
+        seeing = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+    if seeing and not config.is_encoder_decoder:
+        raise UserError(
+            f"{named(settings)} ({config.model_type}) reads more than text, and those parts could not train on it: "
+            "give a model of text alone, such as gemma3_text."
+        )
+    numbers = {key: getattr(text, key, None) for key in EXPERTS}
+    experts = [f"{key}={found}" for key, found in numbers.items() if isinstance(found, int) and found > 1]
+    if experts and settings.trains not in WITHOUT_EXPERTS:
+        raise UserError(
+            f"{named(settings)} ({config.model_type}) is a mixture of experts ({experts[0]}), whose tokens the data "
+            f"choose, so that no example's gradient is known: train what is no expert, model.trains="
+            f"{' or '.join(WITHOUT_EXPERTS)}, or give a dense model."
         )
 
 

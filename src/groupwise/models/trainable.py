@@ -6,15 +6,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.language import is_head
 
-__all__ = ["MovedAdapters", "choose_trainable"]
+__all__ = ["MovedAdapters", "check_adapters", "choose_trainable"]
 
 SELF_ATTENTION = {"attention", "attn", "self_attn", "self_attention", "selfattention"}
 """What transformers' models call the module of their self-attention."""
@@ -35,7 +36,8 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
     `settings.frozen_dtype`; bfloat16 needs autocast in the forward pass, which brings them and float32 layers together.
 
     Raises:
-        UserError: an unknown choice, one that the model has no parameter for, or an unknown target of adapters.
+        UserError: an unknown choice, one that the model has no parameter for, or an unknown target of adapters; a model
+            that cannot compute its blocks again, where `settings.rematerialize` asks for it.
     """
     match settings.trains:
         case "all":
@@ -60,7 +62,19 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         elif parameter.dim() > 1:  # biases and norms weigh nothing, and torch's own norms refuse some mixtures
             parameter.data = parameter.data.to(torch.bfloat16)
+    if settings.rematerialize:
+        _rematerialize(model)
     return model
+
+
+def _rematerialize(model: Any) -> None:
+    """Keep what enters each block alone; the backward pass computes the block again."""
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(network, "supports_gradient_checkpointing", False):
+        raise UserError(f"{type(network).__name__} cannot compute its blocks again: leave model.rematerialize out.")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of the newer name, which older releases lack
+        network.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _train_only(model: nn.Module, chosen: Callable[[str], bool], what: str) -> None:
@@ -116,10 +130,44 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
             raise UserError(f"peft refuses model.lora ({error}).") from error
 
 
+def check_adapters(model: nn.Module, logits_of: Callable[[list[np.ndarray]], Tensor]) -> None:
+    """Ask, before any training, whether the logits depend on every adapter: noise would move those that they do not.
+
+    It asks of made-up tokens, so no example has a part in the answer. B starts at zero, and no gradient reaches A
+    before B has moved: the gradient of B is zero where the adapter's output, or what A makes of its input, is lost.
+
+    Args:
+        model: with adapters, whose mode is as before afterwards.
+        logits_of: rows of tokens -> the model's answer.
+
+    Raises:
+        UserError: naming an adapter without a gradient.
+    """
+    size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    rows = [np.arange(first, first + MADE_UP, dtype=np.int32) % size for first in (0, size // 2)]
+    sides = {name: p for name, p in model.named_parameters() if ".lora_B." in name and p.requires_grad}
+    training = model.training
+    model.eval()  # masks could hide an adapter
+    try:
+        found = torch.autograd.grad(logits_of(rows).square().sum(), list(sides.values()), allow_unused=True)
+    finally:
+        model.train(training)
+    for name, gradient in zip(sides, found, strict=True):
+        if gradient is None or not gradient.any():
+            raise UserError(
+                f"No text moves adapter {name!r}, so noise alone would: leave its layer out of model.lora.targets."
+            )
+
+
+MADE_UP = 12
+"""Tokens of a row that `check_adapters` makes up."""
+
+
 class MovedAdapters:
     """Watches that every adapter learns: all B after the first step that moves one, then all A.
 
     B starts at zero, and no gradient reaches A before B has moved. The copies are dropped as soon as they have served.
+    With noise everything moves: there `check_adapters` has asked before.
     """
 
     def __init__(self, model: nn.Module) -> None:

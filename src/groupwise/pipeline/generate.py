@@ -86,6 +86,7 @@ def generate_on_stages(
     tokenizer: Any,
     prompts: Sequence[list[int]],
     settings: GenerateConfig,
+    ends: Sequence[int] = (),
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
@@ -94,7 +95,7 @@ def generate_on_stages(
 
     Args:
         stage: of a causal language model.
-        tokenizer, prompts, settings: as there.
+        tokenizer, prompts, settings, ends: as there.
         device: of this process.
         group: the processes of the pipeline, in the order of the stages; None takes all.
 
@@ -104,7 +105,7 @@ def generate_on_stages(
     link = StageLink(stage, device, group)
     if stage.last:
         try:
-            texts = _search(link, tokenizer, prompts, settings)
+            texts = _search(link, tokenizer, prompts, settings, ends)
         except Exception as error:
             link.broadcast(_for_others(error))
             raise
@@ -116,10 +117,11 @@ def generate_on_stages(
     return found
 
 
-def _search(link: StageLink, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig) -> list[str]:
-
+def _search(
+    link: StageLink, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig, ends: Sequence[int]
+) -> list[str]:
     try:
-        return generate(Searcher(link), tokenizer, prompts, settings, device=link.device)
+        return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device)
     finally:
         announce(link, None)
 

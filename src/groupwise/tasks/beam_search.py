@@ -23,12 +23,13 @@ def generate(
     tokenizer: Any,
     prompts: Sequence[list[int]],
     settings: GenerateConfig,
+    ends: Sequence[int] = (),
     *,
     device: torch.device,
     single_line: bool = True,
     progress: bool = True,
 ) -> list[str]:
-    """What the model writes after each prompt: the best beam up to the tokeniser's end token, stripped.
+    """What the model writes after each prompt: the best beam up to an end token, stripped.
 
     A text depends on its own prompt alone, not on those it shares a batch with: prompts of like length are padded on
     the left under a mask, and those so long that fewer than `max_new_tokens` fit after them are not mixed with others.
@@ -41,6 +42,7 @@ def generate(
         prompts: token ids, at least one each.
         settings: beams, max_new_tokens, length_penalty, no_repeat_ngram (which also counts the prompt's own), and
             batch_size, in prompts; `limit` is the caller's.
+        ends: tokens that end a text; by default the tokeniser's end token alone.
         device: where the model is.
         single_line: a text ends at its first line break; beams end there, too, so that what would come after it does
             not weigh in their choice.
@@ -66,7 +68,8 @@ def generate(
     shown = progress and len(batches) > FEW_BATCHES
     with _quiet(model, generator), torch.no_grad():
         for batch in tqdm(batches, "generate", unit="batch", disable=None if shown else True, file=sys.stderr):
-            new = _search(generator, tokenizer, [prompts[i] for i in batch], positions, settings, breaks, device)
+            some = [prompts[i] for i in batch]
+            new = _search(generator, tokenizer, some, positions, settings, list(ends), breaks, device)
             for index, tokens in zip(batch, new.tolist(), strict=True):
                 texts[index] = _text(tokenizer, tokens, single_line)
     return texts
@@ -95,6 +98,7 @@ def _search(
     prompts: list[list[int]],
     positions: int,
     settings: GenerateConfig,
+    ends: list[int],
     breaks: Tensor | None,
     device: torch.device,
 ) -> Tensor:
@@ -112,7 +116,7 @@ def _search(
         num_beams=settings.beams,
         do_sample=False,
         no_repeat_ngram_size=settings.no_repeat_ngram,
-        eos_token_id=end,
+        eos_token_id=ends or end,
         pad_token_id=pad,
         **searching,
     )

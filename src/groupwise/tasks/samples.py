@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
+from groupwise.tasks.frames import Frame
 from groupwise.training.transfer import to_device
 
 IGNORED = -100
@@ -141,62 +142,68 @@ class Samples:
 
 
 class PairEncoder:
-    """source, ending, " " + target, end of text: the ending tells the model that the target comes now.
+    """Encodes sources and targets, framed as the model's tokeniser has it (`frames.Frame`).
 
-    For tables (E2E, DART) the ending is the beginning-of-text token, as in prefix tuning (Li & Liang, 2021) and private
-    fine-tuning of GPT-2 (Li et al., 2022), whose examples read "source <|endoftext|> target <|endoftext|>"; the space
-    before each of the two is left out here. For dialogues it is the source's own last line, "TL;DR".
-
-    What is longer than `max_length` loses the end of its source, never the ending; a target that is too long by itself
+    What is longer than `max_length` loses the end of its source, never the frame; a target that is too long by itself
     loses its own end, and the end of text with it.
 
     Args:
         tokenizer: of a causal model.
-        ending: the end of every source that is never cut; empty for the beginning-of-text token.
+        frame: what stands around a source and a target.
         max_length: tokens.
     """
 
-    def __init__(self, tokenizer: Any, ending: str, max_length: int) -> None:
-        self._tokenizer, self._text, self._most = tokenizer, ending, max_length
-        if tokenizer.eos_token_id is None:
-            raise UserError("The tokeniser has no end-of-text token, which ends each target: choose a causal model's.")
-        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        self.ending: list[int] = next(self._tokens([ending])) if ending else [begin]
+    def __init__(self, tokenizer: Any, frame: Frame, max_length: int) -> None:
+        self._tokenizer, self._frame, self._most = tokenizer, frame, max_length
+
+    @property
+    def around(self) -> int:
+        """Tokens of an example that are neither its source's nor its target's, but for the last one."""
+        return len(self._frame.begin) + len(self._frame.ending)
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a generated text."""
+        return list(dict.fromkeys([self._frame.end, self._tokenizer.eos_token_id]))
 
     def pairs(self, pairs: Sequence[tuple[str, str]]) -> Samples:
         """Encode (source, target) pairs."""
         bodies = list(dict.fromkeys(self._body(source) for source, _ in pairs))  # sources repeat
         known = dict(zip(bodies, self._tokens(bodies), strict=True))
-        targets = self._tokens(f" {target}" if target else "" for target in (t.strip() for _, t in pairs))
+        begin, ending, space = self._frame.begin, self._frame.ending, self._frame.space
+        targets = self._tokens(f"{space}{target}" if target else "" for target in (t.strip() for _, t in pairs))
         rows: list[np.ndarray] = []
         starts, cut = [], 0
         for (text, _), target in zip(pairs, targets, strict=True):
-            source, target = known[self._body(text)], [*target, self._tokenizer.eos_token_id]
-            whole = len(source) + len(self.ending) + len(target)
-            target = target[: self._most - len(self.ending)]
-            source = source[: self._most - len(self.ending) - len(target)]
-            rows.append(np.array([*source, *self.ending, *target], dtype=np.int32))
-            starts.append(len(source) + len(self.ending))
+            source, target = known[self._body(text)], [*target, self._frame.end]
+            whole = self.around + len(source) + len(target)
+            target = target[: self._most - self.around]
+            source = source[: self._most - self.around - len(target)]
+            rows.append(np.array([*begin, *source, *ending, *target], dtype=np.int32))
+            starts.append(len(begin) + len(source) + len(ending))
             cut += whole > self._most
         return Samples(Rows.of(rows), np.array(starts, dtype=np.int64), cut)
 
     def prompts(self, sources: Sequence[str], most: int) -> list[list[int]]:
         """Encode sources alone, as in training and in `most` tokens: what a target is generated from."""
-        return self._prompts(sources, self.ending, min(most, self._most))
+        return self._prompts(sources, self._frame.ending, min(most, self._most))
 
     def in_context(self, texts: Sequence[str], most: int) -> list[list[int]]:
-        """Encode demonstrations and a source, one text, in `most` tokens; no token stands between source and target."""
-        return self._prompts(texts, self.ending if self._text else [], most)
+        """Encode demonstrations and a source, one text, in `most` tokens; a table's ending is left out."""
+        frame = self._frame
+        return self._prompts(texts, frame.ending if frame.delimiter or frame.turns else [], most)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
         return len(next(self._tokens([text])))
 
     def _prompts(self, sources: Sequence[str], ending: list[int], most: int) -> list[list[int]]:
-        return [[*source[: most - len(ending)], *ending] for source in self._tokens(map(self._body, sources))]
+        begin = self._frame.begin
+        room = most - len(begin) - len(ending)
+        return [[*begin, *source[:room], *ending] for source in self._tokens(map(self._body, sources))]
 
     def _body(self, source: str) -> str:
-        return source.removesuffix(self._text) if self._text else source
+        return source.removesuffix(self._frame.delimiter)
 
     def _tokens(self, texts: Iterable[str]) -> Iterator[list[int]]:
         texts = list(texts)

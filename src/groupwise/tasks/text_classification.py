@@ -100,7 +100,9 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
     check_length(config.data.max_length, specials + 1 + pairs, model)
     train = encode(data.train, tokenizer, config.data.max_length)
     valid = {name: encode(part, tokenizer, config.data.max_length) for name, part in data.valid.items()}
-    return TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
+    task = TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
+    task.check_adapters()
+    return task
 
 
 def _load(config: RunConfig) -> LabelledText:
@@ -148,7 +150,9 @@ def _encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
 
 def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options: Any) -> dict[str, list[list[int]]]:
     firsts, seconds = [first for first, _ in texts], [second for _, second in texts]
-    both = (firsts,) if seconds[0] is None else (firsts, seconds)
+    parted = tokenizer.num_special_tokens_to_add(pair=True) > tokenizer.num_special_tokens_to_add(pair=False)
+    between = "" if parted else "\n"  # GPT-2 and Qwen have no token that stands between two texts
+    both = (firsts,) if seconds[0] is None else (firsts, [f"{between}{second}" for second in seconds])
     return dict(tokenizer(*both, return_attention_mask=False, verbose=False, **options))
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
 from groupwise.data.text import PairedText, Request, load_paired, synthetic_paired
 from groupwise.errors import UserError
-from groupwise.models.language import load_causal, position_limit
+from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.beam_search import generate
+from groupwise.tasks.frames import chat_frame, plain_frame
 from groupwise.tasks.pipelined import TextFeed
 from groupwise.tasks.public_text import public_text
 from groupwise.tasks.samples import IGNORED, PairEncoder, Samples, pad
@@ -31,7 +32,6 @@ from groupwise.tasks.text_task import (
     choose_data,
     describe,
     find_tokenizer,
-    padding_token,
     per_example,
     token_losses,
 )
@@ -40,8 +40,8 @@ from groupwise.training.transfer import to_device
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
-Write = Callable[[Any, list[list[int]], GenerateConfig], list[str]]
-"""From a tokeniser, prompts and settings to texts, as `beam_search.generate` with a model."""
+Write = Callable[[Any, list[list[int]], GenerateConfig, list[int]], list[str]]
+"""From a tokeniser, prompts, settings and the tokens that end a text, as `beam_search.generate` with a model."""
 DELIMITER = "\nTL;DR"
 """The last line of a source that is to be summarised (appendix C.2)."""
 
@@ -74,7 +74,7 @@ class TextGeneration(TextTask):
 
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Microbatches of a split for a pipeline."""
-        return TextFeed(self._samples[split], padding_token(self.tokenizer), self._max_length, device)
+        return TextFeed(self._samples[split], padding_token(self.model), self._max_length, device)
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -143,7 +143,7 @@ class TextGeneration(TextTask):
         if not requests:
             return {}
         with self.precision():
-            texts = write(self.tokenizer, prompts, self._generate)
+            texts = write(self.tokenizer, prompts, self._generate, self._encoder.ends)
         self._outputs = [
             {"source": request.source, "output": text, "references": list(request.references)}
             for request, text in zip(requests, texts, strict=True)
@@ -177,20 +177,25 @@ def make_text_generation(
     `build` makes the model from its settings and the tokeniser, with what trains chosen; None loads it to `device`.
     """
     tokenizer = find_tokenizer(config)
+    framed = chat_frame if config.data.chat else plain_frame
+    frame = framed(tokenizer, DELIMITER if config.task in SUMMARIES else "")
+    encoder = PairEncoder(tokenizer, frame, config.data.max_length)
     data = _load(config)
     public_text(config, _private(data))  # refuses before a model is loaded
     if build is None:
         model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
     else:
         model = build(config.model, tokenizer)
-    encoder = PairEncoder(tokenizer, DELIMITER if config.task in SUMMARIES else "", config.data.max_length)
-    check_length(config.data.max_length, len(encoder.ending) + 2, model)
+    check_length(config.data.max_length, encoder.around + 2, model)
     new, most = config.eval.generate.max_new_tokens, position_limit(model)
-    if config.eval.generate.limit != 0 and new + len(encoder.ending) >= most:
+    if config.eval.generate.limit != 0 and new + encoder.around >= most:
         raise UserError(
             f"eval.generate.max_new_tokens={new} leaves no room for a source in the model's {most} positions: lower it."
         )
-    return TextGeneration(config, model, tokenizer, data, encoder)
+    task = TextGeneration(config, model, tokenizer, data, encoder)
+    if build is None:
+        task.check_adapters()
+    return task
 
 
 def _load(config: RunConfig) -> PairedText:

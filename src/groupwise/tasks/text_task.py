@@ -18,8 +18,8 @@ from groupwise.data.text import Data, hold_out, keep
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
-from groupwise.models.language import MeanPooled, position_limit
-from groupwise.models.trainable import MovedAdapters
+from groupwise.models.language import MeanPooled, padding_token, position_limit
+from groupwise.models.trainable import MovedAdapters, check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Task
@@ -47,7 +47,7 @@ class TextTask(Task):
         self.tokenizer = tokenizer
         self.train_size = len(lengths)
         self.device = next(model.parameters()).device
-        self.inputs = ModelInputs(model, padding_token(tokenizer))
+        self.inputs = ModelInputs(model, padding_token(model))
         self._lengths, self._description = lengths, description
         self.precision = autocast(config.train.precision, self.device)
         network = MeanPooled(model) if config.model.pool == "mean" else model
@@ -66,6 +66,11 @@ class TextTask(Task):
         """Raises `UserError` when an adapter stands still."""
         if self._adapters is not None:
             self._adapters.check(step)
+
+    def check_adapters(self) -> None:
+        """Raises `UserError` when the model's answer does not depend on an adapter; asks of made-up tokens."""
+        if self._adapters is not None:
+            check_adapters(self.model, lambda rows: self.logits(self.inputs(rows, self.device)))
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """A transformers folder in float32, or the adapters alone where only adapters train."""
@@ -116,11 +121,6 @@ def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:
     """Mean or sum over each example's own labelled tokens: (B, P), (B, P) -> (B,)."""
     totals = losses.sum(1)
     return totals if token_loss == "sum" else totals / (labels != IGNORED).sum(1)
-
-
-def padding_token(tokenizer: Any) -> int:
-    """A token to pad with; the mask hides it, so any will do."""
-    return next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
 
 
 def find_tokenizer(config: RunConfig) -> Any:

@@ -1,0 +1,286 @@
+"""Llama, Qwen and Gemma, small: clipped sums against single rows in float64, classifiers, adapters, a whole run."""
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.config.compose import compose_run
+from groupwise.config.schema import RunConfig
+from groupwise.errors import UserError
+from groupwise.tasks import make_task
+from tests.combinations import CONF
+from tests.tasks.decoders import CPU, EXAMPLE, FAMILIES, TARGETS, folder_of, settings
+from trust.models.arithmetic import in_double
+
+MODES = {
+    "flat": (flat, "bookkeeping"),
+    "ghost": (flat, "ghost"),
+    "layer": (per_layer, "bookkeeping"),
+    "block": (per_block, "bookkeeping"),
+}
+EXAMPLES = [0, 3, 7, 12]
+FAST = {
+    ("e2e", "llama", "all", "ghost"), ("e2e", "llama", "lora", "block"),
+    ("e2e", "qwen3", "all", "layer"), ("e2e", "gemma", "lora", "ghost"), ("e2e", "gemma2", "all", "flat"),
+    ("e2e", "gemma3_text", "lora", "layer"), ("sst2", "llama", "lora", "ghost"), ("sst2", "gemma", "all", "layer"),
+}  # fmt: skip
+"""One or two of each way of clipping, family and kind of head; the others are slow."""
+
+
+def in_float64(config: RunConfig):
+    """The task, its adapters moved from their start, where half of the gradients are zero."""
+    torch.manual_seed(0)
+    task = make_task(config, CPU)
+    task.model.double()
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return task
+
+
+def loss_by_hand(task, example: int) -> torch.Tensor:
+    """One row without padding, mask or positions, all logits."""
+    if hasattr(task, "_train"):
+        row, label = torch.as_tensor(task._train.tokens[example]).long(), int(task._train.labels[example])
+        return F.cross_entropy(task.model(row[None], use_cache=False).logits[0], torch.tensor(label))
+    samples = task._samples["train"]
+    row, start = torch.as_tensor(samples.tokens[example]).long(), int(samples.starts[example])
+    return F.cross_entropy(task.model(row[None], use_cache=False).logits[0, start - 1 : -1], row[start:])
+
+
+@cache
+def truth_of(folder: Path, task: str, trains: str, make_partition):
+    """Thresholds that clip half of the examples, and the loop at them."""
+    made = in_float64(settings(folder, task, trains=trains))
+    partition = make_partition(made.model)
+    with in_double():
+        once = clipped_sums(made.model, lambda i: loss_by_hand(made, i), EXAMPLES, partition, [1.0] * len(partition))
+        middle = once.norms.sort(1).values[:, 1:3].mean(1)
+        return middle, clipped_sums(made.model, lambda i: loss_by_hand(made, i), EXAMPLES, partition, middle)
+
+
+def check_sums(folder: Path, task: str, trains: str, mode: str, **model) -> None:
+    make_partition, norms = MODES[mode]
+    thresholds, truth = truth_of(folder, task, trains, make_partition)
+    made = in_float64(settings(folder, task, trains=trains, **model))
+    with in_double(), attach(made.model, make_partition(made.model), thresholds, norms=norms) as engine:
+        engine.backward(made.losses(EXAMPLES))
+        assert torch.equal(engine.counts, truth.counts)
+    for name, parameter in made.model.named_parameters():
+        if parameter.requires_grad:
+            error = float((parameter.grad - truth.sums[name]).norm())
+            assert error <= 1e-9 * float(truth.sums[name].norm()) + 1e-13, name
+
+
+@pytest.mark.parametrize(
+    ("task", "family", "trains", "mode"),
+    [
+        pytest.param(*cell, marks=[] if cell in FAST else [pytest.mark.slow])
+        for cell in itertools.product(("e2e", "sst2"), FAMILIES, ("all", "lora"), MODES)
+    ],
+)
+def test_clipped_sums_are_those_of_single_rows(folders, task, family, trains, mode):
+    check_sums(folder_of(folders, family), task, trains, mode)
+
+
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "ghost" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
+@pytest.mark.parametrize("trains", ["all", pytest.param("lora", marks=pytest.mark.slow)])
+def test_blocks_that_are_computed_again_have_the_same_sums(folders, mode, trains):
+    check_sums(folder_of(folders, "llama"), "e2e", trains, mode, rematerialize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_an_untied_head(folders, mode):
+    folder = folder_of(folders, "llama", tie_word_embeddings=False)
+    check_sums(folder, "e2e", "all", mode)
+
+
+def test_blocks_are_computed_again_where_it_is_asked_for(folders):
+    runs = {}
+    for again in (False, True):
+        task = make_task(settings(folder_of(folders, "llama"), trains="lora", rematerialize=again), CPU)
+        block = task.model.get_base_model().model.layers[0].mlp
+        runs[again] = []
+        block.register_forward_pre_hook(lambda *_, seen=runs[again]: seen.append(1))
+        task.losses([0, 1]).sum().backward()
+    assert (len(runs[False]), len(runs[True])) == (1, 2)
+
+
+def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_float32(folders):
+    found = []
+    for half in (False, True):
+        config = settings(folder_of(folders, "llama"), trains="lora", frozen_dtype="bfloat16" if half else "float32")
+        config.train.precision = "bfloat16" if half else "float32"
+        task = make_task(config, CPU)
+        frozen = {p.dtype for p in task.model.parameters() if p.dim() > 1 and not p.requires_grad}
+        assert frozen == {torch.bfloat16 if half else torch.float32}
+        with attach(task.model, flat(task.model), 1e3) as engine:
+            engine.backward(task.losses(EXAMPLES))
+        found.append(torch.cat([p.grad.flatten() for p in task.model.parameters() if p.requires_grad]))
+        assert found[-1].dtype == torch.float32
+    assert 0 < float((found[1] - found[0]).norm()) < 0.05 * float(found[0].norm())
+
+
+# -- classifiers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_the_head_reads_the_last_token_that_is_no_padding(folders, family):
+    task = make_task(settings(folder_of(folders, family), "sst2"), CPU)
+    rows = [task._train.tokens[i] for i in EXAMPLES]
+    assert len({len(row) for row in rows}) > 1
+    begin = task.tokenizer.bos_token_id
+    assert begin is None or all(row[0] == begin for row in rows)
+    task.model.eval()
+    with torch.no_grad():
+        together = task.logits(task.inputs(rows, CPU))
+        for row, logits in zip(rows, together, strict=True):
+            states = task.model.model(torch.as_tensor(row).long()[None]).last_hidden_state
+            torch.testing.assert_close(task.model.score(states[0, -1]), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "between"), [("qwen2", "\n"), ("llama", "<|begin_of_text|>")])
+def test_the_texts_of_a_pair_do_not_run_together(folders, family, between):
+    task = make_task(settings(folder_of(folders, family), "qnli", data={"max_length": 300}), CPU)
+    kept = [task.tokenizer.decode(task._train.tokens[i]).removeprefix("<|begin_of_text|>") for i in EXAMPLES]
+    assert all(text.count(between) == 1 and text.partition(between)[0].endswith("?") for text in kept)
+
+
+def test_padding_is_the_models_own_though_the_tokeniser_has_none(folders, tmp_path):
+    """Else a classifier takes padding for text: an example's loss would depend on how long the others are."""
+    EXAMPLE["write"](str(tmp_path), "llama", pad_token_id=5)
+    task = make_task(settings(tmp_path, "sst2"), CPU)
+    assert task.tokenizer.pad_token_id is None
+    alone = torch.cat([task.losses([i]) for i in EXAMPLES])
+    torch.testing.assert_close(task.losses(EXAMPLES), alone, rtol=1e-4, atol=1e-5)
+
+
+# -- adapters, and what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_adapter_moves_in_two_steps_without_noise(folders, family):
+    """B in the first, as A's gradient is zero while B is; A in the second."""
+    task = make_task(settings(folder_of(folders, family), trains="lora"), CPU)
+    named = {name: p for name, p in task.model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[-4] for name in named} == set(TARGETS) and all("lora_" in name for name in named)
+    optimizer = torch.optim.SGD(named.values(), lr=0.1)
+    with attach(task.model, per_layer(task.model), 1.0) as engine:
+        for moved in ("lora_B", "lora_A"):
+            before = {name: p.detach().clone() for name, p in named.items()}
+            optimizer.zero_grad()
+            engine.reset()
+            engine.backward(task.losses(EXAMPLES))
+            optimizer.step()
+            still = [name for name, p in named.items() if torch.equal(p, before[name])]
+            assert not [name for name in still if moved in name]
+            assert moved == "lora_A" or len(still) == len(named) // 2
+
+
+def test_an_adapter_that_no_text_moves_is_named_before_any_training(folders, monkeypatch):
+    task = make_task(settings(folder_of(folders, "qwen3"), trains="lora"), CPU)
+    task.check_adapters()
+    lost = task.model.get_base_model().model.layers[1].self_attn.k_proj
+    lost.scaling["default"] = 0.0
+    with pytest.raises(UserError, match=r"No text moves adapter '.*layers\.1\.self_attn\.k_proj\.lora_B.*'"):
+        task.check_adapters()
+    assert task.model.training
+
+
+def test_a_batch_that_was_not_made_up_has_no_part_in_the_check(folders, monkeypatch):
+    task = make_task(settings(folder_of(folders, "qwen3"), trains="lora"), CPU)
+    monkeypatch.setattr(task, "_samples", None)
+    state = torch.get_rng_state()
+    task.check_adapters()
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in task.model.parameters())
+
+
+def refused(folder: Path, told: str, task: str = "e2e", **model) -> None:
+    with pytest.raises(UserError, match=told) as error:
+        make_task(settings(folder, task, **model), CPU)
+    assert "\n" not in str(error.value)
+
+
+def test_what_cannot_train_is_refused_before_its_weights_are_read(folders, tmp_path):
+    """The folders have no weights: reading them would be another error."""
+    source = folder_of(folders, "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((source / name).read_text())
+    config = json.loads((source / "config.json").read_text())
+
+    def become(**changes) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+
+    become(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    refused(tmp_path, r"is quantised \(bitsandbytes\): give the model that it was made from")
+    become(model_type="mixtral", num_local_experts=4)
+    refused(tmp_path, r"\(mixtral\) is a mixture of experts \(num_local_experts=4\).* model\.trains=lora or attention")
+    refused(tmp_path, "cannot be loaded", trains="lora")  # no weights
+    become(model_type="gemma3", vision_config={}, text_config={"vocab_size": 600})
+    refused(tmp_path, r"\(gemma3\) reads more than text")
+    refused(tmp_path, r"\(gemma3\) reads more than text", task="sst2")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "task=samsum clip=none eval.shots=4 data.chat=true",
+            r"eval\.shots=4 shows examples as plain text, which data",
+        ),
+        ("task=sst2 data.chat=true", r"data\.chat=true is not for task=sst2: choose one of e2e, dart, samsum"),
+        ("task=cifar model.rematerialize=true", r"model\.rematerialize=true is of text, and model\.name=wide_resnet"),
+        (
+            "task=samsum_pipeline pipeline.stages=2 model.rematerialize=true",
+            r"model\.rematerialize=true is not for pipeline\.stages=2: give pipeline\.rematerialize=true",
+        ),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(words, told):
+    with pytest.raises(UserError, match=told):
+        compose_run(words.split(), CONF)
+
+
+# -- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path, capsys):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from groupwise.run import run
+
+    source, out = folder_of(folders, "llama"), tmp_path / "out"
+    words = ["task=e2e", "scale=smoke", "model=decoder", f"model.source={source}", "model.trains=lora"]
+    words += [f"export={out}", f"paths.results={tmp_path / 'results'}", "model.lora.rank=2"]
+    config = compose_run(words, CONF)
+    assert config.optim.learning_rate == 5e-4
+    row = run(config)
+    assert row["plan.private"] is True and 7.9 < row["plan.spent_epsilon"] <= 8
+    base = AutoModelForCausalLM.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = torch.tensor([tokenizer("name : The Eagle | food : French\n")["input_ids"]])
+    before = base(ids).logits
+    model = PeftModel.from_pretrained(base, out).eval()
+    assert not torch.equal(model(ids).logits, before)
+    [folder] = (tmp_path / "results" / "runs").iterdir()
+    trained = torch.load(folder / "model.pt", weights_only=True)
+    for name, value in model.state_dict().items():
+        if "lora_" in name:
+            assert torch.equal(value, trained.get("model", trained)[name]), name
+    written = [json.loads(line) for line in (folder / "outputs-test.jsonl").read_text().splitlines()]
+    assert len(written) == 4 and all(isinstance(line["output"], str) for line in written)
+    assert np.isfinite(row["test/bleu"])
