@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import attach, flat, ownership, per_layer
 from groupwise.clipping.layouts import Order
 from groupwise.clipping.ownership import Rows, agreeing
 from groupwise.clipping.reference import clipped_sums
@@ -190,3 +190,16 @@ def test_an_order_agrees_with_gradients_in_that_order_alone(order):
     assert agreeing(Rows.of(plain), Rows.of(weighed), weights) == [order]
     weighed[0, 0, 0] *= 1.01  # one number of one row
     assert agreeing(Rows.of(plain), Rows.of(weighed), weights) == []
+
+
+@pytest.mark.parametrize("shape", [(5,), (0,), (4, 3), (3, 0), (4, 1, 3), (2, 3, 4, 5)])
+def test_rows_are_looked_at_in_parts(monkeypatch, shape):
+    g = torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1)
+    whole = Rows.of(g)
+    for part in (1, 7):
+        monkeypatch.setattr(ownership, "PART", part)
+        for one, other in zip((*whole.projections, *whole.lengths), (*(again := Rows.of(g)).projections, *again.lengths), strict=True):
+            torch.testing.assert_close(one, other)
+    for axis, lengths in enumerate(whole.lengths):
+        others = [other for other in range(g.dim()) if other != axis]
+        torch.testing.assert_close(lengths, g.double().square().sum(others).sqrt() if others else g.double().abs())

@@ -5,7 +5,7 @@ It takes two backward passes, which change nothing and keep two numbers a row: a
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,9 @@ from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
+PART = 1 << 20
+"""Entries that are looked at at once."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -35,13 +38,22 @@ class Rows:
 
     @classmethod
     def of(cls, g: Tensor) -> "Rows":
-        """From a gradient of any shape."""
-        wide = g.detach().double()
-        direction = _direction(g)
-        turned = [wide] if g.dim() < 2 else [wide, wide.transpose(0, 1)]
-        along = [direction] if g.dim() < 2 else [direction, direction.transpose(0, 1)]
-        flat = [(t.reshape(len(t), -1), d.reshape(len(d), -1)) for t, d in zip(turned, along, strict=True)]
-        return cls(g.shape, tuple((t * d).sum(1) for t, d in flat), tuple(t.norm(dim=1) for t, _ in flat))
+        """From a gradient of any shape, a part after the other: in float64 it would be twice as large as it is."""
+        whole = g.detach().flatten(2) if g.dim() > 2 else g.detach().view(*g.shape, *[1] * (3 - g.dim()))
+        sums = [whole.new_zeros(2, size, dtype=torch.float64) for size in whole.shape[:2]]
+        places = torch.arange(whole.shape[2], dtype=torch.float64, device=g.device)
+        for first, second in _parts(*whole.shape):
+            part = whole[first, second].double()
+            rows = [
+                torch.arange(each.start, each.stop, dtype=torch.float64, device=g.device) for each in (first, second)
+            ]
+            numbers = (rows[0].view(-1, 1, 1) * whole.shape[1] + rows[1].view(-1, 1)) * whole.shape[2] + places
+            products, squares = part * _direction(numbers), part.square()
+            for axis, (place, other) in enumerate(((first, 1), (second, 0))):
+                sums[axis][0, place] += products.sum((other, 2))
+                sums[axis][1, place] += squares.sum((other, 2))
+        told = sums[: min(g.dim(), 2)]
+        return cls(g.shape, tuple(each[0] for each in told), tuple(each[1].sqrt() for each in told))
 
 
 @dataclass(frozen=True)
@@ -111,13 +123,22 @@ def rows_as_losses(output: Tensor) -> Tensor:
     """A number for each row of an output (B, ...), (B,), that depends on all of the row."""
     if output.dim() == 1:
         return output
-    return (output * _direction(output).to(output.dtype)).flatten(1).sum(1)
+    numbers = torch.arange(output.numel(), device=output.device, dtype=torch.float64).view(output.shape)
+    return (output * _direction(numbers).to(output.dtype)).flatten(1).sum(1)
 
 
-def _direction(like: Tensor) -> Tensor:
-    """Numbers from -1 to 1 that follow no pattern, always the same, of no generator: `verify` watches those."""
-    count = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
-    return (count.square() * 0.6180339887498949).frac().mul_(2).sub_(1).float().view(like.shape)
+def _direction(numbers: Tensor) -> Tensor:
+    """From -1 to 1 without a pattern, for entries of these numbers; of no generator, for `verify` watches those."""
+    return (numbers.square() * 0.6180339887498949).frac_().mul_(2).sub_(1)
+
+
+def _parts(rows: int, columns: int, depth: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of parts of at most `PART` entries, or of one column."""
+    wide = max(1, min(columns, PART // max(1, depth)))
+    high = max(1, PART // max(1, wide * depth))
+    for row in range(0, rows, high):
+        for column in range(0, columns, wide):
+            yield slice(row, min(row + high, rows)), slice(column, min(column + wide, columns))
 
 
 def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layouts, batch: int) -> None:
