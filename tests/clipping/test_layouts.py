@@ -198,7 +198,9 @@ def test_rows_are_looked_at_in_parts(monkeypatch, shape):
     whole = Rows.of(g)
     for part in (1, 7):
         monkeypatch.setattr(ownership, "PART", part)
-        for one, other in zip((*whole.projections, *whole.lengths), (*(again := Rows.of(g)).projections, *again.lengths), strict=True):
+        for one, other in zip(
+            (*whole.projections, *whole.lengths), (*(again := Rows.of(g)).projections, *again.lengths), strict=True
+        ):
             torch.testing.assert_close(one, other)
     for axis, lengths in enumerate(whole.lengths):
         others = [other for other in range(g.dim()) if other != axis]

@@ -21,7 +21,17 @@ from tests.waiting import until
 ROOT = Path(__file__).resolve().parents[2]
 RDP = "privacy.accountant=rdp"
 """The quick accountant, where the claim is about something else than epsilon."""
-MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer", "adaptive_flat", "fixed_block", "adaptive_block")
+MODES = (
+    "none",
+    "flat",
+    "ghost",
+    "fixed_layer",
+    "adaptive_layer",
+    "adaptive_flat",
+    "fixed_block",
+    "adaptive_block",
+    "public_layer",
+)
 
 
 def smoke(tmp_path: Path, *overrides: str):

@@ -37,8 +37,10 @@ WORKLOADS = {
     "gpt2": "GPT-2 shape, tied, 100 tokens",
     "gpt2_64": "GPT-2 shape, tied, 64 tokens",
     "gpt2_untied": "GPT-2 shape, untied, 100 tokens",
+    "llama": "SmolLM2-135M shape",
     "mlp": "MLP 784-1024-1024-10",
     "lora_gpt2": "LoRA, rank 16, on GPT-2",
+    "lora_llama": "LoRA, rank 16, on SmolLM2-135M",
 }
 FULL_DEPTH = 12
 """Layers of the language models' base shape."""
