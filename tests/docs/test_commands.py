@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from groupwise.cli.why import why
 from groupwise.config.compose import compose_run, register
 from groupwise.config.keys import key_types
 from groupwise.sweeps.prepare import check_sweep
-from tests.docs.documents import ROOT, commands
+from tests.docs.documents import ROOT, blocks, commands
 
 CONF = ROOT / "conf"
 OTHERS = {"git", "pip", "conda", "squeue", "sacct", "sha256sum"}
@@ -99,3 +102,18 @@ def test_commands_are_found() -> None:
     assert "python run.py task=cifar clip=adaptive_layer scale=demo" in RUNS
     assert any(" -m " in command for command in RUNS)
     assert len(MODULES) > 5
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_a_small_decoder_runs_offline(tmp_path: Path) -> None:
+    [block] = [block for block in blocks("bash") if "small_decoder.py" in block.text]
+    for name in ("run.py", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    for command in block.text.splitlines():
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, command + done.stdout + done.stderr
+        assert "run.py" not in command or "Spent: epsilon" in done.stdout
+    assert (tmp_path / "small-llama-e2e" / "adapter_model.safetensors").is_file()
