@@ -84,6 +84,12 @@ CLAIMS = (
     ),
     Claim(
         "Adaptive per-layer clipping is on par with flat clipping",
+        "SST-2, RoBERTa-base",
+        Contrast("adaptivity", _clip("adaptive_layer"), _clip("flat"), SST2),
+        ALIKE,
+    ),
+    Claim(
+        "Adaptive per-layer clipping is on par with flat clipping",
         "SST-2, RoBERTa-base, attention only",
         Contrast("sst2_epochs", _clip("adaptive_layer"), _clip("flat"), SST2),
         ALIKE,
