@@ -125,5 +125,5 @@ def test_status_of_some_folders_made_up_is_read(tmp_path):
 
     from groupwise.sweeps.status import status
 
-    make(30, tmp_path / "runs", tmp_path / "sweep", random.Random(0))
-    assert "30 cells: 30 done" in "\n".join(status(tmp_path / "sweep"))
+    make(90, tmp_path / "runs", tmp_path / "sweep", random.Random(0))
+    assert "90 cells: 90 done" in "\n".join(status(tmp_path / "sweep"))
