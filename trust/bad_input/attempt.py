@@ -189,6 +189,7 @@ def _live(attempt: Attempt, folder: Path) -> int:
     if pages:
         most = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    sys.dont_write_bytecode = True  # what Python keeps of its own beside the source is no trace of the attempt
     watch((folder, Path(os.environ["GROUPWISE_CACHE"])), folder / "outside")
     program = load_program()
     if attempt.trains:
