@@ -180,7 +180,7 @@ def test_a_wrong_rule_is_found(monkeypatch):
     def half(self, saved, g, wanted, context):
         return LayerRule.squared_norms(self, saved, g, wanted, context) / 4
 
-    monkeypatch.setattr(LinearRule, "squared_norms", half)
+    monkeypatch.setattr(LinearRule, "norm_terms", half)
     engine, losses_of = attached(nn.Tanh())
     with pytest.raises(UserError, match=r"group '0'.*by a loop over single examples"):
         verify(engine, losses_of, [0, 3, 5])

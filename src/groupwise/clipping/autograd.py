@@ -12,7 +12,8 @@ passes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,20 @@ from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass
 from groupwise.clipping.precision import autocast, no_autocast
 from groupwise.errors import UserError
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def once(backward: Backward) -> Backward:
+    """A backward pass that has none of its own; `once_differentiable` says so too, at the cost of a small kernel."""
+
+    @wraps(backward)
+    def refusing(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UserError("Clipped gradients have no derivative: run the backward pass without create_graph=True.")
+        return backward(*args)
+
+    return refusing  # type: ignore[return-value]
 
 
 def probe_of(group_pass: GroupPass, device: torch.device) -> Tensor | None:
@@ -49,7 +64,7 @@ class GroupFunction(torch.autograd.Function):
         return torch.zeros(len(passes), passes[0].batch, device=device).unbind()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         passes: list[GroupPass] = ctx.passes
         with no_autocast(passes[0].group.threshold.device.type):
@@ -57,7 +72,10 @@ class GroupFunction(torch.autograd.Function):
 
 
 class LayerFunction(torch.autograd.Function):
-    """A layer's own forward and input gradient; its parameters' gradients come from its group."""
+    """A layer's own forward and input gradient; its parameters' gradients come from its group.
+
+    Parameters come in a list, in which autograd does not look for inputs: they get no gradient from here.
+    """
 
     @staticmethod
     def forward(
@@ -65,9 +83,9 @@ class LayerFunction(torch.autograd.Function):
         group_pass: GroupPass,
         member: Member,
         layout: Layout,
+        parameters: list[Tensor | None],
         probe: Tensor,
         x: Tensor,
-        *parameters: Tensor | None,
     ) -> Tensor:
         ctx.group_pass, ctx.member, ctx.layout = group_pass, member, layout
         with no_autocast(x.device.type):
@@ -77,14 +95,14 @@ class LayerFunction(torch.autograd.Function):
         return _changeable(y, (x, *saved))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Any:
         saved, rule = ctx.saved_tensors, ctx.member.rule
         with no_autocast(g.device.type):
             g = rule.arrange(saved, g)
-            gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[4])
+            gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[5])
             ctx.group_pass.receive(ctx.member, ctx.layout, saved, g)
-        return None, None, None, None, gx, *[None] * (len(ctx.needs_input_grad) - 5)
+        return None, None, None, None, None, gx
 
 
 def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
@@ -106,7 +124,7 @@ class CopiesFunction(torch.autograd.Function):
         return parameter.unsqueeze(0).expand(group_pass.batch, *parameter.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
             ctx.group_pass.receive(ctx.member, ctx.layout, (), g)
@@ -133,7 +151,7 @@ class LateFunction(torch.autograd.Function):
         return zeros()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
             x = torch.stack([ctx.inputs[t] for t in range(g.shape[1])], dim=1)
@@ -156,7 +174,7 @@ class DirectFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Any:
         saved, rule = ctx.saved_tensors, ctx.member.rule
         with no_autocast(g.device.type):

@@ -24,7 +24,7 @@ from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
 Values = list[Tensor | None]
-"""The values of a layer's parameters, detached, in the order of its rule's `parameter_names`."""
+"""The values of a layer's parameters, in the order of its rule's `parameter_names`."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class LayerCalls:
         inputs, values = autocast(member.rule.autocast, x, values)
         group_pass, probe = self.enter(group, member, batch, x.device)
         group_pass.uncertain |= not layout.certain
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, probe, inputs, *values)
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
         return y
 
     def run_direct(self, group: ClippingGroup, member: Member, x: Tensor, parameters: Values) -> Tensor:
@@ -221,7 +221,7 @@ class LayerCalls:
         layout = FIRST if each < 2 or alike else Layout(Order.FOLDED, each)
         inputs, values = autocast(member.rule.autocast, rows, values)
         group_pass, probe = self.enter(group, member, batch, rows.device)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, probe, inputs, *values)
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
         y = y.unflatten(0, (batch, -1)) if each else y
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 

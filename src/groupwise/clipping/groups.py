@@ -10,7 +10,7 @@ from groupwise.clipping.factors import ClipRule, keep_finite, unbind_factors, wi
 from groupwise.clipping.norm_terms import starts_kernels
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
-from groupwise.clipping.rules.base import LayerRule, RuleContext, Wanted
+from groupwise.clipping.rules.base import MOST_KEPT_WARM, LayerRule, RuleContext, Wanted, numbers
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
@@ -73,7 +73,7 @@ class ClippingGroup:
 
 
 MOST_TOGETHER = 32
-"""Groups that close together on a GPU."""
+"""Groups that close together."""
 
 
 def factors_together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -100,6 +100,11 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
         )
         for group in some:
             group.together = some if alike and len(some) > 1 else ()
+
+
+def _may_wait(group: ClippingGroup) -> bool:
+    """Whether its sums may wait for those of other groups: a GPU has fast memory for them, a CPU little."""
+    return starts_kernels(group.threshold) or numbers(*group.inputs) <= MOST_KEPT_WARM
 
 
 def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, Tensor, list[int]]]:
@@ -148,8 +153,8 @@ def build_groups(
     groups = tuple(
         _build_group(k, group, by_name, uses, clip_rule, context, direct) for k, group in enumerate(partition)
     )
-    if not direct and starts_kernels(groups[0].threshold):
-        close_together(groups, MOST_TOGETHER)
+    if not direct:
+        close_together([group for group in groups if _may_wait(group)], MOST_TOGETHER)
     if direct:
         _check_direct(groups, uses, ghost=context.save_memory)
     else:

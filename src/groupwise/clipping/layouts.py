@@ -76,6 +76,8 @@ Doubt = tuple[str, torch.Size, Order]
 
 FIRST, NONE = Layout(Order.FIRST), Layout(Order.NONE)
 FOLDS = {Order.FOLDED, Order.STACKED}
+MOST_TOLD = 1 << 14
+"""Calls whose layouts are remembered: texts have many lengths."""
 
 
 @dataclass
@@ -105,6 +107,8 @@ class Layouts:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._trusted: set[Doubt] = set()
+        self._told: dict[tuple[object, ...], Layout] = {}
+        """What was said of calls that taught nothing new."""
 
     def of(
         self,
@@ -132,8 +136,11 @@ class Layouts:
             return NONE
         if batch <= 1:
             return FIRST if x.shape[0] == batch else Layout(Order.FOLDED, x.shape[0])
+        own = not x.requires_grad and given(x)
+        call = (name, x.shape, x.dtype, x.requires_grad, batch, features_last, own, alike)
+        if (told := self._told.get(call)) is not None:
+            return told
         fits = _orders(x, batch, features_last)
-        own = given(x)
         if x.requires_grad:  # it holds the batch somewhere
             fits.discard(Order.NONE)
         if not fits:
@@ -142,6 +149,7 @@ class Layouts:
                 "cannot be told whose rows they are: keep the batch as first axis, or freeze it."
             )
         seen = self._seen.setdefault((name, x.dim() - x.is_floating_point()), _Seen())
+        before = seen.mixed, len(seen.lengths)
         seen.mixed |= not seen.fits & fits
         elsewhere = _elsewhere(x, batch, features_last and alike)
         if batch not in seen.lengths:
@@ -161,14 +169,20 @@ class Layouts:
         sure = not rivals and not (elsewhere and (seen.elsewhere or not alike))
         trusted = (name, x.shape, order) in self._trusted
         certain = known or order is Order.NONE or sure or trusted
-        return Layout(order, x.shape[0] // batch if order in FOLDS else 1, certain)
+        layout = Layout(order, x.shape[0] // batch if order in FOLDS else 1, certain)
+        if before != (seen.mixed, len(seen.lengths)) or len(self._told) == MOST_TOLD:
+            self._told.clear()
+        self._told[call] = layout
+        return layout
 
     def trust(self, doubts: "set[Doubt]") -> None:
         """Gradients have shown that these were taken rightly."""
         self._trusted |= doubts
+        self._told.clear()
 
     def prove(self, name: str, rank: int, orders: set[Order]) -> None:
         """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features."""
+        self._told.clear()
         seen = self._seen.setdefault((name, rank), _Seen())
         seen.mixed |= len(orders | ({seen.proven} if seen.proven else set())) > 1
         seen.proven = None if seen.mixed else next(iter(orders))

@@ -1,8 +1,8 @@
 """Puts off the small operations of norms and sums, until those of several layers can be done in one.
 
-A layer's squared norms (B,) take a dozen operations on a few numbers each. On a CPU they cost nothing; on a GPU each
-starts a kernel, and hundreds of kernels are what a step of a small batch waits for. So layers report `Terms`, whatever
-is large reduced already, and a closing group (or several groups that close together) finishes all of one kind at once.
+A layer's squared norms (B,) take a dozen operations on a few numbers each. Each takes microseconds to start, and on a
+GPU a kernel: hundreds of them are what a step of a small batch waits for. So layers report `Terms`, whatever is large
+reduced already, and a closing group (or several groups that close together) finishes all of one kind at once.
 """
 
 import math

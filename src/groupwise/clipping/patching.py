@@ -193,7 +193,7 @@ class Patches:
             )
         x = rule.prepare(args[0] if args else next(iter(kwargs.values())))
         values = [module._parameters.get(name) for name in rule.parameter_names]
-        return self.calls.run(group, member, x, [None if value is None else value.detach() for value in values])
+        return self.calls.run(group, member, x, values)
 
     def _run_direct(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Tensor:
         if self._off or not torch.is_grad_enabled():

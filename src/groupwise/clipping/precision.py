@@ -118,7 +118,10 @@ HALF_PRODUCTS = hasattr(torch.ops.aten.bmm, "dtype")
 
 def keeps_half(*tensors: Tensor) -> bool:
     """Whether bfloat16 numbers may go into products as they are: two of them have an exact product in float32."""
-    return HALF_PRODUCTS and all(t.dtype == torch.bfloat16 and t.device.type != "cpu" for t in tensors)
+    for t in tensors:
+        if t.dtype != torch.bfloat16 or t.device.type == "cpu":
+            return False
+    return HALF_PRODUCTS
 
 
 def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -195,4 +198,4 @@ def autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Ten
     if kind == "keep" or not torch.is_autocast_enabled(device):
         return x, parameters
     dtype = torch.get_autocast_dtype(device) if kind == "lower" else torch.float32
-    return x.to(dtype), [None if p is None else p.to(dtype) for p in parameters]
+    return x.to(dtype), [None if p is None else p.detach().to(dtype) for p in parameters]

@@ -86,6 +86,8 @@ def chunk_floats(like: Tensor) -> int:
 
 MOST_KEPT = 1 << 24
 """Numbers that a layer may keep until the groups that close with its own are there."""
+MOST_KEPT_WARM = 1 << 17
+"""The same on a CPU, whose caches are cold for more by then; a layer of so few costs more to begin than to compute."""
 
 Saved = tuple[Tensor | None, ...]
 Wanted = tuple[bool, ...]
@@ -186,7 +188,7 @@ class LayerRule(ABC):
     def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
         """Whether the sums of a layer in a group of its own may wait for other groups, without more work or memory
         than `MOST_KEPT`."""
-        return numbers(*saved, g) <= MOST_KEPT
+        return numbers(*saved, g) <= (MOST_KEPT_WARM if g.device.type == "cpu" else MOST_KEPT)
 
     @abstractmethod
     def weighted_sum(
@@ -252,7 +254,11 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 def numbers(*tensors: object) -> int:
     """How many numbers these tensors hold together; what is no tensor holds none."""
-    return sum(t.numel() for t in tensors if isinstance(t, Tensor))
+    count = 0
+    for t in tensors:
+        if isinstance(t, Tensor):
+            count += t.numel()
+    return count
 
 
 def in_format_of(x: Tensor, g: Tensor) -> Tensor:

@@ -82,4 +82,6 @@ class HFConv1DRule(LinearRule):
 
 def _as_rows(t: Tensor) -> Tensor:
     """(B, ..., n) -> (B, T, n)."""
+    if t.dim() == 3:
+        return t
     return t.unsqueeze(1) if t.dim() == 2 else t.reshape(t.shape[0], -1, t.shape[-1])

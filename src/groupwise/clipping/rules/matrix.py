@@ -183,7 +183,7 @@ class MatrixRule(LayerRule):
         """The cheapest of `ways`, decided once for each size."""
         x = saved[0]
         assert x is not None
-        key = (tuple(x.shape), tuple(g.shape), context.own_group)
+        key = (x.shape, g.shape, context.own_group)
         return context.choices.choose(key, x.device, partial(self.ways, x.shape, g.shape, context.own_group))
 
     def ways(self, inputs: torch.Size, out: torch.Size, own_group: bool) -> dict[str, Work]:
@@ -235,7 +235,7 @@ class MatrixRule(LayerRule):
         """From a summed weight gradient, of `gradient_shape`, to the gradients of the parameters as they are stored."""
         if weight is None:
             return None, bias
-        rows, columns = self.module.get_parameter("weight").shape
+        rows, columns = self.module._parameters["weight"].shape  # type: ignore[union-attr]
         d, p = (rows, columns) if self.transposed else (columns, rows)
         return weight if self._inputs_first(d, p) == self.transposed else weight.t(), bias
 
