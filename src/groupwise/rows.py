@@ -47,9 +47,9 @@ def row_of_data(description: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{'' if key in PUBLIC_DATA else NONPRIVATE}data.{key}": value for key, value in description.items()}
 
 
-def table_path(folder: Path, sweep: str, scale: str, curves: bool = False) -> Path:
-    """Where the rows of a sweep at a scale lie, or its evaluations over time."""
-    return folder / f"{sweep}_{scale}{'_curves' if curves else ''}.csv"
+def table_path(folder: Path, sweep: str, scale: str, kind: str = "") -> Path:
+    """Where the rows of a sweep at a scale lie, or of their "curves" (evaluations over time) or "texts" (samples)."""
+    return folder / f"{sweep}_{scale}{kind and '_'}{kind}.csv"
 
 
 @dataclass
@@ -96,14 +96,12 @@ def read_table(path: Path) -> Table:
     return Table(rows)
 
 
-def write_table(path: Path, table: Table, by_step: bool = False) -> None:
-    """Write it whole or not at all: cell and seed first, then what it is about, metrics, and the rest by name."""
+def write_table(path: Path, table: Table, columns: Sequence[str] = FIRST) -> None:
+    """Write it whole or not at all: cell and seed first, then these columns, metrics, and the rest by name."""
     present = {key for row in table.rows for key in row}
-    first = [*KEYS, *(("hash", "step", "seconds") if by_step else FIRST)]
-    first = [key for key in first if key in present]
+    first = [key for key in (*KEYS, *columns) if key in present]
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]
-    columns = [*first, *metrics, *sorted(present - {*first, *metrics})]
-    write_text(path, _csv(columns, table.rows))
+    write_text(path, _csv([*first, *metrics, *sorted(present - {*first, *metrics})], table.rows))
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Row]) -> str:

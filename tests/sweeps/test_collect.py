@@ -117,6 +117,21 @@ def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_pa
         runs.mkdir()
 
 
+def test_texts_are_those_of_inputs_at_equal_distances(conf, cells, runs):
+    folder = runs / cells[1].hash[:12]
+    lines = [{"source": f"in {i}", "output": f"out {i}", "references": [f"ref {i}", "other"]} for i in range(10)]
+    (folder / "outputs-test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for _ in range(2):  # the second time from the table alone
+        gather(conf, runs)
+        with open(runs.with_name("out") / "table_smoke_texts.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["cell"], row["seed"], row["input"]) for row in rows] == [("clip=ghost", "0", i) for i in "036"]
+        assert [(row["source"], row["reference"], row["output"]) for row in rows] == [
+            (f"in {i}", f"ref {i}", f"out {i}") for i in (0, 3, 6)
+        ]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def test_rows_that_the_sweep_has_no_longer_are_dropped_with_a_word(conf, cells, runs, tmp_path):
     gather(conf, runs)
     other = tmp_path / "conf"

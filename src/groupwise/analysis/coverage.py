@@ -126,7 +126,7 @@ def refuse_unread(folders: Folders) -> None:
     Raises:
         UserError: naming the file; or there are reduced rows, and not what one answer for every input scores.
     """
-    endings = [(name, "") for name in TABLES]
+    endings = [(name, ending) for name in TABLES for ending in ("", "_texts")]
     endings += [(name, ending) for name, last in FIGURES.items() for ending in {"", last}]
     endings += [(claim.contrast.sweep, "") for claim in CLAIMS]
     read = {f"{name}_{scale}{ending}.csv" for name, ending in endings for scale in SHOWN} | {CONSTANT}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from groupwise.clipping.calls import LayerCalls
+from groupwise.clipping.calls import LayerCalls, Values
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import BatchAxis, ModelCall
 from groupwise.clipping.parameter_uses import ModuleWeights, ParameterUse
@@ -192,7 +192,7 @@ class Patches:
                 "and it is clipped for calls with its input alone: leave the others out, or freeze it."
             )
         x = rule.prepare(args[0] if args else next(iter(kwargs.values())))
-        values = [module._parameters.get(name) for name in rule.parameter_names]
+        values: Values = [module._parameters.get(name) for name in rule.parameter_names]
         return self.calls.run(group, member, x, values)
 
     def _run_direct(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Tensor:

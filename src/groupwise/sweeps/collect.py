@@ -23,11 +23,15 @@ from groupwise.sweeps.folder import read_cells
 from groupwise.sweeps.prepare import PlannedCell, table_cells
 from groupwise.sweeps.status import DONE, State, cell_states
 
+BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
+"""Other files of a sweep than its rows, and the columns that they begin with."""
+SAMPLES = 3
+"""Inputs of the test set whose texts are kept."""
 CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 
 
 def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
-    """Write the rows of `sweeps/<name>.yaml` at that scale, and its curves where cells ask for them.
+    """Write the rows of `sweeps/<name>.yaml` at that scale, its curves where cells ask for them, and samples of texts.
 
     Returns:
         What there is to say: how many rows, which cells are missing, which rows were dropped.
@@ -37,9 +41,9 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     """
     register()
     cells = _by_cell(table_cells(read_sweep(conf / "sweep" / f"{name}.yaml"), scale, conf))
-    path, curves_path = table_path(out, name, scale), table_path(out, name, scale, curves=True)
-    before, curves_before = read_table(path), read_table(curves_path)
-    said, table, curves = [], Table(), Table()
+    path = table_path(out, name, scale)
+    before, beside_before = read_table(path), {kind: read_table(table_path(out, name, scale, kind)) for kind in BESIDE}
+    said, table, beside = [], Table(), {kind: Table() for kind in BESIDE}
     missing = []
     for cell, planned in cells:
         first = {"sweep": name, "cell": cell.name, "seed": str(cell.seed), "scale": scale}
@@ -48,17 +52,20 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
         if row is not None:
             table.add(first, [row])
             if getattr(planned.config.eval, "curve", False):
-                curves.add({**first, "hash": planned.hash}, curve_rows(folder))
+                beside["curves"].add({**first, "hash": planned.hash}, curve_rows(folder))
+            beside["texts"].add({**first, "hash": planned.hash}, text_rows(folder))
         elif kept := before.of(cell.name, cell.seed, planned.hash):
             table.keep(kept)
-            curves.keep(curves_before.of(cell.name, cell.seed, planned.hash))
+            for kind in BESIDE:
+                beside[kind].keep(beside_before[kind].of(cell.name, cell.seed, planned.hash))
         else:
             missing.append(planned.name)
     if not table.rows:
         raise UserError(f"No finished run of +sweep={name} scale={scale} in {runs}: run the sweep first.")
     write_table(path, table)
-    if curves.rows:
-        write_table(curves_path, curves, by_step=True)
+    for kind, rows in beside.items():
+        if rows.rows:
+            write_table(table_path(out, name, scale, kind), rows, BESIDE[kind])
     said.append(f"{path}: {len(table.rows)} of {len(cells)} cells")
     said += [f"  missing: {cell}" for cell in missing]
     said += [f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in before.lost(table)]
@@ -112,6 +119,31 @@ def curve_rows(folder: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} cannot be read ({error}): run that cell again with overwrite=true.") from error
     return rows
+
+
+def text_rows(folder: Path) -> list[dict[str, Any]]:
+    """What a run that generates wrote for `SAMPLES` inputs of the test set: at equal distances, so chosen by nobody.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = folder / "outputs-test.jsonl"
+    if not path.is_file():
+        return []
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        places = dict.fromkeys(len(lines) * i // SAMPLES for i in range(min(SAMPLES, len(lines))))
+        return [
+            {
+                "input": place,
+                "source": lines[place]["source"],
+                "reference": next(iter(lines[place]["references"]), ""),
+                "output": lines[place]["output"],
+            }
+            for place in places
+        ]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} cannot be read ({error}): run that cell again with overwrite=true.") from error
 
 
 def _by_cell(cells: list[tuple[Cell, PlannedCell]]) -> list[tuple[Cell, PlannedCell]]:

@@ -36,7 +36,7 @@ def find_row(digest: str, measured: Path) -> Row:
         row
         for path in sorted(measured.glob("*.csv"))
         for row in read_table(path).rows
-        if row.get("sweep") and "step" not in row and row.get("hash", "").startswith(digest)
+        if row.get("sweep") and "git.sha" in row and row.get("hash", "").startswith(digest)
     ]
     found = {row["hash"] for row in rows}
     if len(digest) < 6 or len(found) != 1:

@@ -11,6 +11,7 @@ from groupwise.analysis.figures import KINDS
 from groupwise.analysis.paper import Folders
 from groupwise.analysis.report.__main__ import main
 from groupwise.analysis.report.page import LIGHT, render
+from groupwise.rows import Table, write_table
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = Folders(ROOT / "results" / "paper", ROOT / "results" / "measured", ROOT / "sweeps")
@@ -105,6 +106,23 @@ def test_a_number_shows_its_seeds_cell_code_and_records(rendered):
     box = text[text.index('<td class="st-reduced-only">') :].split("</td>")[0]
     for words in ("<dt>seeds</dt><dd>3 of 3</dd>", "<dt>95 % interval</dt>", "<dt>cell</dt>", "<code>0123456</code>"):
         assert words in box
+
+
+def test_texts_stand_below_their_table(tables_only):
+    first = {
+        "sweep": "glue",
+        "scale": "mini",
+        "hash": "1",
+        "input": "0",
+        "source": "name : A<b>",
+        "reference": "A it is.",
+    }
+    rows = [{**first, "cell": cell, "seed": seed, "output": f"{cell} wrote {seed}"} for cell in "xy" for seed in "01"]
+    write_table(tables_only.measured / "glue_mini_texts.csv", Table(rows))
+    text, _ = render(tables_only, ROOT / "docs", tables_only.measured.parent / "report.html")
+    part = text[text.index("What was written for inputs") :].split("</details>")[0]
+    assert "name : A&lt;b&gt;" in part and "A it is." in part
+    assert "x wrote 0" in part and "y wrote 0" in part and "wrote 1" not in part
 
 
 def test_privacy_errata_findings_and_settings_are_there(page):

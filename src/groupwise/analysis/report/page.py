@@ -21,10 +21,20 @@ from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.table_text import anchor, errata_of, notes
 from groupwise.analysis.tables import SETTINGS
 from groupwise.errors import UserError
+from groupwise.rows import SCALES, read_table, table_path
 from groupwise.sweeps.cells import PAPER, read_sweep
 
 LIGHT = 1_500_000
 """Bytes that the page should not exceed."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An input of the test set, one of its references, and what each cell's first seed wrote, by name."""
+
+    source: str
+    reference: str
+    written: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class TablePart:
     grid: Grid | None = None
     notes: Sequence[str] = ()
     errata: Sequence[tuple[str, str]] = ()
+    samples: Sequence[Sample] = ()
     fault: str = ""
 
     @property
@@ -103,11 +114,20 @@ def _table(name: str, folders: Folders) -> TablePart:
     try:
         title = read_sweep(folders.sweeps / f"{name}.yaml").title
         lines = table_lines(name, folders)
-        under = notes(name, folders, lines)
+        under, samples = notes(name, folders, lines), _samples(name, folders)
     except UserError as error:
         return TablePart(name, title, fault=str(error))
     links = [(text, f"#errata-{anchor(text)}") for text in errata_of(name)]
-    return TablePart(name, title, make_grid(lines), under, links)
+    return TablePart(name, title, make_grid(lines), under, links, samples)
+
+
+def _samples(name: str, folders: Folders) -> list[Sample]:
+    """The texts of the largest scale that has any."""
+    tables = (read_table(table_path(folders.measured, name, scale, "texts")).rows for scale in SCALES)
+    by_input: dict[tuple[str, str], dict[str, str]] = {}
+    for row in next(filter(None, tables), []):
+        by_input.setdefault((row["source"], row["reference"]), {}).setdefault(row["cell"], row["output"])
+    return [Sample(source, reference, list(written.items())) for (source, reference), written in by_input.items()]
 
 
 def _figure(name: str, folders: Folders) -> FigurePart:
