@@ -70,7 +70,9 @@ class PublicThresholds(FixedThresholds):
     3. The steps are an adaptive composition of releases at the same σ and ρ, each with settings that depend on earlier
        outputs. PRV, PLD and RDP bound it.
 
-    Not covered: norms of private examples given to :meth:`follow`.
+    Not covered: norms of private examples given to :meth:`follow`. The released sums, which are free too, do not take
+    the public examples' place: ‖Σ‖/(B·C_k) hardly depends on what was clipped (0.045 to 0.057 in all 21 groups at
+    B = 512, in the median over steps, where 1/√B is 0.044).
 
     Args:
         values: C_k before the first :meth:`follow`, (K,), above 0, chosen without the data; ‖C‖ stays.
