@@ -37,7 +37,7 @@ def gradient_norms(
 ) -> dict[str, Tensor]:
     """‖g_k^(i)‖ of each example's loss in each group (Figures 2 and 5 of the paper), by the engine that clips.
 
-    **The norms are not private**: each is one example's own, without noise. Nothing is clipped and nothing changed:
+    The norms are not private: each is one example's own, without noise. Nothing is clipped and nothing changed:
     parameters, their .grad, buffers and the default generators are as before, after an error too.
 
     Args:
@@ -90,7 +90,7 @@ def gradient_products(
     1, without the learning rate): a step on an example with a negative product makes the loss on these worse. Forward
     mode gives all examples' products at once, exactly; no example's gradient is formed.
 
-    **The products are not private**, as the norms are not. Nothing is changed, as in `gradient_norms`.
+    The products are not private, as the norms are not. Nothing is changed, as in `gradient_norms`.
 
     Args:
         model: any that forward mode can follow, with or without a rule for its layers; nothing may be attached to it.

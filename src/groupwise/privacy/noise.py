@@ -255,6 +255,12 @@ class Keystream:
 class LatticeNoise:
     """Adds N(0, ``std``²) to one tensor, part by part, on the lattice of its std.
 
+    The sum is rounded to a multiple of the spacing g, and so is the noise. What is released is a function of their
+    exact sum (its rounding to the tensor's type comes last), and rounding a Gaussian to multiples of g after adding a
+    multiple of g is the same as before it. So the release is a post-processing of the real mechanism on rounded sums:
+    every multiple of g can come out, whatever the sum. Rounding may move two neighbouring sums apart by g in each of D
+    coordinates, so the noise multiplier is smaller by a factor of at most 1 + σ√D·2⁻⁴⁰.
+
     Raises:
         UserError: ``std`` is below 1e-200, where the lattice would leave the float64 numbers.
     """

@@ -3,7 +3,20 @@
 Sensitivity compares two runs in which the examples that both have see the same masks. Masks from a public seed are
 dealt in the order of the batch, so one more example moves everybody else's, and the sums differ by far more than one
 clipped gradient. Masks that nobody can predict, each example's of one law whatever its place, can be paired one by one
-between the two runs; the argument, and what it asks of a model, is in ``docs/privacy.md``.
+between the two runs. What this asks of a model is in ``docs/privacy.md``; it suffices:
+
+Fix a step and all that was released before it. Let S be the examples drawn besides x, m_i the mask of example i,
+g̃_i(m_i) its clipped gradient. Without x the release is Σ_{i∈S} g̃_i(m_i) + noise, a mixture of Gaussians over the masks
+(m_i)_{i∈S}; with x drawn it is Σ_{i∈S} g̃_i(m_i) + g̃_x(m_x) + noise, a mixture over (m_i)_{i∈S} and m_x.
+
+1. The masks of S have the same joint law in both: take the same ones. Given these and m_x, the two are Gaussians whose
+   means are apart by g̃_x(m_x), at most C_k in group k, whatever the masks. Counts go the same way, each by ½.
+2. E_α(P‖Q) = sup_Y P(Y) - αQ(Y) is jointly convex, hence jointly quasi-convex: a pair of mixtures with the same weights
+   is told apart no better than the worst pair of components. So the pair of step 1 is dominated by one Gaussian release
+   at σ, in both directions, as without masks.
+3. Poisson sampling draws x independently of S and of all masks, so the mixture over "x is drawn" is the one that is
+   accounted.
+4. Masks of a step are independent of those of all others and of the noise, so the steps compose as they do without.
 
 The generators are statistical, not cryptographic, also where ``NoiseSource.secure`` holds. Torch's CPU generator keeps
 32 bits of a seed, few enough to try them all, so it gets a whole state (624 words of SHAKE-256 of the key). CUDA's

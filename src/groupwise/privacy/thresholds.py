@@ -60,10 +60,19 @@ LEAST_SHARE = 1e-3
 class PublicThresholds(FixedThresholds):
     """Thresholds C_k that follow public examples' gradient norms at the released weights, at a fixed ‖C‖.
 
-    Formal guarantee: the thresholds of a step are a function of the weights released before it and of examples that no
-    private one has a part in, so they are post-processing: nothing is released for them, and r = 0. Given all that was
-    released, one private example moves group k's sum by at most C_k, as with fixed ones. Not covered: norms of private
-    examples given to :meth:`follow`.
+    Formal guarantee: the same ε as with fixed thresholds; nothing is released for them, r = 0 and σ_new = σ.
+
+    1. Let R_t be all that was released before step t. The weights w_t are a function of it, the norms one of w_t and of
+       examples that no private one has a part in. So C(t) = h(R_t, t): post-processing.
+    2. Given R_t, thresholds, noise scales and Poisson rate are the same for both neighbours. One example moves group
+       k's sum by at most C_k(t), whatever the other groups' norms are, all sums together by ‖C(t)‖ in the metric of the
+       noise: one Gaussian release at σ.
+    3. The steps are an adaptive composition of releases at the same σ and ρ, each with settings that depend on earlier
+       outputs. PRV, PLD and RDP bound it.
+
+    Not covered: norms of private examples given to :meth:`follow`. The released sums, which are free too, do not take
+    the public examples' place: ‖Σ‖/(B·C_k) hardly depends on what was clipped (0.045 to 0.057 in all 21 groups at
+    B = 512, in the median over steps, where 1/√B is 0.044).
 
     Args:
         values: C_k before the first :meth:`follow`, (K,), above 0, chosen without the data; ‖C‖ stays.
