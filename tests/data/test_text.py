@@ -6,19 +6,9 @@ from dataclasses import replace
 import pytest
 
 from groupwise.data import text
-from groupwise.data.text import (
-    Labelled,
-    LabelledText,
-    PairedText,
-    Request,
-    hold_out,
-    keep,
-    load_labelled,
-    load_paired,
-    synthetic_labelled,
-    synthetic_paired,
-)
-from groupwise.data.text_examples import keyed_fraction
+from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
+from groupwise.data.text import hold_out, keep, load_labelled, load_paired
+from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, keyed_fraction
 from groupwise.errors import UserError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import write_json
-from groupwise.data.corpus import Corpus, read_corpus
+from groupwise.data.text import Corpus, read_corpus
 from groupwise.errors import UserError
 from groupwise.models.hub import BYTES, END_OF_TEXT, gpt2_tokenizer
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
+from groupwise.data.image_sets import scattering
 from groupwise.data.images import augment
-from groupwise.data.scattering import scattering
 from groupwise.errors import UserError
 from groupwise.models import scatter_cnn, wide_resnet
 from groupwise.tasks.pipelined import ImageFeed

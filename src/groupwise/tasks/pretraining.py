@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.config.schema import RunConfig
-from groupwise.data.corpus import Corpus, read_corpus
+from groupwise.data.text import Corpus, read_corpus
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_masked
 from groupwise.tasks.samples import IGNORED

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import RunConfig
-from groupwise.data.text import Labelled, LabelledText, load_labelled, synthetic_labelled
+from groupwise.data.synthetic_text import synthetic_labelled
+from groupwise.data.text import load_labelled
+from groupwise.data.text_examples import Labelled, LabelledText
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.samples import CHUNK, Rows

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
-from groupwise.data.text import PairedText, Request, load_paired, synthetic_paired
+from groupwise.data.synthetic_text import synthetic_paired
+from groupwise.data.text import load_paired
+from groupwise.data.text_examples import PairedText, Request
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.trainable import choose_trainable
