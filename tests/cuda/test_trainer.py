@@ -61,7 +61,7 @@ def test_the_host_waits_for_the_counts_alone(python) -> None:
         uploads = {
             "clipping/factors.py:Counts.set_thresholds": 1,
             "clipping/engine.py:ClippingEngine.set_thresholds": 1,
-            "training/transfer.py:to_device": row["microbatches"],
+            "training/task.py:to_device": row["microbatches"],
         }
         assert row["passed"]["uploads"] == uploads
         assert row["rest"]["waits"] == {"clipping/engine.py:ClippingEngine.counts": 1}

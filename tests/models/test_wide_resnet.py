@@ -8,7 +8,7 @@ from torch import nn
 from groupwise.clipping import WSConv2d
 from groupwise.errors import UserError
 from groupwise.models import BLOCK_ORDERS, wide_resnet
-from groupwise.models.wide_resnet import ClassicBlock, PreactivationBlock, UnitVarianceConv, group_count, make_norm
+from groupwise.models.image_networks import ClassicBlock, PreactivationBlock, UnitVarianceConv, group_count, make_norm
 
 OPTIONS = {"norm": "group", "norm_groups": 4, "weight_standardization": True}
 

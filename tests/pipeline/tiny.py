@@ -10,7 +10,7 @@ from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.data.cifar10 import import_torchvision
-from groupwise.models.wide_resnet import wide_resnet
+from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.pipeline.trainer import PipelineTrainer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.data.images import normalize
-from groupwise.training.transfer import row_numbers, to_device
+from groupwise.training.task import row_numbers, to_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

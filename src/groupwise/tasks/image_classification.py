@@ -18,8 +18,7 @@ from groupwise.errors import UserError
 from groupwise.models import scatter_cnn, wide_resnet
 from groupwise.tasks.pipelined import ImageFeed
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Feed, Split, Task
-from groupwise.training.transfer import row_numbers
+from groupwise.training.task import Feed, Split, Task, row_numbers
 
 Images = tuple[Tensor, Tensor]
 NETWORKS = ("wide_resnet", "scatter_cnn")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from groupwise.tasks.samples import IGNORED, Samples, pad, predictions
 from groupwise.tasks.text_task import longest_first
-from groupwise.training.task import Microbatch, fill, rounded
-from groupwise.training.transfer import row_numbers, to_device
+from groupwise.training.task import Microbatch, fill, rounded, row_numbers, to_device
 
 
 class TextFeed:

@@ -29,8 +29,7 @@ from groupwise.tasks.text_task import (
     describe,
     find_tokenizer,
 )
-from groupwise.training.task import Split
-from groupwise.training.transfer import to_device
+from groupwise.training.task import Split, to_device
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ read, never predicted. `samples.py` says how the two stand in one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
 from groupwise.data.synthetic_text import synthetic_paired
 from groupwise.data.text import load_paired
 from groupwise.data.text_examples import PairedText, Request
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
+from groupwise.models.hub import find_source
 from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.trainable import choose_trainable
+from groupwise.models.vocabulary import RECORD
 from groupwise.tasks.beam_search import generate
-from groupwise.tasks.frames import chat_frame, plain_frame
 from groupwise.tasks.pipelined import TextFeed
-from groupwise.tasks.public_text import public_text
-from groupwise.tasks.samples import IGNORED, PairEncoder, Samples, pad
+from groupwise.tasks.samples import IGNORED, PairEncoder, Samples, chat_frame, pad, plain_frame
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,
@@ -37,8 +38,7 @@ from groupwise.tasks.text_task import (
     per_example,
     token_losses,
 )
-from groupwise.training.task import Feed, Split
-from groupwise.training.transfer import to_device
+from groupwise.training.task import Feed, Split, to_device
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
@@ -233,3 +233,48 @@ def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]
     if text := public_text(config, _private(data)):
         found["public_text"] = text
     return found
+
+
+PROVENANCE = "provenance.json"
+
+
+def public_text(config: RunConfig, private: Iterable[str]) -> str:
+    """In words, from what lies beside the weights and the tokeniser; empty where nothing says it, as on the hub.
+
+    Args:
+        config: the run's.
+        private: SHA-256 in hex of the training files.
+
+    Raises:
+        UserError: one of those is among the public files, and this run claims to protect it; a broken record.
+    """
+    weights = None if config.model.fresh else config.model.source
+    vocabulary = config.model.tokenizer or config.model.source
+    found = {
+        "vocabulary": _digests(vocabulary, RECORD, ()),
+        "weights": _digests(weights, PROVENANCE, ("data",)),
+    }
+    secret = set(private)
+    for part, files in found.items():
+        for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):
+            raise UserError(
+                f"The {part} of model.source={config.model.source} were made from {name}, which this run is to keep "
+                "private: start from other public text (model.source), or from random weights (model.fresh=true) with "
+                "another model.tokenizer."
+            )
+    told = [f"{part} from {', '.join(Path(name).name for name in files)}" for part, files in found.items() if files]
+    return "; ".join(told)
+
+
+def _digests(source: str | None, name: str, trail: tuple[str, ...]) -> Mapping[str, str]:
+    """{file: SHA-256} of a record beside a model; nothing where there is none."""
+    if source is None or not (file := Path(find_source(source)) / name).is_file():
+        return {}
+    try:
+        held: Any = json.loads(file.read_text(encoding="utf-8"))
+        for key in trail:
+            held = held.get(key, {})
+        digests = held.get("sha256", {})
+        return {str(file): str(digest) for file, digest in digests.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read ({reason(error)}): restore it, or remove the folder.") from error
