@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from groupwise.analysis.measured import SHOWN, file_of, read_measured
-from groupwise.analysis.paper import Folders, settings_of
+from groupwise.analysis.results import SHOWN, Folders, file_of, read_measured, settings_of
 from groupwise.analysis.statistics import Contrast, differences
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep

@@ -16,8 +16,19 @@ from pathlib import Path
 
 from groupwise.analysis.benchmark_tables import between_markers, markdown
 from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
-from groupwise.analysis.measured import LEARNT, SHOWN, file_of, floor_of, read_floors, read_measured, why_uninformative
-from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper
+from groupwise.analysis.results import (
+    LEARNT,
+    MINUS,
+    SHOWN,
+    TABLES,
+    Folders,
+    file_of,
+    floor_of,
+    read_floors,
+    read_measured,
+    read_paper,
+    why_uninformative,
+)
 from groupwise.analysis.statistics import (
     SAME,
     Contrast,
@@ -31,9 +42,9 @@ from groupwise.analysis.statistics import (
     p_trend,
     summarise,
 )
-from groupwise.analysis.table_text import number
+from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 LEAST = 3
@@ -318,6 +329,7 @@ def fill(text: str, page: Path, found: Sequence[Verdict]) -> str:
     return between_markers(text, "summary", summary(found), page)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.findings")
@@ -325,19 +337,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
-    try:
-        if not given.page.is_file():
-            raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
-        before = given.page.read_text(encoding="utf-8")
-        found = verdicts(Folders.given(given))
-        text = fill(before, given.page, found)
-        if text != before:
-            write_text(given.page, text)
-        given.out.mkdir(parents=True, exist_ok=True)
-        write_text(given.out / "findings.md", full(found))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not given.page.is_file():
+        raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
+    before = given.page.read_text(encoding="utf-8")
+    found = verdicts(Folders.given(given))
+    text = fill(before, given.page, found)
+    if text != before:
+        write_text(given.page, text)
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_text(given.out / "findings.md", full(found))
     print(summary(found))
     return 0
 

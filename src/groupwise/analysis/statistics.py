@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from groupwise.analysis.measured import LEARNT, SHOWN
-from groupwise.analysis.paper import settings_of
+from groupwise.analysis.results import LEARNT, SHOWN, settings_of
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import PAPER, Sweep
 

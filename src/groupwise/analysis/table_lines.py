@@ -6,8 +6,18 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.measured import Floors, Measured, matching, read_all, read_floors, why_uninformative
-from groupwise.analysis.paper import MINUS, Folders, read_paper, settings_of
+from groupwise.analysis.results import (
+    MINUS,
+    Floors,
+    Folders,
+    Measured,
+    matching,
+    read_all,
+    read_floors,
+    read_paper,
+    settings_of,
+    why_uninformative,
+)
 from groupwise.analysis.statistics import compare, summarise, waiting_at
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep

@@ -10,7 +10,7 @@ from typing import Any
 import groupwise
 from groupwise.config.schema import ModelConfig
 from groupwise.data.cifar10 import import_torchvision
-from groupwise.errors import UserError, did_you_mean, reason
+from groupwise.errors import UserError, command, did_you_mean, reason
 
 PATIENCE = 5.0
 """Seconds that the hub has to answer; transformers itself would go on asking for half a minute."""
@@ -155,18 +155,15 @@ def mini_roberta(folder: Path, count: int = MERGES) -> Any:
     return RobertaTokenizer(vocab=numbered, merges=merges)  # type: ignore[arg-type]
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Write OUT/gpt2_mini and OUT/roberta_mini; returns the exit code."""
     if len(arguments) != 2:
         print(f"usage: python -m groupwise.models.hub FOLDER OUT\n\n{__doc__}", file=sys.stderr)
         return 2
     folder, out = map(Path, arguments)
-    try:
-        mini_gpt2(folder).save_pretrained(out / "gpt2_mini")
-        mini_roberta(folder).save_pretrained(out / "roberta_mini")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    mini_gpt2(folder).save_pretrained(out / "gpt2_mini")
+    mini_roberta(folder).save_pretrained(out / "roberta_mini")
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.atomic import write_json
 from groupwise.data.text import Corpus, read_corpus
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
 from groupwise.models.hub import BYTES, END_OF_TEXT, gpt2_tokenizer
 
 RECORD = "vocabulary.json"
@@ -56,16 +56,13 @@ def write_vocabulary(folder: Path, size: int, texts: list[Path]) -> bool:
     return True
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Write OUT; returns the exit code."""
     if len(arguments) < 3 or not arguments[1].isdecimal():
         print(f"usage: python -m groupwise.models.vocabulary OUT SIZE TEXT...\n\n{__doc__}", file=sys.stderr)
         return 2
-    try:
-        made = write_vocabulary(Path(arguments[0]), int(arguments[1]), list(map(Path, arguments[2:])))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = write_vocabulary(Path(arguments[0]), int(arguments[1]), list(map(Path, arguments[2:])))
     print(f"{arguments[0]}: {'written' if made else 'already made of these texts'}")
     return 0
 

@@ -49,7 +49,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
 from groupwise.privacy.accountants import (
     COMPOSITION_FAILURES,
     ORDERS,
@@ -209,6 +209,7 @@ def calibrate_search(
     )
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the three figures of a grid whose settings share one mechanism; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.privacy.tuning", description=str(__doc__).split("\n")[0])
@@ -222,18 +223,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--eta", type=float, default=0.0, help="shape of the truncated negative binomial, above -1")
     parser.add_argument("--poisson", action="store_true", help="K is Poisson instead")
     given = parser.parse_args(arguments)
-    try:
-        if (given.epsilon is None) == (given.noise_multiplier is None) or given.grid < 1:
-            raise UserError("give one of --noise-multiplier and --epsilon, and a --grid of at least 1 setting.")
-        expected = float(given.grid) if given.expected is None else given.expected
-        count = Poisson(expected) if given.poisson else TruncatedNegativeBinomial.with_mean(given.eta, expected)
-        sigma, rate = given.noise_multiplier, (given.sample_rate, given.steps)
-        if sigma is None:
-            [sigma] = calibrate_search([rate], count, given.epsilon, given.delta)
-        cost = search_cost([Training(sigma, *rate)] * given.grid, count, given.delta)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if (given.epsilon is None) == (given.noise_multiplier is None) or given.grid < 1:
+        raise UserError("give one of --noise-multiplier and --epsilon, and a --grid of at least 1 setting.")
+    expected = float(given.grid) if given.expected is None else given.expected
+    count = Poisson(expected) if given.poisson else TruncatedNegativeBinomial.with_mean(given.eta, expected)
+    sigma, rate = given.noise_multiplier, (given.sample_rate, given.steps)
+    if sigma is None:
+        [sigma] = calibrate_search([rate], count, given.epsilon, given.delta)
+    cost = search_cost([Training(sigma, *rate)] * given.grid, count, given.delta)
     print(f"sigma = {sigma:.4f}, {expected:g} runs expected ({count.told}), delta = {given.delta:g}")
     for name, value in (("one run", cost.one_run), (f"all {given.grid} runs", cost.grid), ("search", cost.search)):
         print(f"  {name:12} epsilon = {value:.4g}")

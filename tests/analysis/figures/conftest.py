@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from groupwise.analysis.paper import Folders, settings_of
-from groupwise.analysis.report.page import render
+from groupwise.analysis.report.__main__ import render
+from groupwise.analysis.results import Folders, settings_of
 
 PROVENANCE = {"git.sha": "0123456789abcdef0123456789abcdef01234567", "git.dirty": False}
 PLAN = {

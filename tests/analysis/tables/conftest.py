@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from groupwise.analysis.paper import Folders, settings_of
+from groupwise.analysis.results import Folders, settings_of
 from groupwise.sweeps.cells import read_sweep
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from groupwise.analysis.statistics import STATUSES
-from groupwise.analysis.table_text import ADJACENCY, SAMPLING, anchor, number
+from groupwise.analysis.tables import ADJACENCY, SAMPLING, anchor, number
 
 COLOURS = {
     "#000000": "currentColor",

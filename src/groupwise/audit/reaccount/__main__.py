@@ -16,7 +16,7 @@ from groupwise.audit.reaccount import accounts, plan
 from groupwise.audit.reaccount import plan as origin
 from groupwise.audit.reaccount import record as files
 from groupwise.audit.reaccount.record import FAILED, Check, Record, perform, table
-from groupwise.errors import UserError
+from groupwise.errors import command
 
 CHECKS: dict[str, Callable[[Record], str]] = {
     "files": files.sums,
@@ -56,6 +56,7 @@ def verify(folder: Path, data: Path | None = None, names: Collection[str] = tupl
     return [perform(name, CHECKS[name], record) for name in chosen]
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0 all right, 1 a check failed, 2 no finished run."""
     parser = argparse.ArgumentParser(
@@ -64,11 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run's folder, results/runs/HASH")
     parser.add_argument("--data", type=Path, help="where its data are, if not where the run had them")
     given = parser.parse_args(arguments)
-    try:
-        checks = verify(given.run, given.data)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    checks = verify(given.run, given.data)
     print(table(checks))
     failed = [check.name for check in checks if check.result == FAILED]
     print(f"\n{given.run}: " + (f"FAILED: {', '.join(failed)}" if failed else "nothing is wrong with it"))
