@@ -103,10 +103,11 @@ def write_table(path: Path, table: Table, by_step: bool = False) -> None:
     first = [key for key in first if key in present]
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]
     columns = [*first, *metrics, *sorted(present - {*first, *metrics})]
-    write_text(path, _csv(columns, table.rows))
+    write_text(path, as_csv(columns, table.rows))
 
 
-def _csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
+def as_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Rows under a head, nothing where a row has no such column."""
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
     writer.writeheader()
@@ -116,3 +117,8 @@ def _csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from groupwise.analysis.benchmark_tables import markdown
+from groupwise.rows import markdown
 
 EXACT, REFUSED, FALSE_ALARM, WRONG, TRACEBACK = "exact", "refused", "false alarm", "wrong", "traceback"
 FAULTS = (FALSE_ALARM, WRONG, TRACEBACK)

@@ -29,6 +29,7 @@ from groupwise.analysis.benchmark_rows import (
 )
 from groupwise.atomic import write_text
 from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 
 WORKLOADS = {
     "wrn16_4_ws": "WRN16-4, weight-standardised, 3 × 32 × 32",
@@ -231,12 +232,6 @@ def between_markers(text: str, name: str, content: str, page: Path) -> str:
     if len(pattern.findall(text)) != 1:
         raise UserError(f"{page} must have one pair of markers <!-- begin {name} --> and <!-- end {name} -->.")
     return pattern.sub(lambda match: f"{match[1]}\n{content}\n\n{match[2]}", text)
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _number(value: float, how: str) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import CLAIMS
 from groupwise.analysis.results import CONSTANT, MINUS, SHOWN, TABLES, Folders
 from groupwise.analysis.searches import searches
@@ -33,6 +32,7 @@ from groupwise.analysis.statistics import (
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 FIGURES = {

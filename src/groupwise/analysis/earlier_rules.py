@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import ALIKE, CLAIMS, LESS, MARGIN, MORE, NO_WORSE, Claim
 from groupwise.analysis.findings import AGREEMENT, DISAGREEMENT, UNDECIDED, Verdict, measured_pairs, verdicts
 from groupwise.analysis.results import SHOWN, Folders, file_of
@@ -18,6 +17,7 @@ from groupwise.analysis.statistics import Summary, summarise
 from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
 from groupwise.errors import command
+from groupwise.rows import markdown
 from groupwise.sweeps.cells import read_sweep
 
 WORDS = (AGREEMENT, DISAGREEMENT, UNDECIDED)

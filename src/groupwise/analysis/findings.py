@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import between_markers, markdown
+from groupwise.analysis.benchmark_tables import between_markers
 from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
 from groupwise.analysis.results import (
     LEARNT,
@@ -45,6 +45,7 @@ from groupwise.analysis.statistics import (
 from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
 from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 LEAST = 3

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import CLAIMS, Claim
 from groupwise.analysis.coverage import refuse_unread
 from groupwise.analysis.findings import AGREEMENT, Verdict, verdicts
 from groupwise.analysis.results import CONSTANT, Folders
 from groupwise.atomic import write_text
 from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 
 SWEEP, ROWS = "adaptivity", "adaptivity_mini.csv"
 ABOUT = next(claim for claim in CLAIMS if claim.contrast.sweep == SWEEP and len(claim.contrast.plus) == 2)

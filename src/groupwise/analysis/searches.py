@@ -4,13 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import SEARCH
 from groupwise.analysis.results import SHOWN
 from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
 from groupwise.errors import command
-from groupwise.rows import read_table, table_path
+from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, best, candidates
 
 

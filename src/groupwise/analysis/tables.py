@@ -12,11 +12,11 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.results import HYPERPARAMETERS, TABLES, Folders, read_measured, read_paper
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
+from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep, text
 
 HEAD = ("row", "column", "paper", "measured", "std", "95 % interval", "n", "scale", "status")
