@@ -11,7 +11,7 @@ from benchmarks import loop, loop_rounds
 from benchmarks.bare import BareStep
 from groupwise.errors import UserError
 from groupwise.training import train as session
-from groupwise.training.trackers import FilesTracker
+from groupwise.training.reports import FilesTracker
 
 SMOKE = ["scale=smoke", "train.steps=40", "train.batch_size=8", "privacy.accountant=rdp"]
 

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from groupwise.privacy import NoiseSource, counted_noise
-from groupwise.privacy.counted_noise import KERNEL_FEW, WORD, CountedNoise, kernel_of
+from groupwise.privacy.counted_noise import (
+    KERNEL_FEW,
+    NUMBERS,
+    SOURCE,
+    WORD,
+    CountedNoise,
+    NoiseKernel,
+    compile_kernel,
+    kernel_of,
+)
 from groupwise.privacy.noise import COUNT_STREAM
-from groupwise.privacy.noise_kernel import NUMBERS, SOURCE, NoiseKernel, compile_kernel
 
 LOOP = """
 template <typename T>

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from groupwise.training.progress import Progress
+from groupwise.training.reports import Progress
 
 
 class Clock:

@@ -12,7 +12,7 @@ import pytest
 from groupwise.config.schema import PathsConfig, RunConfig, TrackerConfig
 from groupwise.errors import UserError
 from groupwise.training.record import RunRecord
-from groupwise.training.trackers import Beside, FilesTracker, make_tracker
+from groupwise.training.reports import Beside, FilesTracker, make_tracker
 
 
 def begun(tmp_path: Path, tracker: str, mode: str = "offline") -> tuple[RunConfig, RunRecord]:

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from groupwise.privacy import PrivacyPlan, make_plan, tuning
-from groupwise.privacy.run_count import RunCount, TruncatedNegativeBinomial
+from groupwise.privacy.tuning import RunCount, TruncatedNegativeBinomial
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from groupwise.build import build_trainer
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PrivacyPlan
-from groupwise.privacy.run_count import RunCount, TruncatedNegativeBinomial
-from groupwise.privacy.tuning import calibrate_search
+from groupwise.privacy.tuning import RunCount, TruncatedNegativeBinomial, calibrate_search
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine

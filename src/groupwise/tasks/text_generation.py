@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
@@ -26,8 +27,17 @@ from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.trainable import choose_trainable
 from groupwise.models.vocabulary import RECORD
 from groupwise.tasks.beam_search import generate
-from groupwise.tasks.pipelined import TextFeed
-from groupwise.tasks.samples import IGNORED, PairEncoder, Samples, chat_frame, pad, plain_frame
+from groupwise.tasks.samples import (
+    IGNORED,
+    PairEncoder,
+    Samples,
+    chat_frame,
+    demonstrations,
+    in_context_prompt,
+    pad,
+    plain_frame,
+    predictions,
+)
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,
@@ -35,10 +45,11 @@ from groupwise.tasks.text_task import (
     choose_data,
     describe,
     find_tokenizer,
+    longest_first,
     per_example,
     token_losses,
 )
-from groupwise.training.task import Feed, Split, to_device
+from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_weights, to_device
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
@@ -124,8 +135,6 @@ class TextGeneration(TextTask):
         Raises:
             UserError: another prompt set, or too few training examples that are short enough.
         """
-        from groupwise.tasks.samples import demonstrations, in_context_prompt
-
         share = self._context // (shots + 1)
         shown = demonstrations(self._data.train, shots, prompt_set, lambda text: self._encoder.count(text) <= share)
         requests = self._requests()
@@ -169,6 +178,65 @@ class TextGeneration(TextTask):
         limited = {"logits_to_keep": kept} if "logits_to_keep" in self.inputs.accepts else {}
         logits = self.logits(inputs | limited)[:, -kept:-1]
         return token_losses(logits, labels), labels
+
+
+class TextFeed:
+    """Sources and targets, right-padded; see `training.task.Feed`.
+
+    T is the longest of the logical batch, P the most target tokens in it; both are rounded up to a multiple of 8 (at
+    most `max_length`).
+
+    Args:
+        samples: of one split.
+        pad_token: the token at padding; which one it is changes nothing.
+        max_length: the longest that an example can be.
+        device: of the microbatches.
+    """
+
+    def __init__(self, samples: Samples, pad_token: int, max_length: int, device: torch.device) -> None:
+        self._samples, self._pad_token, self._most, self._device = samples, pad_token, max_length, device
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def order(self, examples: np.ndarray) -> np.ndarray:
+        """Longest first."""
+        return examples[longest_first(self._samples.tokens.lengths[examples])]
+
+    def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
+        """See `Feed`; places and labels (b, P) are as `predictions` makes them."""
+        if not len(examples):
+            return []
+        length = rounded(int(self._samples.tokens.lengths[examples].max()), self._most)
+        places = rounded(int(self._samples.target_lengths[examples].max()), self._most)
+        filling = fill(examples, size, least)
+        return [
+            self._microbatch(rows, absent, length, places)
+            for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True)
+        ]
+
+    def _microbatch(self, rows: np.ndarray, absent: int, length: int, most: int) -> Microbatch:
+        tokens = [self._samples.tokens[i] for i in rows]
+        places, labels = predictions(tokens, self._samples.starts[rows])
+        columns = torch.arange(length).expand(len(rows), length)
+        made = {
+            "attention_mask": (columns < torch.tensor([[len(row)] for row in tokens])).long(),
+            "position_ids": columns.clone(),
+            "places": _widen(places, 0, most),
+            "labels": _widen(labels, IGNORED, most),
+            "weights": row_weights(len(rows), absent),
+        }
+        first = _widen(pad(tokens, self._pad_token), self._pad_token, length)
+        return Microbatch(
+            to_device(first, self._device),
+            {name: to_device(value, self._device) for name, value in made.items()},
+            absent,
+        )
+
+
+def _widen(rows: Tensor, value: int, width: int) -> Tensor:
+    """More columns of `value`, up to `width`."""
+    return F.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
 def make_text_generation(

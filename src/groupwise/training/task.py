@@ -137,6 +137,11 @@ def fill(examples: np.ndarray, size: int, least: int = 1) -> Filling:
     return Filling(rows.reshape(count, size), size - present)
 
 
+def row_weights(size: int, absent: int) -> Tensor:
+    """(size,): 1, and 0 for the fillers at the end."""
+    return (torch.arange(size) < size - absent).float()
+
+
 def rounded(length: int, most: int) -> int:
     """`length` up to a multiple of `ROUND`, and at most `most`."""
     return min(-(-length // ROUND) * ROUND, most)

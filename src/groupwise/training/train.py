@@ -18,12 +18,11 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import EpsilonReport, NoiseSource, PrivacyPlan
 from groupwise.training.arithmetic import arithmetic_told
-from groupwise.training.progress import Progress, result_lines
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
+from groupwise.training.reports import Progress, make_tracker, result_lines
 from groupwise.training.task import Split, Task
-from groupwise.training.trackers import make_tracker
 
 
 class AnyTrainer(Protocol):

@@ -1,15 +1,23 @@
-"""Sends metrics to a run's own files, always, and to one tracker beside them if asked."""
+"""Shows a run while it trains and at its end: how far it is on a terminal, metrics in its files and by one tracker."""
 
 from __future__ import annotations
 
 import os
+import sys
+import textwrap
+import time
 import warnings
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from tqdm import tqdm
 
 from groupwise.config.identity import flat_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
+from groupwise.privacy.plan import WIDTH
+from groupwise.rows import METRICS
 from groupwise.training.record import RunRecord
 
 
@@ -140,3 +148,113 @@ def _budget(config: RunConfig) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class Progress:
+    """A bar on a terminal, and elsewhere (a log file, a cluster) a line now and then.
+
+    ``epsilon`` maps executed steps to the budget spent so far (``PrivacyPlan.progress``); None shows none.
+    ``start`` is the step that a resumed run goes on from. Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        epsilon: Callable[[int], float] | None = None,
+        target_epsilon: float = float("inf"),
+        seconds_between_lines: float = 15.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.steps = steps
+        self._start = self._step = start
+        self._epsilon = epsilon
+        self._target = target_epsilon
+        self._between = seconds_between_lines
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._began = self._last_line = clock()
+        self._examples = 0
+        self._note = ""
+        self._bar = None
+        if self._stream.isatty():
+            self._bar = tqdm(total=steps, initial=start, file=self._stream, unit="step", dynamic_ncols=True)
+
+    def update(self, step: int, examples: int, note: str = "") -> None:
+        """``step`` steps are done, the last of them on ``examples`` examples; ``note`` (accuracy, say) stays
+        on view."""
+        self._examples += examples
+        self._note = note or self._note
+        advanced, self._step = step - self._step, step
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._state(), refresh=False)
+            self._bar.update(advanced)
+        elif step >= self.steps or self._clock() - self._last_line >= self._between:
+            self._last_line = self._clock()
+            left = _duration(self._seconds() / max(step - self._start, 1) * (self.steps - step))
+            print(f"step {step}/{self.steps}  {self._state()}  {left} left", file=self._stream, flush=True)
+
+    def write(self, line: str) -> None:
+        """Print ``line`` without tearing the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    @property
+    def examples_per_second(self) -> float:
+        """Throughput of this process since it began."""
+        return self._examples / max(self._seconds(), 1e-9)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _seconds(self) -> float:
+        return self._clock() - self._began
+
+    def _state(self) -> str:
+        parts = [f"{self.examples_per_second:.0f} examples/s"]
+        if self._epsilon is not None:
+            parts.insert(0, f"ε {self._epsilon(self._step):.2f} of {self._target:g}")
+        return "  ".join([*parts, self._note] if self._note else parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def result_lines(row: Mapping[str, Any]) -> list[str]:
+    """The lines that a run ends with, from its result row (`RunRecord.finish`); a run that trained nothing spent
+    nothing."""
+    figures = [
+        f"{key}\xa0{value:.2f}"
+        for key, value in row.items()
+        if key.startswith(METRICS) and isinstance(value, int | float) and "loss" not in key and "nll" not in key
+    ]
+    told = "  ".join([*figures, f"in\xa0{row['system.wall_seconds']:.0f}\xa0s"])
+    reached = textwrap.fill(told, WIDTH, subsequent_indent="  ").replace("\xa0", " ")
+    return [*_spent(row), *reached.splitlines()]
+
+
+def _spent(row: Mapping[str, Any]) -> list[str]:
+    if "plan.spent_epsilon" not in row:
+        return []
+    if not row["plan.noise_multiplier"]:
+        return ["Spent: no noise was added; this model has no privacy guarantee"]
+    stamp = " (as published, not a guarantee)" if row["seeds.noise_is_secret"] else " (NOT PRIVATE)"
+    told = f"epsilon {row['plan.spent_epsilon']:.3f} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
+    return [f"Spent: {told}{'' if row['plan.private'] else stamp}"]
