@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import command
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, read, split
+from benchmarks.options import check_above_zero, check_device, command, read, split
 from benchmarks.process import Process
 from groupwise.errors import UserError, did_you_mean
 

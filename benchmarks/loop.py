@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.command import command
-from benchmarks.options import check_above_zero, read
+from benchmarks.options import check_above_zero, command, read
 from groupwise.config.compose import COMPOSITION_ERRORS, compose_run, in_one_sentence
 from groupwise.config.keys import groups
 from groupwise.config.schema import RunConfig

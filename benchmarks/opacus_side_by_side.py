@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
-from benchmarks.options import check_above_zero, read
+from benchmarks.options import check_above_zero, command, read
 from benchmarks.timed_script import lines
 from groupwise.analysis.benchmark_rows import SIDE_BY_SIDE
 from groupwise.errors import UserError

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
-from benchmarks.options import check_above_zero, read, split
+from benchmarks.options import check_above_zero, command, read, split
 from benchmarks.pipeline_shapes import SHAPES, Shape
 from groupwise.errors import UserError, did_you_mean
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks.memory import Step, peak_bytes
+from benchmarks.meters import Step, peak_bytes
 from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.data.cifar10 import import_torchvision

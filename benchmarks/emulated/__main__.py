@@ -14,9 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
 from benchmarks.emulated import guard
-from benchmarks.options import read, split
+from benchmarks.options import command, read, split
 from groupwise.errors import UserError, did_you_mean
 
 HELP = """python -m benchmarks.emulated [key=value ...]

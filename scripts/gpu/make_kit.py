@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.command import command
-from benchmarks.options import read, split
+from benchmarks.options import command, read, split
 from groupwise.atomic import write_text
 from groupwise.data.cifar10 import BATCHES_FOLDER, MOSAIC_FOLDER, MOSAIC_TEST, MOSAIC_TRAIN, NPZ_FILE
 from groupwise.errors import UserError

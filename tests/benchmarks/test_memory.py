@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.memory import peak_bytes
+from benchmarks.meters import peak_bytes
 
 MEGABYTE = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.table import table
+from benchmarks.results import table
 
 
 def test_medians_ranges_and_refusals() -> None:
