@@ -103,20 +103,18 @@ def write_table(path: Path, table: Table, by_step: bool = False) -> None:
     first = [key for key in first if key in present]
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]
     columns = [*first, *metrics, *sorted(present - {*first, *metrics})]
-    write_text(path, as_csv(columns, table.rows))
-
-
-def as_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Rows under a head, nothing where a row has no such column."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    write_text(path, csv_text(columns, ([row.get(key, "") for key in columns] for row in table.rows)))
 
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def csv_text(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as CSV; nothing stands for None."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([head, *rows])
+    return out.getvalue()
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

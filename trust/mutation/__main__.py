@@ -21,6 +21,8 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise.atomic import write_text
+from groupwise.rows import csv_text
 from groupwise.training.provenance import git_state
 from trust.mutation.operators import Mutant, mutants
 
@@ -93,10 +95,7 @@ def write(file: Path, package: str, rows: Sequence[tuple[str, ...]], commit: str
     if file.exists():
         with file.open(newline="") as stream:
             kept = [tuple(row) for row in list(csv.reader(stream))[1:] if row[0] != package]
-    with file.open("w", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow((*COLUMNS, "commit"))
-        writer.writerows(sorted([*kept, *((*row, commit) for row in rows)]))
+    write_text(file, csv_text((*COLUMNS, "commit"), sorted([*kept, *((*row, commit) for row in rows)])))
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,6 @@ the float64 gradient. Exit code 1 where a norm is under-stated, or a threshold e
 
 import argparse
 import copy
-import csv
-import io
 import sys
 import time
 import warnings
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from groupwise.atomic import write_text
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.cost_model import Rates
+from groupwise.rows import csv_text
 
 _KERNEL = Rates(matmul=1e11, gram=1e11, outer=1e3, kernel=1e18, bytes=1e10, calls=1e18)
 _UNFOLDING = Rates(matmul=1e11, gram=1e11, outer=1e11, kernel=1e3, bytes=1e10, calls=1e3)
@@ -278,12 +277,8 @@ def _length(gradients: Sequence[Tensor | None]) -> float:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """The file of the results: what was measured to three digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in fields(Row))
-    for row in rows:
-        writer.writerow(f"{value:.2e}" if isinstance(value, float) else value for value in astuple(row))
-    return text.getvalue()
+    told = ((f"{value:.2e}" if isinstance(value, float) else value for value in astuple(row)) for row in rows)
+    return csv_text((field.name for field in fields(Row)), told)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,8 +6,6 @@ below the claimed ε, and every bug must come out above it; exit code 1 otherwis
 """
 
 import argparse
-import csv
-import io
 import math
 import sys
 import time
@@ -20,6 +18,7 @@ import torch
 from groupwise.atomic import write_text
 from groupwise.audit.two_worlds import Distinguished, distinguish
 from groupwise.privacy.accountants import gaussian_epsilon
+from groupwise.rows import csv_text, markdown
 from trust.planted_bugs.cases import CASES, Case
 from trust.planted_bugs.worst import WorstCounts
 
@@ -71,41 +70,26 @@ class Row:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """One header, one line a bug, by name."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(HEAD)
+    lines = []
     for row in sorted(rows, key=lambda row: row.name):
-        gaussian = row.true is not None
-        writer.writerow(
-            [
-                row.name,
-                row.bug,
-                f"{row.claimed:g}",
-                f"{row.delta:g}",
-                f"{row.planted.epsilon:.3f}",
-                f"{row.correct.epsilon:.3f}",
-                f"{row.planted.gaussian_epsilon:.3f}" if gaussian else "",
-                f"{row.correct.gaussian_epsilon:.3f}" if gaussian else "",
-                "" if row.true is None else f"{row.true:.3f}",
-                row.planted.plays,
-                "yes" if row.caught else "no",
-                row.how,
-            ]
-        )
-    return text.getvalue()
+        epsilons = [row.planted.epsilon, row.correct.epsilon]
+        if row.true is not None:
+            epsilons += [row.planted.gaussian_epsilon, row.correct.gaussian_epsilon, row.true]
+        told = [*(f"{epsilon:.3f}" for epsilon in epsilons), "", "", ""][:5]
+        end = [row.planted.plays, "yes" if row.caught else "no", row.how]
+        lines.append([row.name, row.bug, f"{row.claimed:g}", f"{row.delta:g}", *told, *end])
+    return csv_text(HEAD, lines)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """The table that the command prints."""
-    lines = [
-        "| bug | claimed ε | ε of the bug, at least | ε of the code as it is, at least | plays | how |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         found = f"{row.planted.epsilon:.2f}{'' if row.caught else ' (NOT CAUGHT)'}"
         right = f"{row.correct.epsilon:.2f}{'' if row.sound else ' (ABOVE THE CLAIM)'}"
-        lines.append(f"| {row.bug} | {row.claimed:g} | {found} | {right} | {row.planted.plays} | {row.how} |")
-    return "\n".join(lines)
+        lines.append([row.bug, f"{row.claimed:g}", found, right, str(row.planted.plays), row.how])
+    head = ["bug", "claimed ε", "ε of the bug, at least", "ε of the code as it is, at least", "plays", "how"]
+    return markdown(head, lines)
 
 
 EPSILON, DELTA = 1.0, 1e-5

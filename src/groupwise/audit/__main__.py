@@ -24,7 +24,7 @@ from groupwise.audit.two_worlds import audit_two_worlds
 from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import ProcessFailed, UserError
 from groupwise.privacy import PrivacyPlan
-from groupwise.rows import as_csv, markdown
+from groupwise.rows import csv_text, markdown
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def audit_all(out: Path, seed: int, confidence: float) -> int:
         print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)
     rows.sort(key=lambda row: [_number(row[name]) for name in COLUMNS])
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, as_csv(COLUMNS, rows))
+    write_text(out, csv_text(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
     print(shown(rows))
     print(f"{len(rows)} audits; {broken} bounds above their claim. {out}")
     return 1 if broken else 0
