@@ -25,12 +25,8 @@ NEVER = ("eval.every", "paths.results", "tracker", "resume", "overwrite")
 FILE = "loop.csv"
 KEY = ("task", "scale", "clip", "parameters", "batch", "microbatch", "threads", "device", "hardware", "dtype")
 MEASURED = (
-    "loop_cpu_seconds",
-    "bare_cpu_seconds",
-    "loop_wall_seconds",
-    "bare_wall_seconds",
-    "ratio",
-    "wall_ratio",
+    *("loop_cpu_seconds", "bare_cpu_seconds", "loop_wall_seconds", "bare_wall_seconds"),
+    *("ratio", "wall_ratio"),
 )
 COLUMNS = (*KEY, "round", "steps", *MEASURED, "commit", "dirty", "torch", "python", "date")
 HELP = """python -m benchmarks.loop [key=value ...]

@@ -23,18 +23,9 @@ from trust.planted_bugs.cases import CASES, Case
 from trust.planted_bugs.worst import WorstCounts
 
 HEAD = (
-    "name",
-    "bug",
-    "claimed_epsilon",
-    "delta",
-    "bug_epsilon",
-    "correct_epsilon",
-    "bug_epsilon_if_gaussian",
-    "correct_epsilon_if_gaussian",
-    "true_epsilon_of_bug",
-    "plays",
-    "caught",
-    "how",
+    *("name", "bug", "claimed_epsilon", "delta", "bug_epsilon", "correct_epsilon"),
+    *("bug_epsilon_if_gaussian", "correct_epsilon_if_gaussian", "true_epsilon_of_bug"),
+    *("plays", "caught", "how"),
 )
 
 

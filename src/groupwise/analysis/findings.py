@@ -226,18 +226,8 @@ def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> Differences:
 
 
 HEAD = (
-    "claim",
-    "on",
-    "scale",
-    "ε",
-    "paper",
-    "measured",
-    "95 % interval",
-    "seeds × places",
-    "visible",
-    "p",
-    "Holm",
-    "verdict",
+    *("claim", "on", "scale", "ε", "paper", "measured"),
+    *("95 % interval", "seeds × places", "visible", "p", "Holm", "verdict"),
 )
 
 

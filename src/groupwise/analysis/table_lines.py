@@ -23,26 +23,9 @@ from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep
 
 LINE = (
-    "row",
-    "column",
-    "metric",
-    "paper",
-    "paper_std",
-    "mean",
-    "n",
-    "expected",
-    "std",
-    "low",
-    "high",
-    "scale",
-    "status",
-    "why",
-    "hashes",
-    "commits",
-    "cell",
-    "printed",
-    "note",
-    "flags",
+    *("row", "column", "metric", "paper", "paper_std"),
+    *("mean", "n", "expected", "std", "low", "high"),
+    *("scale", "status", "why", "hashes", "commits", "cell", "printed", "note", "flags"),
 )
 """The columns of `table_lines`."""
 

@@ -175,35 +175,13 @@ EPSILONS = (1, 3, 8)
 ALL_PLAYS = 300
 DROPOUT = 0.1
 MODES = (
-    "flat",
-    "ghost",
-    "fixed_layer",
-    "adaptive_layer",
-    "fixed_block",
-    "adaptive_block",
-    "adaptive_flat",
-    "per_device",
-    "adaptive_device",
+    *("flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block"),
+    *("adaptive_flat", "per_device", "adaptive_device"),
 )
 COLUMNS = (
-    "mode",
-    "model",
-    "noise",
-    "quantile_budget",
-    "dropout",
-    "design",
-    "steps",
-    "sample_rate",
-    "groups",
-    "delta",
-    "canaries",
-    "guesses",
-    "correct",
-    "confidence",
-    "seed",
-    "epsilon_claimed",
-    "epsilon_lower",
-    "epsilon_lower_gaussian",
+    *("mode", "model", "noise", "quantile_budget", "dropout", "design", "steps", "sample_rate", "groups", "delta"),
+    *("canaries", "guesses", "correct", "confidence", "seed"),
+    *("epsilon_claimed", "epsilon_lower", "epsilon_lower_gaussian"),
 )
 Cell = tuple[str, str, float, Sequence[str]]
 """design, model, dropout, overrides; the model of a real task is among the overrides."""
