@@ -33,8 +33,7 @@ class Pooled(nn.Module):
         self.tower, self.head = tower, nn.Linear(features, 3)
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        pooled: Tensor = self.head(self.tower(**inputs).pooler_output)
-        return pooled
+        return self.head(self.tower(**inputs).pooler_output)
 
 
 def pooled_losses(model: nn.Module, batch: Batch) -> Tensor:

@@ -41,8 +41,7 @@ _MARK = re.compile(r"<(\w+)>|\{([\w ]+)\}")
 def read_rules(file: str) -> dict[str, Any]:
     """Read synthetic/`file`.yaml, with combinations and counts written out; all share the result, so leave it as is."""
     text = (files("groupwise.data") / "synthetic" / f"{file}.yaml").read_text("utf-8")
-    rules: dict[str, Any] = _written_out(yaml.safe_load(text))
-    return rules
+    return _written_out(yaml.safe_load(text))
 
 
 def _written_out(node: Any) -> Any:

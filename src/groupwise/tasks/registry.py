@@ -111,5 +111,4 @@ def make_task(config: RunConfig, device: torch.device) -> Task:
     if own:
         return make_own_task(config, device)
     kind = TASKS[config.task]
-    task: Task = getattr(importlib.import_module(f"groupwise.tasks.{kind}"), f"make_{kind}")(config, device)
-    return task
+    return getattr(importlib.import_module(f"groupwise.tasks.{kind}"), f"make_{kind}")(config, device)
