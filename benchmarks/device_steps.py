@@ -5,8 +5,6 @@ memory, kernels or operations. The profile of the operations lies beside the row
 again. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import csv
 import statistics
 import sys

@@ -5,8 +5,6 @@ The paper's three networks at Figure 1's protocol, non-private, ours and Opacus'
 not measured again, so the command can be given until it says that nothing is left. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

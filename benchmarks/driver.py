@@ -1,7 +1,5 @@
 """One workload, all methods: measure each by itself, then time all of them in interleaved rounds."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

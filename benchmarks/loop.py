@@ -4,8 +4,6 @@ A run is composed, checked and trained exactly as by `run.py`. Between rounds of
 model takes as many bare steps on the same examples. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Measures a step: its time, the peak of its memory, and what its arithmetic alone would allow."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

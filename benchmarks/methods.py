@@ -4,8 +4,6 @@ A step clears the gradients, runs forward and backward and leaves the clipped su
 Noise is apart, as it comes once per logical batch; there is no update of the parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Protocol

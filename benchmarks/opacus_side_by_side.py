@@ -5,8 +5,6 @@ batch: examples/own_model.py and benchmarks/opacus_own_model.py. Each runs as it
 seed of its weights and, for flat clipping, one argument. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

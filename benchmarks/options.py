@@ -1,7 +1,5 @@
 """Reads and checks the options of the benchmarks, spells them out into jobs, and gives their commands exit codes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields

@@ -5,8 +5,6 @@ time, beside what `groupwise.planner` says beforehand. CPU seconds are those of 
 time is foretold for as many processors as other programs left to them. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Keeps the committed table of results (ratios, provenance, merging a run's rows into the file), and prints it."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One shape of `benchmarks.pipeline`: what the planner says of it, and what its processes say."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -4,8 +4,6 @@ Each method runs in a process of its own, in interleaved rounds. `--help` lists 
 how to read the results.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every configuration composes, types and validates; the paper's cells are the paper's to the letter."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -4,8 +4,6 @@ A model in a mode, layout and precision makes a line: operations, kernels starte
 training. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Runs one private step on the emulated device: forward, backward, release and update."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass

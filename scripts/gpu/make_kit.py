@@ -11,8 +11,6 @@ Unpacked beside each other they are the folders groupwise/, wheels/, noise/ and 
 itself. What was not committed is not in the kit. The network is needed here, and never there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

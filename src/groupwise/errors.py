@@ -1,7 +1,5 @@
 """Tells a user's mistake in one sentence and a bug with its traceback, and says what exit code they make."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 import warnings

@@ -1,7 +1,5 @@
 """The speed table in one process: what matters most first, nothing twice, on after a lost GPU or when time is up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

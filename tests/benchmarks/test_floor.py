@@ -1,7 +1,5 @@
 """Floors: counted operations, no time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

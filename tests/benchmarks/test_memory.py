@@ -1,7 +1,5 @@
 """Peak bytes: what is held before the step counts, and what the step holds at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The printed table: medians over rounds with their range, refusals in words."""
 
-from __future__ import annotations
-
 from benchmarks.results import table
 
 

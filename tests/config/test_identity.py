@@ -1,7 +1,5 @@
 """Which configurations are the same experiment."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

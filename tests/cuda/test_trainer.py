@@ -1,7 +1,5 @@
 """The loop of a run on the emulated GPU: the host waits once a step, for the counts; it sends an index a microbatch."""
 
-from __future__ import annotations
-
 import json
 
 STEPS = """

@@ -1,7 +1,5 @@
 """The loop on a device: a release is what the reference says, a resumed run repeats it, lack of memory halves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every block of code in the documents is of a kind that some test holds to the truth, and Python runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

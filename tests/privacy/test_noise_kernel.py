@@ -1,7 +1,5 @@
 """The noise kernel, compiled for a CPU, draws what the plain operations draw; where it cannot, they stand in."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What a person sees while a run goes on."""
 
-from __future__ import annotations
-
 import io
 
 from groupwise.training.reports import Progress

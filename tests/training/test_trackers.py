@@ -1,7 +1,5 @@
 """Metrics go to the files always, and beside them where they are asked to."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

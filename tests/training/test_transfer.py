@@ -1,7 +1,5 @@
 """What goes to a GPU goes from page-locked memory and waits for nothing; elsewhere it is a plain copy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The faults of `python -m trust.faults`, a few times each, and that the command can fail."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

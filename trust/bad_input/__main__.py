@@ -7,8 +7,6 @@ Each either runs or ends in one sentence and exit code 2, with nothing left behi
 a table, writes results/trust/bad_input.csv, and exits 1 if anything else happened.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

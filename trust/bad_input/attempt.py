@@ -1,7 +1,5 @@
 """One attempt: a command line of run.py, in a process of its own and a folder of its own, and what came of it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io

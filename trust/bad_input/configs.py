@@ -1,7 +1,5 @@
 """Command lines with something wrong in them, or unusual: keys, types, ranges, text, paths, pairs, grammar, flags."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from types import NoneType

@@ -5,8 +5,6 @@ the run does not end with the same bits as an undisturbed one, or when something
 Needs Linux; the faults that need root (a small file system) are tried another way without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

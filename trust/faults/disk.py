@@ -1,7 +1,5 @@
 """Disks that are full, files that may not grow, folders that turn read-only: the run says so and goes on later."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

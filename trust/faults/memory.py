@@ -1,7 +1,5 @@
 """Memory that runs out in the middle of a step."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -5,8 +5,6 @@ refuses what is exact), wrong or traceback; exit code 1 if there is any of the l
 private step is set beside a non-private one.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

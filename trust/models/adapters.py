@@ -1,7 +1,5 @@
 """Adapters of peft on a small Llama or GPT-2: only the adapters train."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from groupwise.data.cifar10 import import_torchvision

@@ -1,7 +1,5 @@
 """A check clips one architecture in one mode and compares sums, norms and counts with the truth."""
 
-from __future__ import annotations
-
 import math
 import traceback
 import warnings

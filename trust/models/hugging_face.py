@@ -1,7 +1,5 @@
 """Models of transformers, small, from their configurations, with random weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of transformers that see and hear, and those that take several inputs an example."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention of torch.nn in both layouts, and transformers that people write themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

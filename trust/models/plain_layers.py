@@ -1,7 +1,5 @@
 """Layers of torch.nn, one or two at a time, in networks as small as can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

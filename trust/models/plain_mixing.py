@@ -1,7 +1,5 @@
 """Networks that mix positions without attention: over time, over a graph, by an MLP, by a transform."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Networks that people write themselves: pixels, sets, pairs, tables, experts, and some that must be refused."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Recurrent networks of torch.nn: whole layers, packed sequences, cells in a loop."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence

@@ -1,7 +1,5 @@
 """The rows of the table: one for each architecture and mode, to CSV and to Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 

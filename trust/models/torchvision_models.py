@@ -1,7 +1,5 @@
 """Networks of torchvision, small, with GroupNorm where they are made with BatchNorm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Finds what `from_pretrained` takes (a folder, the hub, its cache); makes tokenisers and configurations of models."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

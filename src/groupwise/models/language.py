@@ -1,7 +1,5 @@
 """Makes language models of the transformers library, with weights from a folder or the hub, or fresh ones."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Chooses which parameters of a language model train (all, some kind, or adapters), and in which precision."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

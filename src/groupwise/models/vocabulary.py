@@ -5,8 +5,6 @@
 The private texts have no part in it: a vocabulary that is counted from them would tell of their words, at no epsilon.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -12,8 +12,6 @@ here. The compiler is torch's own for elementwise kernels (`torch.cuda.jiterator
 source is plain C++ as well, so that tests compile it for a CPU; it holds nothing secret: key and counter are arguments.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence

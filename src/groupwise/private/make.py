@@ -1,7 +1,5 @@
 """Makes a private training out of a model, an optimiser and a dataset, in one call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace

@@ -10,8 +10,6 @@ is set aside would decide which model comes out, and have its accuracy told, at 
 line it is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Finds the best cell of a search by its mean over seeds:  python -m groupwise.sweeps.best search_sst2 scale=mini"""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

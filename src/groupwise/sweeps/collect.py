@@ -1,7 +1,5 @@
 """Gathers the finished runs of a sweep as rows of `results/measured`, and shows in a table what came of its cells."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -3,8 +3,6 @@
 A cell is run here too, in the process that the launcher gave it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

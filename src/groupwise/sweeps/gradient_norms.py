@@ -4,8 +4,6 @@ For each run of the sweep that is done and each of its weights-<step>.pt (`train
 examples' gradients in each layer, by the engine that clips; into `results/measured/<sweep>_<scale>_norms.csv`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ the same kind of machine, with the same packages and code, all metrics come out 
 tolerance.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

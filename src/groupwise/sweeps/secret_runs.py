@@ -12,8 +12,6 @@ was killed goes on with the same ones. A search that could be drawn again for be
 than the one that is accounted for, so a second draw is made for ``overwrite=true`` alone, and counted.
 """
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Runs a sweep's cells as jobs of SLURM: tasks, time limit, preemption, and what came of each."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

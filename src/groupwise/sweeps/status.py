@@ -1,7 +1,5 @@
 """Shows how far sweeps are:  python -m groupwise.sweeps.status  (all), or  ... status FOLDER --cells"""
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Makes a task by its name, or by the function of the user's own that `own_task._target_` names."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

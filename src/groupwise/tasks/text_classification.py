@@ -1,7 +1,5 @@
 """Classifies text: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass

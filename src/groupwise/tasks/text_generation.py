@@ -4,8 +4,6 @@ The loss is on the target's tokens and the end of text alone, as in Li & Liang (
 read, never predicted. `samples.py` says how the two stand in one sequence.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Defines what the training loop must know of a task, and nothing more; moves what a task made to a device."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ configuration, and compares hashes. It reads, and trusts no figure that can be w
 wrote who could make all files of the folder anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import subprocess
