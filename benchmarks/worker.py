@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import warnings
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -189,9 +188,7 @@ class Together:
     def __enter__(self) -> Together:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not DeviceLost:
             self.close()
 

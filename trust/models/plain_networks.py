@@ -57,14 +57,8 @@ class Experts(nn.Module):
         return self.head(y.view_as(x).mean(1))
 
 
-class SoftExperts(nn.Module):
+class SoftExperts(Experts):
     """Every expert sees every token; a gate weighs their outputs."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.gate = nn.Linear(size.width, 3)
-        self.experts = nn.ModuleList(nn.Linear(size.width, size.width) for _ in range(3))
-        self.head = nn.Linear(size.width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = torch.stack([expert(x).relu() for expert in self.experts], -1)

@@ -13,8 +13,6 @@ from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.language import is_head
 
-__all__ = ["MovedAdapters", "check_adapters", "choose_trainable"]
-
 SELF_ATTENTION = {"attention", "attn", "self_attn", "self_attention", "selfattention"}
 """What transformers' models call the module of their self-attention."""
 

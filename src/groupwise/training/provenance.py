@@ -17,8 +17,6 @@ import groupwise
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_name", "environment", "git_state", "peak_memory_bytes", "resources", "usable_cores"]
-
 PACKAGES = (
     *("torch", "torchvision", "numpy", "scipy", "prv-accountant", "dp-accounting", "hydra-core", "omegaconf"),
     *("transformers", "tokenizers", "peft", "datasets", "sacrebleu", "rouge-score"),

@@ -8,7 +8,6 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
@@ -35,25 +34,34 @@ def make_tracker(config: RunConfig, record: RunRecord, step: int = 0) -> Tracker
     Call it after ``record.begin()``. wandb and tensorboard are imported only when they are asked for; raises
     `UserError` when that fails.
     """
-    files = FilesTracker(record)
     if config.tracker.name == "wandb":
-        return Beside(files, WandbTracker(config, record))
+        return FilesTracker(record, WandbTracker(config, record))
     if config.tracker.name == "tensorboard":
-        return Beside(files, TensorBoardTracker(record, step))
-    return files
+        return FilesTracker(record, TensorBoardTracker(record, step))
+    return FilesTracker(record)
 
 
 class FilesTracker:
-    """metrics.jsonl in the run's folder."""
+    """metrics.jsonl in the run's folder, and a tracker beside it; one that fails is dropped, with one warning."""
 
-    def __init__(self, record: RunRecord) -> None:
-        self._record = record
+    def __init__(self, record: RunRecord, beside: Tracker | None = None) -> None:
+        self._record, self._beside = record, beside
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._record.log(step, metrics)
+        self._try(lambda tracker: tracker.log(step, metrics))
 
     def finish(self) -> None:
-        """Nothing is left open."""
+        self._try(lambda tracker: tracker.finish())
+
+    def _try(self, act: Callable[[Tracker], None]) -> None:
+        if self._beside is None:
+            return
+        try:
+            act(self._beside)
+        except Exception as error:
+            name, self._beside = type(self._beside).__name__, None
+            warnings.warn(f"{name} failed ({_one_line(error)}) and is dropped; the files keep everything", stacklevel=3)
 
 
 class WandbTracker:
@@ -110,35 +118,6 @@ class TensorBoardTracker:
 
     def finish(self) -> None:
         self._writer.close()
-
-
-class Beside:
-    """The files, and a tracker that may fail: then it is dropped with one warning, and the run goes on."""
-
-    def __init__(self, files: Tracker, other: Tracker) -> None:
-        self._files = files
-        self._other: Tracker | None = other
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._files.log(step, metrics)
-        if self._other is not None:
-            try:
-                self._other.log(step, metrics)
-            except Exception as error:
-                self._drop(error)
-
-    def finish(self) -> None:
-        self._files.finish()
-        if self._other is not None:
-            try:
-                self._other.finish()
-            except Exception as error:
-                self._drop(error)
-
-    def _drop(self, error: Exception) -> None:
-        name = type(self._other).__name__
-        warnings.warn(f"{name} failed ({_one_line(error)}) and is dropped; the files keep everything", stacklevel=3)
-        self._other = None
 
 
 def _budget(config: RunConfig) -> str:
@@ -216,9 +195,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _seconds(self) -> float:
