@@ -165,10 +165,7 @@ def planned_table(name: str, plan: Plan) -> str:
     """The parts of a plan as lines of text."""
     parts = {**vars(plan), "all": plan.total}
     return "\n".join(
-        [
-            f"\n{name}, planned, GiB",
-            *(f"{key.replace('_', ' '):16s}{size / GIB:9.3f}" for key, size in parts.items()),
-        ]
+        [f"\n{name}, planned, GiB", *(f"{key.replace('_', ' '):16s}{size / GIB:9.3f}" for key, size in parts.items())]
     )
 
 

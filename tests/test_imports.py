@@ -97,7 +97,7 @@ NEVER_BRINGS = {
     },
     "groupwise.training.reports": {"wandb", "tensorboard"},
     "groupwise.run, groupwise.tasks.image_classification": {
-        *("transformers", "peft", "datasets", "torch.distributed.pipelining"),
+        *("transformers", "peft", "datasets", "torch.distributed.pipelining")
     },
 }
 """What is imported, and what that never brings; torch is there already."""

@@ -10,10 +10,7 @@ from benchmarks import growing, growth
 from benchmarks.growing import NETWORKS, Sizes, build
 from benchmarks.methods import make
 
-TINY = {
-    "transformer": Sizes(batch=2, length=4, width=8, layers=1),
-    "conv": Sizes(batch=2, length=4, width=4, layers=1),
-}
+TINY = {"transformer": Sizes(batch=2, length=4, width=8, layers=1), "conv": Sizes(batch=2, length=4, width=4, layers=1)}
 
 
 @pytest.fixture(autouse=True)

@@ -50,13 +50,7 @@ def test_preactivation_block(stride, project, norm_first_shortcut):
     out_channels = 16 if project else 8
     block = perturbed(
         PreactivationBlock(
-            8,
-            out_channels,
-            stride,
-            project=project,
-            norm_first_shortcut=norm_first_shortcut,
-            stem=False,
-            **OPTIONS,
+            8, out_channels, stride, project=project, norm_first_shortcut=norm_first_shortcut, stem=False, **OPTIONS
         )
     )
     x = torch.randn(3, 8, 9, 9, dtype=torch.float64)

@@ -122,10 +122,7 @@ def test_torch_reads_the_source(monkeypatch: pytest.MonkeyPatch, kernel: NoiseKe
         return torch.equal(alone, both) and torch.allclose(alone, noise.normals(torch.arange(4), 2))
 
     assert compile_kernel(torch.device("cuda"), agrees) is not None
-    assert seen == [
-        ("noisy", False, 1, 2, ["stream", "std", *NUMBERS]),
-        ("noisy", False, 1, 4, list(NUMBERS)),
-    ]
+    assert seen == [("noisy", False, 1, 2, ["stream", "std", *NUMBERS]), ("noisy", False, 1, 4, list(NUMBERS))]
 
 
 def test_a_kernel_that_draws_otherwise_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,16 +30,7 @@ from groupwise.errors import UserError
 from groupwise.rows import KEYS, ORIGIN, SCALES, table_path
 from groupwise.sweeps.cells import Sweep
 
-TABLES = (
-    "fixed_per_layer",
-    "cifar",
-    "glue",
-    "sst2_epochs",
-    "table2text",
-    "samsum",
-    "noise_allocation",
-    "adaptivity",
-)
+TABLES = ("fixed_per_layer", "cifar", "glue", "sst2_epochs", "table2text", "samsum", "noise_allocation", "adaptivity")
 """The paper's tables of results, in its order; each has a sweep of its name."""
 HYPERPARAMETERS = ("hyperparameters_cifar", "hyperparameters_glue", "hyperparameters_gpt2")
 """The paper's tables of settings."""

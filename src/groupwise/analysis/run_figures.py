@@ -241,11 +241,7 @@ def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside = NOTHING) -> Any:
         for axes, epoch in zip(panels, epochs, strict=True):
             table = norms[norms["epoch"] == epoch].pivot(index="example", columns="layer", values="norm")
             image = axes.imshow(
-                np.maximum(table.to_numpy(), least),
-                norm=colours,
-                cmap="Blues",
-                aspect="auto",
-                interpolation="none",
+                np.maximum(table.to_numpy(), least), norm=colours, cmap="Blues", aspect="auto", interpolation="none"
             )
             axes.set(xticks=[0, table.shape[1] - 1], yticks=[])
             axes.set_title(f"epoch {epoch:.3g}")

@@ -188,11 +188,7 @@ def _throughput(axes: Any, shown: Panels) -> None:
 
 
 def make_figure(
-    name: str,
-    rows: Path = ROWS,
-    *,
-    workload: str | None = None,
-    chosen: Mapping[str, str] = MappingProxyType({}),
+    name: str, rows: Path = ROWS, *, workload: str | None = None, chosen: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Any, Panels]:
     """Read the rows and draw the figure `name`; `chosen` picks a machine by columns of `MACHINE`.
 

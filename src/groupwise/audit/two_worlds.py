@@ -63,11 +63,7 @@ class TrainerWorld:
     """
 
     def __init__(
-        self,
-        trainers: Sequence[Trainer],
-        steps: int,
-        score: Score,
-        together: Callable[[int], object] | None = None,
+        self, trainers: Sequence[Trainer], steps: int, score: Score, together: Callable[[int], object] | None = None
     ) -> None:
         self._trainers, self._steps, self._score = trainers, steps, score
         self._together = together or self._one_by_one

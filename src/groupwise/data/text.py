@@ -16,14 +16,7 @@ from typing import TypeVar
 
 from groupwise.data.glue import GLUE, load_glue
 from groupwise.data.paired_text import load_dart, load_e2e, load_samsum, read_dart_json, read_e2e_csv
-from groupwise.data.text_examples import (
-    Labelled,
-    LabelledText,
-    PairedText,
-    by_source,
-    keyed_fraction,
-    sha256_of_files,
-)
+from groupwise.data.text_examples import Labelled, LabelledText, PairedText, by_source, keyed_fraction, sha256_of_files
 from groupwise.errors import UserError, reason
 
 PAIRED = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}

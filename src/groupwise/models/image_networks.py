@@ -263,12 +263,7 @@ def wide_resnet(
     _check_choice("norm", norm, NORMS)
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40.")
-    counts = {
-        "width": width,
-        "num_classes": num_classes,
-        "in_channels": in_channels,
-        "norm_groups": norm_groups,
-    }
+    counts = {"width": width, "num_classes": num_classes, "in_channels": in_channels, "norm_groups": norm_groups}
     for name, value in counts.items():
         if value < 1:
             raise UserError(f"{name}={value} was given, but it counts something; use a whole number of at least 1.")

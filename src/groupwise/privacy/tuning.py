@@ -54,13 +54,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.errors import UserError, command
-from groupwise.privacy.accountants import (
-    COMPOSITION_FAILURES,
-    ORDERS,
-    check_mechanism,
-    rdp_accountant,
-    training_event,
-)
+from groupwise.privacy.accountants import COMPOSITION_FAILURES, ORDERS, check_mechanism, rdp_accountant, training_event
 from groupwise.privacy.accounting import epsilon_bounds
 from groupwise.privacy.calibration import calibrate
 

@@ -70,9 +70,7 @@ def in_queue() -> set[str] | None:
 
 
 def wait_for(
-    jobs: Iterable[str],
-    alive: Callable[[], set[str] | None] = in_queue,
-    pause: Callable[[float], None] = time.sleep,
+    jobs: Iterable[str], alive: Callable[[], set[str] | None] = in_queue, pause: Callable[[float], None] = time.sleep
 ) -> None:
     """Until none of the jobs is in the queue any more, asking every two seconds at first and every half minute later.
 

@@ -19,14 +19,7 @@ from groupwise.data.text_examples import Labelled, LabelledText
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.samples import CHUNK, Rows
-from groupwise.tasks.text_task import (
-    TextTask,
-    batches_by_length,
-    check_length,
-    choose_data,
-    describe,
-    find_tokenizer,
-)
+from groupwise.tasks.text_task import TextTask, batches_by_length, check_length, choose_data, describe, find_tokenizer
 from groupwise.training.task import Split, to_device
 
 

@@ -316,10 +316,7 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
     """
     weights = None if config.model.fresh else config.model.source
     vocabulary = config.model.tokenizer or config.model.source
-    found = {
-        "vocabulary": _digests(vocabulary, RECORD, ()),
-        "weights": _digests(weights, PROVENANCE, ("data",)),
-    }
+    found = {"vocabulary": _digests(vocabulary, RECORD, ()), "weights": _digests(weights, PROVENANCE, ("data",))}
     secret = set(private)
     for part, files in found.items():
         for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):

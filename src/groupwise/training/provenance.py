@@ -84,12 +84,7 @@ def git_state(root: Path | None = None) -> dict[str, Any]:
     sha = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
     diff = (_git(root, "diff", "HEAD") if sha else None) or ""
     untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").splitlines()
-    return {
-        "sha": sha.strip() if sha else None,
-        "dirty": bool(diff or untracked),
-        "untracked": untracked,
-        "diff": diff,
-    }
+    return {"sha": sha.strip() if sha else None, "dirty": bool(diff or untracked), "untracked": untracked, "diff": diff}
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -40,10 +40,7 @@ SWEEPS = {
         }
     ],
 }
-MINI = {
-    "model": {"roberta_base": "roberta_mini", "roberta_large": None},
-    "task": {"mnli": None, "qqp": None},
-}
+MINI = {"model": {"roberta_base": "roberta_mini", "roberta_large": None}, "task": {"mnli": None, "qqp": None}}
 BASE = {"flat": 60.0, "adaptive_flat": 60.1, "fixed_layer": 56.0, "adaptive_layer": 60.0}
 JITTER = (-0.2, 0.0, 0.2)
 

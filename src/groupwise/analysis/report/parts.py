@@ -57,12 +57,7 @@ def inline(svg: bytes, name: str, title: str) -> Markup:
 
 BETWEEN = " / "
 """Joins the levels of a heading."""
-MARKS = {
-    "reproduced": "✓",
-    "differs": "≠",
-    "incomplete": "…",
-    "not in the paper": "+",
-}
+MARKS = {"reproduced": "✓", "differs": "≠", "incomplete": "…", "not in the paper": "+"}
 """What tells a status from the others without colour; reduced numbers are striped."""
 
 
