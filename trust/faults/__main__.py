@@ -35,7 +35,7 @@ def _sigterm(trials: int, work: Path) -> list[Outcome]:
 
 
 def _disk(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.disk import full, too_large, unwritable
+    from trust.faults.shortage import full, too_large, unwritable
 
     return [full(trials, work / "full"), too_large(trials, work / "large"), unwritable(trials, work / "readonly")]
 
@@ -57,7 +57,7 @@ def _examples(trials: int, work: Path) -> list[Outcome]:
 
 
 def _memory(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.memory import halved, too_large_for_one
+    from trust.faults.shortage import halved, too_large_for_one
 
     return [halved(trials, work / "halved"), too_large_for_one(trials, work / "one")]
 

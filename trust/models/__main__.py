@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 from groupwise.atomic import write_text
-from trust.models.adapters import ADAPTERS
 from trust.models.architecture import Architecture
 from trust.models.check import attempt, check, know
-from trust.models.hugging_face import TEXT
+from trust.models.hugging_face import ADAPTERS, TEXT
 from trust.models.hugging_face_senses import SENSES
 from trust.models.plain_attention import ATTENTION
 from trust.models.plain_layers import LAYERS
