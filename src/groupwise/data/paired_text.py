@@ -222,3 +222,7 @@ def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
     if not pairs:
         raise UserError(f"{path} holds no row with a dialogue; at least one is needed, so replace the file.")
     return pairs, dropped
+
+
+PAIRED = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}
+"""What reads a task's files below a folder, training on another file of it where one is named."""

@@ -1,7 +1,6 @@
-"""Loads the texts of a language task by the task's name, and public text to pretrain on.
+"""Chooses among a task's texts (a held-out share, a smaller set), and reads public text to pretrain on.
 
-Of a task's texts it chooses a held-out share, or a smaller set. Public text is text files, split into documents at
-blank lines, and files of tables and texts.
+Public text is text files, split into documents at blank lines, and files of tables and texts.
 """
 
 import gzip
@@ -14,36 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from groupwise.data.glue import GLUE, load_glue
-from groupwise.data.paired_text import load_dart, load_e2e, load_samsum, read_dart_json, read_e2e_csv
+from groupwise.data.paired_text import read_dart_json, read_e2e_csv
 from groupwise.data.text_examples import Labelled, LabelledText, PairedText, by_source, keyed_fraction, sha256_of_files
 from groupwise.errors import UserError, reason
 
-PAIRED = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}
-
 Data = TypeVar("Data", LabelledText, PairedText)
-
-
-def load_labelled(task: str, root: Path, *, hub: str, train_file: str | None = None) -> LabelledText:
-    """Load sst2, qnli, qqp or mnli from files under `root`, else from `hub`; see `glue.load_glue`.
-
-    Raises:
-        UserError: an unknown task; missing or broken data.
-    """
-    if task not in GLUE:
-        raise UserError(f"task={task} has no labelled texts; choose one of {', '.join(GLUE)}.")
-    return load_glue(task, Path(root), hub=hub, train_file=train_file)
-
-
-def load_paired(task: str, root: Path, *, train_file: str | None = None) -> PairedText:
-    """Load e2e, dart or samsum from files under `root`; see `paired_text`.
-
-    Raises:
-        UserError: an unknown task; missing or broken data.
-    """
-    if task not in PAIRED:
-        raise UserError(f"task={task} has no pairs of texts; choose one of {', '.join(PAIRED)}.")
-    return PAIRED[task](Path(root), train_file)
 
 
 def hold_out(data: Data, share: float, seed: int = 0) -> Data:

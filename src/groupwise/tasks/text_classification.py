@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import RunConfig
+from groupwise.data.glue import load_glue
 from groupwise.data.synthetic_text import synthetic_labelled
-from groupwise.data.text import load_labelled
 from groupwise.data.text_examples import Labelled, LabelledText
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
@@ -99,7 +99,7 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
 
 def _load(config: RunConfig) -> LabelledText:
     def read(root: Path) -> LabelledText:
-        return load_labelled(config.task, root, hub=config.data.hub, train_file=config.data.train_file)
+        return load_glue(config.task, root, hub=config.data.hub, train_file=config.data.train_file)
 
     return choose_data(config, read, synthetic_labelled)
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
+from groupwise.data.paired_text import PAIRED
 from groupwise.data.synthetic_text import synthetic_paired
-from groupwise.data.text import load_paired
 from groupwise.data.text_examples import PairedText, Request
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import find_source
@@ -268,7 +268,7 @@ def make_text_generation(
 
 def _load(config: RunConfig) -> PairedText:
     def read(root: Path) -> PairedText:
-        return load_paired(config.task, root, train_file=config.data.train_file)
+        return PAIRED[config.task](root, config.data.train_file)
 
     return choose_data(config, read, synthetic_paired)
 
