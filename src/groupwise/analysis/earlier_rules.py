@@ -62,7 +62,7 @@ def _today(found: Sequence[Verdict]) -> str:
     """The verdicts of one claim, those of several ε together where they are the same."""
     words: dict[str, list[str]] = {}
     for verdict in found:
-        words.setdefault(verdict.word + (f" ({verdict.why})" if verdict.why else ""), []).append(verdict.epsilon)
+        words.setdefault(verdict.said, []).append(verdict.epsilon)
     return "; ".join(f"ε = {', '.join(at)}: {word}" if any(at) else word for word, at in words.items())
 
 

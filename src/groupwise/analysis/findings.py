@@ -84,6 +84,11 @@ class Verdict:
     why: str = ""
 
     @property
+    def said(self) -> str:
+        """The word, and why in brackets."""
+        return self.word + (f" ({self.why})" if self.why else "")
+
+    @property
     def alone(self) -> float:
         """The two-sided p of this line by itself."""
         return min(1.0, 2 * min(self.supports, self.opposes)) if not math.isnan(self.supports) else math.nan
@@ -257,7 +262,7 @@ def findings_table(found: Sequence[Verdict]) -> str:
                 number(detectable(measured)),
                 p_in_words(verdict.alone),
                 p_in_words(verdict.p),
-                verdict.word + (f" ({verdict.why})" if verdict.why else ""),
+                verdict.said,
             ]
         )
     return markdown(list(HEAD), rows)

@@ -20,7 +20,7 @@ import pandas as pd
 
 from groupwise.analysis.claims import CLAIMS, Claim
 from groupwise.analysis.coverage import refuse_unread
-from groupwise.analysis.findings import AGREEMENT, Verdict, verdicts
+from groupwise.analysis.findings import AGREEMENT, verdicts
 from groupwise.analysis.results import CONSTANT, Folders
 from groupwise.atomic import write_text
 from groupwise.errors import UserError, command
@@ -136,11 +136,7 @@ def try_out(plant: Plant, folders: Folders) -> tuple[bool, str]:
             found = [verdict for verdict in verdicts(copy) if verdict.claim is plant.claim]
         except UserError as error:
             return True, "refused: " + str(error).replace(f"{scratch}/", "")
-    return not any(verdict.word == AGREEMENT for verdict in found), "; ".join(map(_in_words, found))
-
-
-def _in_words(verdict: Verdict) -> str:
-    return verdict.word + (f" ({verdict.why})" if verdict.why else "")
+    return not any(verdict.word == AGREEMENT for verdict in found), "; ".join(verdict.said for verdict in found)
 
 
 def page(tried: Sequence[tuple[Plant, bool, str]]) -> str:
