@@ -1,4 +1,7 @@
-"""Two small networks of plain layers whose every size can be doubled alone: a transformer and a convolutional one."""
+"""Doubles the sizes of two small networks one at a time, and measures every method at each size in interleaved rounds.
+
+The networks, a transformer and a convolutional one, are of plain layers, so that every size can be doubled alone.
+"""
 
 from __future__ import annotations
 

@@ -153,18 +153,6 @@ def mini_roberta(folder: Path, count: int = MERGES) -> Any:
     return RobertaTokenizer(vocab=numbered, merges=merges)  # type: ignore[arg-type]
 
 
-@command
-def main(arguments: list[str]) -> int:
-    """Write OUT/gpt2_mini and OUT/roberta_mini; returns the exit code."""
-    if len(arguments) != 2:
-        print(f"usage: python -m groupwise.models.hub FOLDER OUT\n\n{__doc__}", file=sys.stderr)
-        return 2
-    folder, out = map(Path, arguments)
-    mini_gpt2(folder).save_pretrained(out / "gpt2_mini")
-    mini_roberta(folder).save_pretrained(out / "roberta_mini")
-    return 0
-
-
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -313,6 +301,18 @@ def _set_dropout(config: Any, settings: ModelConfig) -> None:
             raise UserError(f"model.{key}={value:g} was asked for, but a {config.model_type} has none: leave it out.")
         for name in names if value is not None else ():
             setattr(config, name, float(value))  # type: ignore[arg-type]
+
+
+@command
+def main(arguments: list[str]) -> int:
+    """Write OUT/gpt2_mini and OUT/roberta_mini; returns the exit code."""
+    if len(arguments) != 2:
+        print(f"usage: python -m groupwise.models.hub FOLDER OUT\n\n{__doc__}", file=sys.stderr)
+        return 2
+    folder, out = map(Path, arguments)
+    mini_gpt2(folder).save_pretrained(out / "gpt2_mini")
+    mini_roberta(folder).save_pretrained(out / "roberta_mini")
+    return 0
 
 
 if __name__ == "__main__":
