@@ -6,7 +6,7 @@
 from IPython.display import Markdown
 
 from groupwise.analysis.coverage import coverage, machines, page
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.results import Folders
 
 folders = Folders.of_checkout()
 Markdown(page(coverage(folders), machines(folders.measured)))

@@ -7,7 +7,7 @@ from IPython.display import Image
 
 from groupwise.analysis.figure_style import content
 from groupwise.analysis.figures import make
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.results import Folders
 
 drawn = make("target_quantile", Folders.of_checkout())
 Image(content(drawn.figure, "png"), width=720)

@@ -6,7 +6,7 @@
 from IPython.display import Markdown
 
 from groupwise.analysis.findings import findings_table, rules, summary, verdicts
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.results import Folders
 
 found = verdicts(Folders.of_checkout())
 Markdown(f"{summary(found)}\n\n{findings_table(found)}\n\n{rules()}")

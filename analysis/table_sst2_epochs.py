@@ -6,7 +6,7 @@
 # %%
 from IPython.display import Markdown
 
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.results import Folders
 from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.tables import table_page
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.command import command
-from benchmarks.options import cases, parse
+from benchmarks.options import cases, command, parse
 
 if TYPE_CHECKING:
     from benchmarks.options import Options

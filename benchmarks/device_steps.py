@@ -5,8 +5,6 @@ memory, kernels or operations. The profile of the operations lies beside the row
 again. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import csv
 import statistics
 import sys
@@ -17,8 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
-from benchmarks.options import check_above_zero, check_device, read, split
+from benchmarks.options import check_above_zero, check_device, command, read, split
 
 FILE = "device_steps.csv"
 KEY = ("microbatch", "precision", "method", "device", "hardware")
@@ -58,9 +55,8 @@ def step_row(microbatch: int, precision: str, method: str, options: StepOptions,
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.job import Job
-    from benchmarks.memory import peak_bytes
+    from benchmarks.meters import Stopwatch, peak_bytes
     from benchmarks.methods import prepare
-    from benchmarks.stopwatch import Stopwatch
     from groupwise.training.arithmetic import arithmetic
     from groupwise.training.from_config import autocast
     from groupwise.training.memory import ran_out

@@ -5,8 +5,6 @@ The paper's three networks at Figure 1's protocol, non-private, ours and Opacus'
 not measured again, so the command can be given until it says that nothing is left. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence
@@ -14,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, read, split
+from benchmarks.options import check_above_zero, check_device, command, read, split
 from groupwise.errors import UserError, did_you_mean
 
 SIZES = {"wrn16_4_ws": (512, None, None), "gpt2": (16, 12, 100), "roberta_base": (64, 12, 64)}
@@ -101,9 +98,8 @@ def measure(options: TableOptions) -> int:
     import torch
 
     from benchmarks.driver import progress, run
-    from benchmarks.results import FILE, merge, provenance, with_ratios
-    from benchmarks.table import table
-    from benchmarks.together import DeviceLost, Together
+    from benchmarks.results import FILE, merge, provenance, table, with_ratios
+    from benchmarks.worker import DeviceLost, Together
     from groupwise.training.arithmetic import arithmetic
 
     began = time.monotonic()

@@ -1,7 +1,5 @@
 """One workload, all methods: measure each by itself, then time all of them in interleaved rounds."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -100,13 +98,7 @@ def _faster(formats: list[Measured]) -> Measured:
 
 
 def _rounds(
-    chosen: list[Measured],
-    rounds: int,
-    steps: int,
-    limit: float,
-    say: Say,
-    start: Start,
-    until: Callable[[], bool],
+    chosen: list[Measured], rounds: int, steps: int, limit: float, say: Say, start: Start, until: Callable[[], bool]
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import command
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, read, split
+from benchmarks.options import check_above_zero, check_device, command, read, split
 from benchmarks.process import Process
 from groupwise.errors import UserError, did_you_mean
 
@@ -166,10 +165,7 @@ def planned_table(name: str, plan: Plan) -> str:
     """The parts of a plan as lines of text."""
     parts = {**vars(plan), "all": plan.total}
     return "\n".join(
-        [
-            f"\n{name}, planned, GiB",
-            *(f"{key.replace('_', ' '):16s}{size / GIB:9.3f}" for key, size in parts.items()),
-        ]
+        [f"\n{name}, planned, GiB", *(f"{key.replace('_', ' '):16s}{size / GIB:9.3f}" for key, size in parts.items())]
     )
 
 

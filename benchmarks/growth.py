@@ -10,10 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.command import command
-from benchmarks.options import GrowthOptions, check_above_zero, check_device, read, split
+from benchmarks.options import check_above_zero, check_device, command, read, split
 from groupwise.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from benchmarks.growing import GrowthOptions
 
 FILE = "growth.csv"
 KEY = ("network", "axis", "method", "threads", "device", "hardware", "dtype")  # all sizes of an axis are replaced
@@ -44,7 +47,7 @@ def parse(arguments: Sequence[str]) -> GrowthOptions:
         UserError: an unknown key or value, an axis that a network has not, an absent GPU.
     """
     from benchmarks import methods
-    from benchmarks.growing import NETWORKS
+    from benchmarks.growing import NETWORKS, GrowthOptions
 
     options = read(GrowthOptions, arguments)
     check_above_zero(options, "doublings", "rounds", "steps", "threads", "limit")
@@ -64,7 +67,7 @@ def parse(arguments: Sequence[str]) -> GrowthOptions:
 
 def run(options: GrowthOptions) -> None:
     """Measure every axis; its rows are written and its factors printed as soon as it is done."""
-    from benchmarks.doublings import measure, summary
+    from benchmarks.growing import measure, summary
     from benchmarks.results import merge, provenance
 
     path = Path(options.out) / FILE

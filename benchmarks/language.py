@@ -1,7 +1,5 @@
 """The language-model workloads: RoBERTa, GPT-2 and Llama shapes with fresh weights, and LoRA on the last two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

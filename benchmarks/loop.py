@@ -4,8 +4,6 @@ A run is composed, checked and trained exactly as by `run.py`. Between rounds of
 model takes as many bare steps on the same examples. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.command import command
-from benchmarks.options import check_above_zero, read
+from benchmarks.options import check_above_zero, command, read
 from groupwise.config.compose import COMPOSITION_ERRORS, compose_run, in_one_sentence
 from groupwise.config.keys import groups
 from groupwise.config.schema import RunConfig
@@ -26,12 +23,8 @@ NEVER = ("eval.every", "paths.results", "tracker", "resume", "overwrite")
 FILE = "loop.csv"
 KEY = ("task", "scale", "clip", "parameters", "batch", "microbatch", "threads", "device", "hardware", "dtype")
 MEASURED = (
-    "loop_cpu_seconds",
-    "bare_cpu_seconds",
-    "loop_wall_seconds",
-    "bare_wall_seconds",
-    "ratio",
-    "wall_ratio",
+    *("loop_cpu_seconds", "bare_cpu_seconds", "loop_wall_seconds", "bare_wall_seconds"),
+    *("ratio", "wall_ratio"),
 )
 COLUMNS = (*KEY, "round", "steps", *MEASURED, "commit", "dirty", "torch", "python", "date")
 HELP = """python -m benchmarks.loop [key=value ...]

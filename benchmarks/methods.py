@@ -4,8 +4,6 @@ A step clears the gradients, runs forward and backward and leaves the clipped su
 Noise is apart, as it comes once per logical batch; there is no update of the parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -58,7 +56,7 @@ class NonPrivate:
             parameter.grad = None
 
 
-class Ours:
+class Ours(NonPrivate):
     """Group-wise clipping by `groupwise.clipping`, thresholds and noise by `groupwise.privacy`."""
 
     def __init__(
@@ -69,7 +67,7 @@ class Ours:
         adaptive: bool = False,
         norms: str = "bookkeeping",
     ) -> None:
-        self._workload = workload
+        super().__init__(workload)
         groups = partition(workload.model)
         start = [THRESHOLD / math.sqrt(len(groups))] * len(groups)
         self._thresholds: AdaptiveThresholds | FixedThresholds = FixedThresholds(start)
@@ -107,11 +105,6 @@ class Ours:
             noise=self._noise,
             step=self._steps,
         )
-
-    def clear(self) -> None:
-        """Forget the sums."""
-        for parameter in self._workload.trainable:
-            parameter.grad = None
 
 
 METHODS: dict[str, Callable[[Workload], Method]] = {

@@ -5,8 +5,6 @@ batch: examples/own_model.py and benchmarks/opacus_own_model.py. Each runs as it
 seed of its weights and, for flat clipping, one argument. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
-from benchmarks.options import check_above_zero, read
+from benchmarks.options import check_above_zero, command, read
 from benchmarks.timed_script import lines
 from groupwise.analysis.benchmark_rows import SIDE_BY_SIDE
 from groupwise.errors import UserError

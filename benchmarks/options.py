@@ -1,8 +1,7 @@
-"""The options of `benchmarks.throughput`: read, checked, and spelled out into cases."""
+"""Reads and checks the options of the benchmarks, spells them out into jobs, and gives their commands exit codes."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import TypeVar
@@ -177,35 +176,28 @@ def split(names: str) -> list[str]:
     return [part.strip() for part in str(names).split(",") if part.strip()]
 
 
-@dataclass
-class GrowthOptions:
-    """What the command line may say; see `benchmarks.growth.HELP`."""
+MISTAKE, INTERRUPTED = 2, 130
 
-    network: str = "all"
-    axis: str = "all"
-    method: str = "none,adaptive_layer,flat,ghost"
-    doublings: int = 4
-    rounds: int = 5
-    steps: int = 2
-    threads: int = 1
-    device: str = "cpu"
-    dtype: str = "float32"
-    limit: float = 20.0
-    out: str = "results/measured/benchmarks"
 
-    @property
-    def methods(self) -> list[str]:
-        """The names asked for, `none` first: factors are shown beside its own."""
-        return list(dict.fromkeys(["none", *split(self.method)]))
+def command(run: Callable[[list[str]], None], help_text: str, kept: str, arguments: Sequence[str] | None) -> int:
+    """Run a command line and return its exit code: 0, 2 for a mistake, 130 when interrupted.
 
-    @property
-    def cases(self) -> list[tuple[str, str]]:
-        """Networks and axes."""
-        from benchmarks.growing import NETWORKS
-
-        networks = list(NETWORKS) if self.network == "all" else split(self.network)
-        return [
-            (network, axis)
-            for network in networks
-            for axis in (NETWORKS[network].axes if self.axis == "all" else split(self.axis))
-        ]
+    Args:
+        run: does what the arguments ask for.
+        help_text: printed for -h and --help.
+        kept: what an interruption leaves behind, in words.
+        arguments: None takes those of the process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(given):
+        print(help_text)
+        return 0
+    try:
+        run(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print(f"interrupted: {kept}", file=sys.stderr)
+        return INTERRUPTED
+    return 0

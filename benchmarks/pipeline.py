@@ -5,8 +5,6 @@ time, beside what `groupwise.planner` says beforehand. CPU seconds are those of 
 time is foretold for as many processors as other programs left to them. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -14,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
-from benchmarks.options import check_above_zero, read, split
+from benchmarks.options import check_above_zero, command, read, split
 from benchmarks.pipeline_shapes import SHAPES, Shape
 from groupwise.errors import UserError, did_you_mean
 

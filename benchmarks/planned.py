@@ -1,7 +1,5 @@
 """Bytes of an update that is not run: weights on the meta device, activations from a model of one and of two blocks."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass, replace
 
 import torch

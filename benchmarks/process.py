@@ -10,7 +10,6 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.job import Job
@@ -87,7 +86,5 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,7 +1,5 @@
 """One shape of `benchmarks.pipeline`: what the planner says of it, and what its processes say."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks.memory import Step, peak_bytes
+from benchmarks.meters import Step, peak_bytes
 from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.data.cifar10 import import_torchvision

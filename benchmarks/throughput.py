@@ -4,21 +4,17 @@ Each method runs in a process of its own, in interleaved rounds. `--help` lists 
 how to read the results.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.command import command
-from benchmarks.options import HELP, Options, cases, parse
+from benchmarks.options import HELP, Options, cases, command, parse
 
 
 def measure(options: Options) -> None:
     """Run all cases; each case's rows are written, and its table printed, as soon as it is done."""
     from benchmarks.driver import progress, run
-    from benchmarks.results import FILE, merge, provenance, with_ratios
-    from benchmarks.table import table
+    from benchmarks.results import FILE, merge, provenance, table, with_ratios
 
     for case in cases(options):
         found = run(case, options.methods, options.rounds, options.steps, options.limit, progress)

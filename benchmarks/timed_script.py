@@ -4,8 +4,6 @@ The loop is the script's one `for` statement on the top level. What stands befor
 for the noise) and after it (evaluation, the account) is not on the clock. The answer is a line of JSON, the last.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

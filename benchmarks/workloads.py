@@ -1,7 +1,5 @@
 """Makes the networks that are trained: of the paper's kind, with fresh weights and random data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass

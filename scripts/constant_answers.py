@@ -7,18 +7,16 @@ split itself, which favours the constant answer.
 """
 
 import argparse
-import csv
 from collections import Counter
-from io import StringIO
 from pathlib import Path
 from random import Random
 
 from groupwise.atomic import write_text
 from groupwise.data.cifar10 import load_cifar10
 from groupwise.data.glue import load_glue
-from groupwise.data.samsum import load_samsum
-from groupwise.data.table_to_text import load_dart, load_e2e
+from groupwise.data.paired_text import load_dart, load_e2e, load_samsum
 from groupwise.metrics import corpus_bleu, e2e_rouge_l, rouge
+from groupwise.rows import csv_text
 
 TRIES = 30
 GLUE = ("sst2", "qnli")
@@ -60,12 +58,9 @@ def main() -> None:
         rows.append((task, "valid/accuracy", majority(list(next(iter(data.valid.values())).labels))))
     for task in ("e2e", "dart", "samsum"):
         rows += [(task, metric, value) for metric, value in sorted(best_constant(task, given.data).items())]
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("task", "metric", "value"))
-    writer.writerows((task, metric, f"{value:.2f}") for task, metric, value in rows)
-    write_text(given.out, text.getvalue())
-    print(text.getvalue(), end="")
+    text = csv_text(("task", "metric", "value"), ((task, metric, f"{value:.2f}") for task, metric, value in rows))
+    write_text(given.out, text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ The docstring becomes the text on top, every paragraph a cell. The notebook lies
 edited. A run's noise is secret, so numbers differ from one making to the next.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

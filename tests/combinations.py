@@ -1,7 +1,5 @@
 """Lists choices of `conf/` that go together: cells of task, clipping mode and scale, and few of them that will do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import cache

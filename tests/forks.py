@@ -3,8 +3,6 @@
 What a command imports of this project it imports itself; what takes seconds, torch and the like, is there already.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -27,10 +27,7 @@ class Use:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
         settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": BATCH, "accountant": "rdp", "delta": 1e-3}
         self.private = make_private(
-            self.model,
-            self.optimizer,
-            data,
-            **{**settings, "noise_source": NoiseSource.from_seed(seed), **options},
+            self.model, self.optimizer, data, **{**settings, "noise_source": NoiseSource.from_seed(seed), **options}
         )
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The command line as a person meets it: quick help, and one sentence for a mistake, with nothing written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every configuration composes, types and validates; the paper's cells are the paper's to the letter."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -195,11 +193,7 @@ def test_the_default_is_the_papers_adaptive_per_layer_cell() -> None:
 def test_everyday_keys_are_keys() -> None:
     assert {example.partition("=")[0] for example in EVERYDAY} <= set(key_types())
     config = run("privacy.epsilon=3", "noise=equal_budget", "clip.target_quantile=.7", "seed=1", "paths.data=elsewhere")
-    assert (config.privacy.epsilon, config.noise.allocation, config.clip.target_quantile) == (
-        3,
-        "equal_budget",
-        0.7,
-    )
+    assert (config.privacy.epsilon, config.noise.allocation, config.clip.target_quantile) == (3, "equal_budget", 0.7)
     assert (config.seed, config.paths.data) == (1, "elsewhere")
 
 
@@ -233,8 +227,7 @@ def test_a_given_noise_multiplier_takes_the_place_of_epsilon() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "entry"),
-    [(3, "a"), (8, "b"), (1, "a"), (4.8, "a"), (5, "b"), (100, "b"), (None, "b"), (math.inf, "b")],
+    ("epsilon", "entry"), [(3, "a"), (8, "b"), (1, "a"), (4.8, "a"), (5, "b"), (100, "b"), (None, "b"), (math.inf, "b")]
 )
 def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsilon: float, entry: str) -> None:
     assert at_epsilon({8: "b", 3: "a"}, epsilon) == entry

@@ -1,7 +1,5 @@
 """The set-up files agree with one another: one file of pins, used by pip, conda and make."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

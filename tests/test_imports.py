@@ -95,9 +95,9 @@ NEVER_BRINGS = {
         *("hydra", "omegaconf", "pandas", "scipy", "torchvision"),
         *("prv_accountant", "dp_accounting"),  # they load when they are first asked
     },
-    "groupwise.training.trackers": {"wandb", "tensorboard"},
+    "groupwise.training.reports": {"wandb", "tensorboard"},
     "groupwise.run, groupwise.tasks.image_classification": {
-        *("transformers", "peft", "datasets", "torch.distributed.pipelining"),
+        *("transformers", "peft", "datasets", "torch.distributed.pipelining")
     },
 }
 """What is imported, and what that never brings; torch is there already."""

@@ -1,7 +1,5 @@
 """What the package declares is what it imports, the wheel is whole, and the library works without the suite."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

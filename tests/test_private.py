@@ -1,7 +1,5 @@
 """`make_private` is the mechanism of `run.py` in a loop of one's own: the same bits, resumable, on replicas too."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

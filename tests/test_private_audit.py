@@ -1,7 +1,5 @@
 """An attacker learns no more from a user's loop than is claimed, and catches planted bugs in its mechanism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

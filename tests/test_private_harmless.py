@@ -1,7 +1,5 @@
 """Ways to leave the loop and come back change no bit, and a refusal leaves everything as it was."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ways to hold `make_private` wrong, by name, are refused in a sentence; docs/sharp_edges.md says how many."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

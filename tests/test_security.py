@@ -1,7 +1,5 @@
 """No file runs code, no name leaves its folder, and the key of the noise is nowhere but in a checkpoint."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """`--why` names every line that wrote a key, the winner last, and what it shows is what a run gets."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

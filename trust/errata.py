@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from groupwise.privacy.accountants import epsilon_rdp
 from groupwise.privacy.accounting import epsilon_prv
-from groupwise.privacy.run_count import TruncatedNegativeBinomial
-from groupwise.privacy.tuning import Training, curve_epsilon, rdp_curve, search_curve
+from groupwise.privacy.tuning import Training, TruncatedNegativeBinomial, curve_epsilon, rdp_curve, search_curve
 
 Cell = tuple[float, float, int, float]
 """σ, sampling rate, steps, δ."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import between_markers, markdown
+from groupwise.analysis.benchmark_tables import between_markers
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
+from groupwise.rows import markdown
 from trust.models.rows import summary, tables
 
 PAGE, MODELS = Path("docs/trust.md"), Path("docs/models.md")

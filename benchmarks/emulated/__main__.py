@@ -4,8 +4,6 @@ A model in a mode, layout and precision makes a line: operations, kernels starte
 training. `--help` lists the options.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -14,9 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command
 from benchmarks.emulated import guard
-from benchmarks.options import read, split
+from benchmarks.options import command, read, split
 from groupwise.errors import UserError, did_you_mean
 
 HELP = """python -m benchmarks.emulated [key=value ...]

@@ -6,8 +6,6 @@ only, and its backward kernel a grid of at most 65,535 groups; whoever asks for 
 tensors are real, so what the host computes, it computes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

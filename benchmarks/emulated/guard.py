@@ -3,8 +3,6 @@
 It patches globals of the process, which must do nothing else than emulate.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Says for which part of a private step a kernel was started, and for which kind of layer, from Python's stack."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import FrameType
 

@@ -1,7 +1,5 @@
 """Runs one private step on the emulated device: forward, backward, release and update."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -16,7 +14,7 @@ from benchmarks.workloads import TINY_TOKENS, WORKLOADS
 from groupwise.clipping import Rates, attach, flat, per_layer
 from groupwise.clipping.rules import base
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, counted_noise, release_gradients
-from groupwise.privacy.noise_kernel import NoiseKernel
+from groupwise.privacy.counted_noise import NoiseKernel
 
 RATES = Rates(matmul=4e13, gram=1.1e13, outer=2.5e13, kernel=1.9e12, bytes=2.2e12, calls=2.5e5)
 """An H100's, by its data sheet, so that the ways that are chosen are those of such a device."""

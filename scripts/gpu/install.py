@@ -6,8 +6,6 @@
 It runs before anything else does, so it imports nothing beyond the standard library.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import subprocess

@@ -11,8 +11,6 @@ Unpacked beside each other they are the folders groupwise/, wheels/, noise/ and 
 itself. What was not committed is not in the kit. The network is needed here, and never there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -26,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.command import command
-from benchmarks.options import read, split
+from benchmarks.options import command, read, split
 from groupwise.atomic import write_text
 from groupwise.data.cifar10 import BATCHES_FOLDER, MOSAIC_FOLDER, MOSAIC_TEST, MOSAIC_TRAIN, NPZ_FILE
 from groupwise.errors import UserError

@@ -7,8 +7,6 @@ cell sets a share of the training set aside by the content of the examples, N is
 left out.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator

@@ -1,13 +1,12 @@
 """Tells a user's mistake in one sentence and a bug with its traceback, and says what exit code they make."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TextIO
+from functools import wraps
+from typing import ParamSpec, TextIO
 
 
 class UserError(ValueError):
@@ -59,6 +58,23 @@ def report(error: Exception) -> None:
         print(f"error: {told(error)}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+
+
+Given = ParamSpec("Given")
+
+
+def command(main: Callable[Given, int]) -> Callable[Given, int]:
+    """A command's `main`, which returns the exit code: a mistake inside is one sentence on stderr, and code 2."""
+
+    @wraps(main)
+    def run(*arguments: Given.args, **options: Given.kwargs) -> int:
+        try:
+            return main(*arguments, **options)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return MISTAKE
+
+    return run
 
 
 def tell_warnings() -> None:

@@ -101,16 +101,21 @@ def write_table(path: Path, table: Table, columns: Sequence[str] = FIRST) -> Non
     present = {key for row in table.rows for key in row}
     first = [key for key in (*KEYS, *columns) if key in present]
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]
-    write_text(path, _csv([*first, *metrics, *sorted(present - {*first, *metrics})], table.rows))
-
-
-def _csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    columns = [*first, *metrics, *sorted(present - {*first, *metrics})]
+    write_text(path, csv_text(columns, ([row.get(key, "") for key in columns] for row in table.rows)))
 
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def csv_text(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as CSV; nothing stands for None."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([head, *rows])
+    return out.getvalue()
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])

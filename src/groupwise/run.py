@@ -22,10 +22,10 @@ from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_newest
 from groupwise.training.from_config import make_engine
 from groupwise.training.memory import keep_freed_blocks, memory_told
-from groupwise.training.progress import result_lines
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord, neighbours_of
+from groupwise.training.reports import result_lines
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 from groupwise.training.train import train

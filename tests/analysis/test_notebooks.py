@@ -7,7 +7,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from groupwise.analysis.paper import TABLES
+from groupwise.analysis.results import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "analysis").glob("*.py"))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from groupwise.audit import one_run as game
+from groupwise.audit.__main__ import COLUMNS, MODES, audit_mode, everything, main, row_of, shown
 from groupwise.audit.canaries import Present
-from groupwise.audit.command import COLUMNS, MODES, audit_mode, everything, main, markdown, row_of
 from groupwise.audit.one_run import choose_guesses, count_right
 from groupwise.audit.options import make_setting
 from groupwise.privacy import PoissonSampler, mechanism
@@ -97,7 +97,7 @@ def test_a_row_has_all_columns_and_the_table_shows_what_differs():
     rows = [row_of(audit_mode(make_setting(["clip=flat", *QUICK], canaries=100, seed=seed))) for seed in (1, 2)]
     rows[1]["mode"] = "another"
     assert all(tuple(row) == COLUMNS for row in rows)
-    assert markdown(rows).splitlines()[0].startswith("| mode |") and "delta" not in markdown(rows)
+    assert shown(rows).splitlines()[0].startswith("| mode |") and "delta" not in shown(rows)
     assert len(everything()) == len({str(cell) for cell in everything()}) > 100
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from groupwise.audit import two_worlds as real
-from groupwise.audit.command import audit_mode, describe, row_of
+from groupwise.audit.__main__ import audit_mode, describe, row_of
 from groupwise.audit.options import make_setting
 from groupwise.privacy import mechanism
 from groupwise.run import plan_run

@@ -11,7 +11,7 @@ from groupwise.audit.two_worlds import CountWorld, SearchWorld, TrainerWorld, di
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, make_plan
 from groupwise.privacy.accountants import gaussian_epsilon
-from groupwise.privacy.run_count import Poisson
+from groupwise.privacy.tuning import Poisson
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.step import Trainer

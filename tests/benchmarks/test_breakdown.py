@@ -1,7 +1,5 @@
 """The profile: every method's operations beside plain training's."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.breakdown import main

@@ -1,18 +1,16 @@
 """The speed table in one process: what matters most first, nothing twice, on after a lost GPU or when time is up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from benchmarks import device_table, driver, together
+from benchmarks import device_table, driver, worker
 from benchmarks.device_table import AGAIN, FIRST, LEFT, THEN, TableOptions, cases, main, measure
 from benchmarks.job import Job
 from benchmarks.options import check_device
-from benchmarks.together import DeviceLost, Together
+from benchmarks.worker import DeviceLost, Together
 from groupwise.errors import UserError
 
 
@@ -98,9 +96,9 @@ def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     here = Together(Job("mlp", "flat", device="cuda", tiny=True), 60.0)
-    monkeypatch.setattr(together, "answer", lambda bench, request: {"seconds": 1.0})
-    monkeypatch.setattr(together.torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(together.torch.cuda, "synchronize", broken)
+    monkeypatch.setattr(worker, "answer", lambda bench, request: {"seconds": 1.0})
+    monkeypatch.setattr(worker.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(worker.torch.cuda, "synchronize", broken)
     with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$"):
         here.ask(do="measure")
 

@@ -1,11 +1,9 @@
 """Floors: counted operations, no time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from benchmarks.floor import count_operations, floor
+from benchmarks.meters import count_operations, floor
 from benchmarks.methods import make
 from benchmarks.workloads import build
 

@@ -6,21 +6,17 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import doublings, growing, growth
+from benchmarks import growing, growth
 from benchmarks.growing import NETWORKS, Sizes, build
 from benchmarks.methods import make
 
-TINY = {
-    "transformer": Sizes(batch=2, length=4, width=8, layers=1),
-    "conv": Sizes(batch=2, length=4, width=4, layers=1),
-}
+TINY = {"transformer": Sizes(batch=2, length=4, width=8, layers=1), "conv": Sizes(batch=2, length=4, width=4, layers=1)}
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     small = {name: replace(network, start=TINY[name]) for name, network in NETWORKS.items()}
-    for module in (growing, doublings):
-        monkeypatch.setattr(module, "NETWORKS", small)
+    monkeypatch.setattr(growing, "NETWORKS", small)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -65,7 +61,7 @@ def test_rows_and_factors(tmp_path, capsys):
 
 def test_memory_grows_with_the_batch_and_not_with_what_ran_before(capsys):
     options = growth.parse(["network=conv", "axis=batch", "method=flat", "doublings=2", "rounds=1", "steps=1"])
-    rows, again = (pd.DataFrame(doublings.measure("conv", "batch", options)) for _ in range(2))
+    rows, again = (pd.DataFrame(growing.measure("conv", "batch", options)) for _ in range(2))
     for _, one in rows.groupby("method"):
         assert one["peak_bytes"].is_monotonic_increasing and one["peak_bytes"].nunique() == 3
     assert rows["peak_bytes"].tolist() == again["peak_bytes"].tolist()
@@ -73,7 +69,7 @@ def test_memory_grows_with_the_batch_and_not_with_what_ran_before(capsys):
 
 def test_an_axis_ends_before_a_step_takes_too_long(capsys):
     options = growth.parse(["network=conv", "axis=batch", "method=none", "doublings=3", "rounds=1", "limit=1e-9"])
-    assert {row["value"] for row in doublings.measure("conv", "batch", options)} == {TINY["conv"].batch}
+    assert {row["value"] for row in growing.measure("conv", "batch", options)} == {TINY["conv"].batch}
     assert "batch ends here" in capsys.readouterr().err
 
 

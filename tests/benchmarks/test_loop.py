@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks import loop, loop_rounds
-from benchmarks.bare import BareStep
+from benchmarks.loop_rounds import BareStep
 from groupwise.errors import UserError
 from groupwise.training import train as session
-from groupwise.training.trackers import FilesTracker
+from groupwise.training.reports import FilesTracker
 
 SMOKE = ["scale=smoke", "train.steps=40", "train.batch_size=8", "privacy.accountant=rdp"]
 
@@ -45,7 +45,7 @@ def test_the_loop_s_clock_covers_what_happens_between_steps_and_the_bare_one_doe
         logged(self, step, metrics)
 
     clocks = {"perf_counter": lambda: pass_by("wall", 1e-4), "process_time": lambda: pass_by("processor", 1e-4)}
-    monkeypatch.setattr("benchmarks.stopwatch.time", SimpleNamespace(**clocks))
+    monkeypatch.setattr("benchmarks.meters.time", SimpleNamespace(**clocks))
 
     monkeypatch.setattr(FilesTracker, "log", slow)
     _, config = loop.parse(SMOKE)

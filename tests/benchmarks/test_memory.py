@@ -1,13 +1,11 @@
 """Peak bytes: what is held before the step counts, and what the step holds at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from benchmarks.memory import peak_bytes
+from benchmarks.meters import peak_bytes
 
 MEGABYTE = 1 << 20
 

@@ -1,7 +1,5 @@
 """A fair comparison: every flat method gives the same clipped sums, ours and Opacus's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Options: lists by commas, and one sentence for a mistake."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.methods import METHODS

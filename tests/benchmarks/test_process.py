@@ -1,7 +1,5 @@
 """A worker process from outside: answers, deaths, time limits."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.job import Job

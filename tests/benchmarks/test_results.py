@@ -1,7 +1,5 @@
 """The table of results: ratios within a round, and a file in which nothing is lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The comparison with Opacus runs the two scripts as they stand, counts their lines, and picks rates equally."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

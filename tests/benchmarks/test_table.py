@@ -1,8 +1,6 @@
 """The printed table: medians over rounds with their range, refusals in words."""
 
-from __future__ import annotations
-
-from benchmarks.table import table
+from benchmarks.results import table
 
 
 def test_medians_ranges_and_refusals() -> None:

@@ -1,7 +1,5 @@
 """The command: a table and a file; nothing finished is lost, a mistake costs nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """The worker: numbers for what runs, words for what does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

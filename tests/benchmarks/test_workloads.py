@@ -1,7 +1,5 @@
 """Workloads: per-example losses, gradients for all that trains, equal for equal arguments."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every file of `conf/` says something of its own, and whatever it says wins over all else in some configuration."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

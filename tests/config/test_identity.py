@@ -1,7 +1,5 @@
 """Which configurations are the same experiment."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -92,10 +90,7 @@ def test_the_order_of_a_custom_mapping_counts_since_its_first_match_does() -> No
 
 def test_differences_are_named() -> None:
     there, here = RunConfig(seed=1), RunConfig(clip=ClipConfig(threshold=0.5))
-    assert differences(there, here) == [
-        "seed is 1 there and 0 here",
-        "clip.threshold is 1.0 there and 0.5 here",
-    ]
+    assert differences(there, here) == ["seed is 1 there and 0 here", "clip.threshold is 1.0 there and 0.5 here"]
 
 
 def test_a_saved_configuration_is_the_same_run(tmp_path: Path) -> None:

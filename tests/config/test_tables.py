@@ -1,7 +1,5 @@
 """A family's tables: parts by their names, read anew when the file changes, and every mistake in one sentence."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

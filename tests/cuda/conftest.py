@@ -1,7 +1,5 @@
 """Runs what is emulated in processes of their own: it has to be loaded before torch, and patches globals."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The emulated GPU: it refuses what CUDA refuses, lays tensors out as cuDNN does, and counts."""
 
-from __future__ import annotations
-
 import pytest
 
 LAYOUTS = """

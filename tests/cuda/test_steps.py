@@ -1,7 +1,5 @@
 """Private steps on the emulated GPU: forward, backward, release and update, in every mode, layout and precision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

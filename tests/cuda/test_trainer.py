@@ -1,7 +1,5 @@
 """The loop of a run on the emulated GPU: the host waits once a step, for the counts; it sends an index a microbatch."""
 
-from __future__ import annotations
-
 import json
 
 STEPS = """
@@ -61,7 +59,7 @@ def test_the_host_waits_for_the_counts_alone(python) -> None:
         uploads = {
             "clipping/factors.py:Counts.set_thresholds": 1,
             "clipping/engine.py:ClippingEngine.set_thresholds": 1,
-            "training/transfer.py:to_device": row["microbatches"],
+            "training/task.py:to_device": row["microbatches"],
         }
         assert row["passed"]["uploads"] == uploads
         assert row["rest"]["waits"] == {"clipping/engine.py:ClippingEngine.counts": 1}

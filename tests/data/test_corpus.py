@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.data.corpus import MAX_CHARACTERS, read_corpus, split_documents
+from groupwise.data.text import MAX_CHARACTERS, read_corpus, split_documents
 from groupwise.errors import UserError
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from groupwise.data.synthetic_grammar import read_rules
 from groupwise.data.synthetic_text import (
     LABELLED,
     make_dialogue,
@@ -17,6 +16,7 @@ from groupwise.data.synthetic_text import (
     make_review,
     make_scene_pair,
     make_triples_and_texts,
+    read_rules,
 )
 
 REVIEWS, SCENES, DIALOGUES = read_rules("reviews"), read_rules("scenes"), read_rules("dialogues")

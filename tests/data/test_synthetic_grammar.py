@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.data import synthetic_grammar
-from groupwise.data.synthetic_grammar import follow, read_rules
+from groupwise.data import synthetic_text
+from groupwise.data.synthetic_text import follow, read_rules
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "src/groupwise/data/synthetic").glob("*.yaml"))
@@ -22,7 +22,7 @@ def outcomes(monkeypatch):
     """How often each tuple of names comes out of a program that is given as YAML."""
 
     def count(rules: str, wanted: str, **names: object) -> Counter[tuple[object, ...]]:
-        monkeypatch.setattr(synthetic_grammar, "read_rules", lambda file: yaml.safe_load(rules))
+        monkeypatch.setattr(synthetic_text, "read_rules", lambda file: yaml.safe_load(rules))
         rng = random.Random(0)
         ends = (follow("given", "program", rng, **names) for _ in range(DRAWS))
         return Counter(tuple(end[name] for name in wanted.split()) for end in ends)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.data.table_to_text import (
+from groupwise.data.paired_text import (
     linearise_mr,
     linearise_triples,
     load_dart,

@@ -5,20 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.data import text
-from groupwise.data.text import (
-    Labelled,
-    LabelledText,
-    PairedText,
-    Request,
-    hold_out,
-    keep,
-    load_labelled,
-    load_paired,
-    synthetic_labelled,
-    synthetic_paired,
-)
-from groupwise.data.text_examples import keyed_fraction
+from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
+from groupwise.data.text import hold_out, keep
+from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, keyed_fraction
 from groupwise.errors import UserError
 
 
@@ -33,21 +22,6 @@ def labelled() -> LabelledText:
 def paired() -> PairedText:
     train = [(f"source {i % 37}", f"target {i}") for i in range(100)]
     return PairedText(train, [Request("v", ("w",))], [Request("t", ("u",))], "made here", {"a": "b"})
-
-
-def test_tasks_are_loaded_by_name(tmp_path, monkeypatch):
-    (tmp_path / "SST-2").mkdir()
-    for name in ("train", "dev"):
-        (tmp_path / "SST-2" / f"{name}.tsv").write_text("sentence\tlabel\nfine\t1\n")
-    assert load_labelled("sst2", tmp_path, hub="none").train.labels == [1]
-    monkeypatch.setitem(text.PAIRED, "e2e", lambda root, train_file: (root, train_file))
-    assert load_paired("e2e", tmp_path, train_file="x") == (tmp_path, "x")
-
-
-@pytest.mark.parametrize("load", [lambda name, root: load_labelled(name, root, hub="none"), load_paired])
-def test_an_unknown_task_is_told(load, tmp_path):
-    with pytest.raises(UserError, match=r"task=cola .*choose one of"):
-        load("cola", tmp_path)
 
 
 def test_a_share_of_labelled_texts_is_held_out(labelled):

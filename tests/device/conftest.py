@@ -1,7 +1,5 @@
 """The device of the tests marked cuda: a GPU, or what GROUPWISE_TEST_DEVICE names, such as cpu to try the tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The loop on a device: a release is what the reference says, a resumed run repeats it, lack of memory halves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ from groupwise.training.from_config import make_engine, make_optimizer, make_sch
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.step import Trainer
-from groupwise.training.task import Task
-from groupwise.training.transfer import row_numbers
+from groupwise.training.task import Task, row_numbers
 
 pytestmark = pytest.mark.cuda
 EXAMPLES, BATCH, STEPS, SIGMA = 96, 32, 4, 0.7

@@ -1,7 +1,5 @@
 """Noise on a device: its law, and the same numbers as on the CPU, whichever of the two a run began on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scipy import stats

@@ -1,7 +1,5 @@
 """Every layer rule on a device equals a float64 loop: in both memory layouts, in float32 and bfloat16 autocast."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

@@ -12,8 +12,6 @@ A block is fenced by three backticks and a language, and may have a mark: a comm
 | console | `<!-- run -->` | a recipe: run in the copy |
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

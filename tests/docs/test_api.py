@@ -1,7 +1,5 @@
 """The API reference builds from the docstrings, without a warning, and has the public names."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

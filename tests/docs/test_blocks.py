@@ -1,7 +1,5 @@
 """Every block of code in the documents is of a kind that some test holds to the truth, and Python runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -46,8 +44,7 @@ def test_no_fence_escapes_the_parser() -> None:
 
 
 @pytest.mark.parametrize(
-    "block",
-    [pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.mark == "slow" else []) for b in PYTHON],
+    "block", [pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.mark == "slow" else []) for b in PYTHON]
 )
 def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,5 @@
 """Commands in the documents exist: run.py with its keys, modules with their options, make with its targets."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Links in the documents, and the documents' names in the source, lead somewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the documents show as printed is what is printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The recipes of docs/extending.md, followed to the letter in a copy of the checkout; a minute or two each."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The example on single examples' gradients finds planted flips, on the digits, and draws them."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The examples in the loops of other libraries keep their budget and learn; a seed stands in for their noise key."""
 
-from __future__ import annotations
-
 import random
 import re
 import runpy

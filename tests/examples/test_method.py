@@ -1,7 +1,5 @@
 """The method on one page: it trains, and one step of it is the engine's."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The notebook in examples/ is its script, was run to the end, and runs again from top to bottom."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

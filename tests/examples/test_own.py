@@ -1,7 +1,5 @@
 """The examples of private training keep their budget and learn; a seed stands in for their noise key."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

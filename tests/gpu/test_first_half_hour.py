@@ -1,7 +1,5 @@
 """The four commands of the first half hour at the smallest sizes on the CPU: rows, logs, a checkpoint, going on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The kit: what a machine without a network needs, in parts of a size; what that machine has is left as it is."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

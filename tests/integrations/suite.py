@@ -3,8 +3,6 @@
 As a program it trains until its process kills itself: python -m tests.integrations.suite FOLDER STEP WORD ...
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What Lightning and Accelerate would do by themselves to a private model is refused in a sentence."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

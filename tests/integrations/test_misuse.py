@@ -1,7 +1,5 @@
 """Every way to hold `PrivateTrainer` wrong that docs/integrations.md lists is refused in a sentence, or harmless."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`PrivateTrainer` killed, resumed and exported has the losses, the weights and the scores of `run.py`'s own run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

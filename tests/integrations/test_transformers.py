@@ -1,7 +1,5 @@
 """`PrivateTrainer` is `make_private` in the Trainer's loop: the same bits, resumable, its key in no other file."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """A tiny encoder on made-up texts of tokens, and its private trainer, which the tests of this folder share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

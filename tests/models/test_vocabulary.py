@@ -9,7 +9,7 @@ import torch
 
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import DataConfig, EvalConfig, GenerateConfig, ModelConfig, PathsConfig, RunConfig
-from groupwise.data.corpus import read_corpus
+from groupwise.data.text import read_corpus
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError
 from groupwise.models.hub import END_OF_TEXT, load_tokenizer

@@ -8,7 +8,7 @@ from torch import nn
 from groupwise.clipping import WSConv2d
 from groupwise.errors import UserError
 from groupwise.models import BLOCK_ORDERS, wide_resnet
-from groupwise.models.wide_resnet import ClassicBlock, PreactivationBlock, UnitVarianceConv, group_count, make_norm
+from groupwise.models.image_networks import ClassicBlock, PreactivationBlock, UnitVarianceConv, group_count, make_norm
 
 OPTIONS = {"norm": "group", "norm_groups": 4, "weight_standardization": True}
 
@@ -50,13 +50,7 @@ def test_preactivation_block(stride, project, norm_first_shortcut):
     out_channels = 16 if project else 8
     block = perturbed(
         PreactivationBlock(
-            8,
-            out_channels,
-            stride,
-            project=project,
-            norm_first_shortcut=norm_first_shortcut,
-            stem=False,
-            **OPTIONS,
+            8, out_channels, stride, project=project, norm_first_shortcut=norm_first_shortcut, stem=False, **OPTIONS
         )
     )
     x = torch.randn(3, 8, 9, 9, dtype=torch.float64)

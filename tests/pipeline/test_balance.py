@@ -9,7 +9,7 @@ from torch import nn
 
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
-from groupwise.models.wide_resnet import wide_resnet
+from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.split import choose_ranges, even_out
 
 import_torchvision()  # before transformers, which falls without it

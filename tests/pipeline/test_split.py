@@ -10,8 +10,8 @@ from torch import nn
 from groupwise.config.schema import LoraConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
+from groupwise.models.image_networks import wide_resnet
 from groupwise.models.trainable import add_adapters
-from groupwise.models.wide_resnet import wide_resnet
 from groupwise.pipeline.model_parts import FAMILIES
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.training.from_config import autocast

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from groupwise.data.cifar10 import import_torchvision
-from groupwise.models.wide_resnet import wide_resnet
+from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.split import measure_costs
 from groupwise.training.task import Microbatch
 

@@ -10,13 +10,14 @@ from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.data.cifar10 import import_torchvision
-from groupwise.models.wide_resnet import wide_resnet
+from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, make_plan
-from groupwise.tasks.pipelined import ImageFeed, TextFeed
+from groupwise.tasks.image_classification import ImageFeed
 from groupwise.tasks.samples import Rows, Samples
+from groupwise.tasks.text_generation import TextFeed
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.memory import peak_bytes
+from benchmarks.meters import peak_bytes
 from groupwise.planner.footprint import Imagined, Kind, Passes, Work, cut_out, footprint, inputs
 
 MIDDLE = Kind(2, False, False)

@@ -1,7 +1,5 @@
 """Counted noise: Philox's known answers, the law, and the same draws in any layout and any company."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

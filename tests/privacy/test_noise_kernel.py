@@ -1,7 +1,5 @@
 """The noise kernel, compiled for a CPU, draws what the plain operations draw; where it cannot, they stand in."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess
@@ -11,9 +9,17 @@ import torch
 from torch import Tensor
 
 from groupwise.privacy import NoiseSource, counted_noise
-from groupwise.privacy.counted_noise import KERNEL_FEW, WORD, CountedNoise, kernel_of
+from groupwise.privacy.counted_noise import (
+    KERNEL_FEW,
+    NUMBERS,
+    SOURCE,
+    WORD,
+    CountedNoise,
+    NoiseKernel,
+    compile_kernel,
+    kernel_of,
+)
 from groupwise.privacy.noise import COUNT_STREAM
-from groupwise.privacy.noise_kernel import NUMBERS, SOURCE, NoiseKernel, compile_kernel
 
 LOOP = """
 template <typename T>
@@ -116,10 +122,7 @@ def test_torch_reads_the_source(monkeypatch: pytest.MonkeyPatch, kernel: NoiseKe
         return torch.equal(alone, both) and torch.allclose(alone, noise.normals(torch.arange(4), 2))
 
     assert compile_kernel(torch.device("cuda"), agrees) is not None
-    assert seen == [
-        ("noisy", False, 1, 2, ["stream", "std", *NUMBERS]),
-        ("noisy", False, 1, 4, list(NUMBERS)),
-    ]
+    assert seen == [("noisy", False, 1, 2, ["stream", "std", *NUMBERS]), ("noisy", False, 1, 4, list(NUMBERS))]
 
 
 def test_a_kernel_that_draws_otherwise_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

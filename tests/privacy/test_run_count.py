@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from groupwise.errors import UserError
-from groupwise.privacy.run_count import BITS, Poisson, TruncatedNegativeBinomial
+from groupwise.privacy.tuning import BITS, Poisson, TruncatedNegativeBinomial
 
 
 def first(law, count):

@@ -12,10 +12,11 @@ from scipy.stats import norm
 from groupwise.errors import UserError
 from groupwise.privacy import tuning
 from groupwise.privacy.accountants import ORDERS, epsilon_rdp, training_event
-from groupwise.privacy.run_count import Poisson, TruncatedNegativeBinomial
 from groupwise.privacy.tuning import (
     LAMBDA,
+    Poisson,
     Training,
+    TruncatedNegativeBinomial,
     calibrate_search,
     curve_epsilon,
     grid_epsilon,

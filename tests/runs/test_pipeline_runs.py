@@ -189,13 +189,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-LONG = (
-    "clip=adaptive_device",
-    "train.steps=40",
-    "train.checkpoint_every=0",
-    SILENT,
-    "eval.train_limit=4",
-)
+LONG = ("clip=adaptive_device", "train.steps=40", "train.checkpoint_every=0", SILENT, "eval.train_limit=4")
 
 
 def stages_of(running: subprocess.Popen[str]) -> list[int]:

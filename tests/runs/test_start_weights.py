@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.models.wide_resnet import wide_resnet
+from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.split import cut
 from groupwise.run import start_from
 from groupwise.training.checkpoint import save_checkpoint

@@ -1,7 +1,5 @@
 """What the command line says of the cluster reaches the batch script; programs of SLURM's names stand in for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -10,7 +10,7 @@ from groupwise.config.compose import compose_run, register
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import TuningConfig
 from groupwise.errors import UserError
-from groupwise.privacy.run_count import Poisson, TruncatedNegativeBinomial
+from groupwise.privacy.tuning import Poisson, TruncatedNegativeBinomial
 from groupwise.run import plan_run
 from groupwise.sweeps.accounted import Search, count_of, plan_search
 from groupwise.sweeps.prepare import plan_sweep

@@ -1,7 +1,5 @@
 """Every committed row is of the run that its cell composes to today: no change of configuration made it another one."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path

@@ -17,8 +17,7 @@ from groupwise.config.identity import config_hash, flat_config
 from groupwise.config.schema import RunConfig, TuningConfig
 from groupwise.errors import UserError
 from groupwise.privacy.accountants import ORDERS
-from groupwise.privacy.run_count import BITS, Poisson, TruncatedNegativeBinomial
-from groupwise.privacy.tuning import SearchCost, Training, curve_epsilon
+from groupwise.privacy.tuning import BITS, Poisson, SearchCost, Training, TruncatedNegativeBinomial, curve_epsilon
 from groupwise.sweeps.accounted import Search, Setting
 from groupwise.sweeps.collect import collect
 from groupwise.sweeps.secret_runs import draw_settings, run_search

@@ -78,13 +78,7 @@ def encode(tokenizer, texts=PROMPTS):
 def write(model, tokenizer, prompts, progress=False, single_line=True, **settings):
     settings = {"beams": 1, "max_new_tokens": 8, **settings}
     return generate(
-        model,
-        tokenizer,
-        prompts,
-        GenerateConfig(**settings),
-        device=CPU,
-        single_line=single_line,
-        progress=progress,
+        model, tokenizer, prompts, GenerateConfig(**settings), device=CPU, single_line=single_line, progress=progress
     )
 
 

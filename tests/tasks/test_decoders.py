@@ -18,7 +18,7 @@ from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from tests.combinations import CONF
 from tests.tasks.decoders import CPU, EXAMPLE, FAMILIES, TARGETS, folder_of, settings
-from trust.models.arithmetic import in_double
+from trust.models.check import in_double
 
 MODES = {
     "flat": (flat, "bookkeeping"),

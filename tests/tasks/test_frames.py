@@ -5,7 +5,7 @@ import pytest
 from groupwise.config.schema import GenerateConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
-from groupwise.tasks.frames import chat_frame
+from groupwise.tasks.samples import chat_frame
 from tests.tasks.decoders import CPU, folder_of, settings
 
 FRAMES = {

@@ -1,7 +1,5 @@
 """A task of one's own: one file of configuration, one of Python, and one sentence for whatever is wrong with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from groupwise.config.schema import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
-from groupwise.models.wide_resnet import WideResNet
+from groupwise.models.image_networks import WideResNet
 from groupwise.pipeline.split import cut
 from groupwise.tasks import make_task
 

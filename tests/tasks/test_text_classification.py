@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from groupwise.clipping import attach, flat, per_layer, verify
 from groupwise.clipping.reference import clipped_sums
 from groupwise.config.schema import DataConfig, LoraConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
-from groupwise.data.text import Labelled
+from groupwise.data.text_examples import Labelled
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode

@@ -21,13 +21,12 @@ from groupwise.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from groupwise.data.samsum import instruct
+from groupwise.data.paired_text import instruct
 from groupwise.errors import UserError
 from groupwise.metrics import corpus_bleu, e2e_rouge_l
 from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
-from groupwise.tasks.frames import plain_frame
-from groupwise.tasks.samples import PairEncoder, Rows
+from groupwise.tasks.samples import PairEncoder, Rows, plain_frame
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
 

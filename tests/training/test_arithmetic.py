@@ -1,7 +1,5 @@
 """The arithmetic of a GPU is what was asked for, and afterwards what it was; seen here in torch's own settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint is there whole or not at all, and what is not sound is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

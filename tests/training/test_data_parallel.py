@@ -12,16 +12,7 @@ from groupwise.privacy import NoiseSource
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Alone, Ranks
 from tests.pipeline.ranks import run_ranks
-from tests.training.data_parallel import (
-    ADAPTIVE_LAYER,
-    FLAT,
-    GHOST,
-    NONE,
-    PointsTask,
-    build,
-    parameters,
-    steps,
-)
+from tests.training.data_parallel import ADAPTIVE_LAYER, FLAT, GHOST, NONE, PointsTask, build, parameters, steps
 
 ADAM = OptimConfig(name="adam", learning_rate=0.01)
 FIXED_LAYER = ClipConfig("fixed_layer", policy="fixed", threshold=0.5)

@@ -1,7 +1,5 @@
 """Optimisers are torch's; the learning rate is a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that runs out in a step: the same batch with fewer examples at a time, the same noise, the same update."""
 
-from __future__ import annotations
-
 import gc
 import platform
 import resource

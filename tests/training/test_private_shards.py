@@ -1,7 +1,5 @@
 """`make_private` on parameters in shards equals one process: two processes, in their users' own loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,10 +1,8 @@
 """What a person sees while a run goes on."""
 
-from __future__ import annotations
-
 import io
 
-from groupwise.training.progress import Progress
+from groupwise.training.reports import Progress
 
 
 class Clock:
@@ -42,12 +40,7 @@ def test_in_a_log_file_there_is_a_line_now_and_then_and_one_at_the_end() -> None
 def test_a_line_tells_epsilon_throughput_and_the_last_note() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = Progress(
-        2,
-        epsilon=lambda step: step * 1.5,
-        target_epsilon=3,
-        stream=stream,
-        clock=clock,
-        seconds_between_lines=0,
+        2, epsilon=lambda step: step * 1.5, target_epsilon=3, stream=stream, clock=clock, seconds_between_lines=0
     )
     clock.now += 2
     progress.update(1, examples=64, note="valid 61.0 %")

@@ -1,7 +1,5 @@
 """The contract of a run's folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Metrics go to the files always, and beside them where they are asked to."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from groupwise.config.schema import PathsConfig, RunConfig, TrackerConfig
 from groupwise.errors import UserError
 from groupwise.training.record import RunRecord
-from groupwise.training.trackers import Beside, FilesTracker, make_tracker
+from groupwise.training.reports import FilesTracker, make_tracker
 
 
 def begun(tmp_path: Path, tracker: str, mode: str = "offline") -> tuple[RunConfig, RunRecord]:
@@ -40,7 +38,7 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(tm
             raise ConnectionError("server gone")
 
     _, record = begun(tmp_path, "files")
-    tracker = Beside(FilesTracker(record), Failing())
+    tracker = FilesTracker(record, Failing())
     with pytest.warns(UserWarning, match="Failing failed .server gone."):
         tracker.log(1, {"loss": 1.0})
     tracker.log(2, {"loss": 0.5})

@@ -1,7 +1,5 @@
 """What goes to a GPU goes from page-locked memory and waits for nothing; elsewhere it is a plain copy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from groupwise.data.images import normalize
-from groupwise.training.transfer import row_numbers, to_device
+from groupwise.training.task import row_numbers, to_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -1,7 +1,5 @@
 """Examples without a finite gradient add nothing and are counted; the run goes on."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The faults of `python -m trust.faults`, a few times each, and that the command can fail."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
@@ -14,11 +12,10 @@ import torch
 
 from groupwise.training.record import write_sums
 from trust.faults import __main__ as faults
-from trust.faults.disk import full, too_large, unwritable
 from trust.faults.folders import both_altered, checkpoint_altered, data_altered, make, many
 from trust.faults.kill import stopped
-from trust.faults.memory import halved, too_large_for_one
 from trust.faults.process import SEEDED, Outcome, complete, left, run_folder, same
+from trust.faults.shortage import full, halved, too_large, too_large_for_one, unwritable
 from trust.faults.together import clock, two
 
 TRIED = {

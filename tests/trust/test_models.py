@@ -12,9 +12,8 @@ from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
 from trust.models import __main__ as command
 from trust.models import check, speed
-from trust.models.__main__ import main, measure
+from trust.models.__main__ import ARCHITECTURES, main, measure
 from trust.models.architecture import Size, Subject
-from trust.models.catalogue import ARCHITECTURES
 from trust.models.check import know
 from trust.models.plain_layers import net, vectors
 from trust.models.rows import EXACT, FALSE_ALARM, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, as_csv, summary, tables

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trust.mutation.__main__ import NOT_HERE, _files
+from trust.mutation.__main__ import EQUIVALENT, NOT_HERE, Equivalent, _files, records, wilson
 from trust.mutation.operators import mutants
-from trust.mutation.table import EQUIVALENT, Equivalent, records, wilson
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''

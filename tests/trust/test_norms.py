@@ -6,8 +6,7 @@ import pytest
 
 from groupwise.clipping import precision as base
 from trust.norms import __main__ as norms
-from trust.norms.__main__ import ALLOWED, LAWS, RESULT, Row, main, measure
-from trust.norms.cases import CASES, LARGEST, Case
+from trust.norms.__main__ import ALLOWED, CASES, LARGEST, LAWS, RESULT, Case, Row, main, measure
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -1,7 +1,5 @@
 """A pipeline whose checkpoint lost one stage's file goes on from the one before it, on all stages."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -10,10 +10,9 @@ import torch
 from groupwise.clipping import attach, flat, verify
 from groupwise.errors import UserError
 from trust.planted_bugs import __main__ as planted
-from trust.planted_bugs.__main__ import RESULT, main, measure
+from trust.planted_bugs.__main__ import HEAD, RESULT, as_csv, as_markdown, main, measure
 from trust.planted_bugs.cases import CASES
-from trust.planted_bugs.linears import Given
-from trust.planted_bugs.table import HEAD, as_csv, as_markdown
+from trust.planted_bugs.worst import Given
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = {

@@ -7,10 +7,7 @@ Each either runs or ends in one sentence and exit code 2, with nothing left behi
 a table, writes results/trust/bad_input.csv, and exits 1 if anything else happened.
 """
 
-from __future__ import annotations
-
 import argparse
-import csv
 import gc
 import os
 import random
@@ -20,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from groupwise.atomic import write_text
+from groupwise.rows import csv_text
 from trust.bad_input.attempt import DEFECTS, ROOT, Attempt, attempt_all, load_program
 from trust.bad_input.configs import config_attempts
 from trust.bad_input.images import image_attempts
@@ -57,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{done} of {len(attempts)} tried, {defects} defects", file=sys.stderr)
     rows = table(counts)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    with open(given.out, "w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    write_text(given.out, csv_text(COLUMNS, rows))
     print("\n".join(markdown([*rows, total(rows)])))
     return 1 if defects else 0
 

@@ -1,7 +1,5 @@
 """Damages files on their way: cut, flipped bits, holes, something else under the name."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -1,7 +1,5 @@
 """Image files with something wrong in them: .npz, the standard folder of CIFAR-10, mosaics."""
 
-from __future__ import annotations
-
 import io
 import random
 import zipfile

@@ -1,7 +1,5 @@
 """Models, tokenisers, weights and the folders of stopped runs, with something wrong in them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Disturbs what is around a command line: environment variables, folders in the way, results that are no results."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

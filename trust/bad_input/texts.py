@@ -1,7 +1,5 @@
 """Text files with something wrong in them: GLUE's tsv and parquet, E2E's csv, SAMSum's and DART's json, corpora."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

@@ -5,10 +5,7 @@ the run does not end with the same bits as an undisturbed one, or when something
 Needs Linux; the faults that need root (a small file system) are tried another way without it.
 """
 
-from __future__ import annotations
-
 import argparse
-import csv
 import os
 import signal
 import sys
@@ -17,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from groupwise.atomic import write_text
+from groupwise.rows import csv_text, markdown
 from trust.faults.process import Outcome
 
 Fault = Callable[[int, Path], list[Outcome]]
@@ -36,7 +35,7 @@ def _sigterm(trials: int, work: Path) -> list[Outcome]:
 
 
 def _disk(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.disk import full, too_large, unwritable
+    from trust.faults.shortage import full, too_large, unwritable
 
     return [full(trials, work / "full"), too_large(trials, work / "large"), unwritable(trials, work / "readonly")]
 
@@ -58,7 +57,7 @@ def _examples(trials: int, work: Path) -> list[Outcome]:
 
 
 def _memory(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.memory import halved, too_large_for_one
+    from trust.faults.shortage import halved, too_large_for_one
 
     return [halved(trials, work / "halved"), too_large_for_one(trials, work / "one")]
 
@@ -106,21 +105,12 @@ def main(arguments: list[str] | None = None) -> int:
             work.mkdir()
             rows += fault(given.trials or usual, work)
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    print("| fault | tried | lost | what happens |\n|---|---|---|---|")
-    for row in rows:
-        print(f"| {row.fault} | {row.tried} | {row.lost} | {row.result} |")
+    told = [[row.fault, str(row.tried), str(row.lost), row.result] for row in rows]
+    print(markdown(["fault", "tried", "lost", "what happens"], told))
     if not given.faults:
-        write(given.out, rows)
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(given.out, csv_text(["fault", "tried", "lost", "result"], told))
     return int(any(row.lost for row in rows))
-
-
-def write(path: Path, rows: list[Outcome]) -> None:
-    """The table as CSV."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("fault", "tried", "lost", "result"))
-        writer.writerows((row.fault, row.tried, row.lost, row.result) for row in rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Examples whose gradients are not finite: they add nothing, are counted, and the sum stays within its bound."""
 
-from __future__ import annotations
-
 import math
 import random
 

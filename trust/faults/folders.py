@@ -1,7 +1,5 @@
 """Damages files and folders of a run, and looks whether it is noticed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Runs that are killed, or asked to stop, again and again at random moments, and always taken up."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

@@ -4,8 +4,6 @@ Processes are forked from this one, in which torch is loaded already, and then e
 with `fresh` they start a Python of their own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

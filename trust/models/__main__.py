@@ -16,10 +16,30 @@ import torch
 
 from groupwise.atomic import write_text
 from trust.models.architecture import Architecture
-from trust.models.catalogue import ARCHITECTURES
 from trust.models.check import attempt, check, know
+from trust.models.hugging_face import ADAPTERS, TEXT
+from trust.models.hugging_face_senses import SENSES
+from trust.models.plain_attention import ATTENTION
+from trust.models.plain_layers import LAYERS
+from trust.models.plain_mixing import MIXING
+from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
+from trust.models.plain_recurrent import RECURRENT
 from trust.models.rows import EXACT, MODES, TRACEBACK, Row, as_csv
 from trust.models.speed import with_speed
+from trust.models.torchvision_models import NETWORKS
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *TEXT,
+    *SENSES,
+    *NETWORKS,
+    *ADAPTERS,
+    *LAYERS,
+    *RECURRENT,
+    *ATTENTION,
+    *MIXING,
+    *NETWORKS_OF_ONES_OWN,
+)
+
 
 RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "models.csv"
 

@@ -1,7 +1,5 @@
 """An architecture says how to build a small model, a batch for it, and one loss an example."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

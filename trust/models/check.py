@@ -1,17 +1,16 @@
 """A check clips one architecture in one mode and compares sums, norms and counts with the truth."""
 
-from __future__ import annotations
-
 import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from groupwise.clipping import ClippingEngine, Partition, attach, flat, per_layer, verify
 from groupwise.errors import UserError, told
 from trust.models.architecture import Architecture, Size, Subject
-from trust.models.arithmetic import in_double
 from trust.models.rows import EXACT, FALSE_ALARM, REFUSED, TRACEBACK, WRONG, Row
 from trust.models.truth import Truth, buffers_kept, find_truth, freeze_unreached, parameters_of, trained
 
@@ -259,3 +257,23 @@ def _counted() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield issued
         issued += [str(w.message) for w in caught if "groupwise" in f"{Path(w.filename).parts} {w.message}"]
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Inside, `.float()`, `torch.float32` and the default dtype mean float64, in forward and backward passes.
+
+    Rotary positions, RMS norms and softmaxes of many models are in float32. Their rounding, 1e-7 of a gradient, is the
+    model's own, and would hide what is asked here: whether a clipped sum is right. A float32 of the engine's own would
+    go unseen here; the library's tests are there for that.
+    """
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        for owner, name in ((torch, "float32"), (torch, "float")):
+            stack.enter_context(patch.object(owner, name, torch.float64))
+        stack.enter_context(patch.object(Tensor, "float", Tensor.double))
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

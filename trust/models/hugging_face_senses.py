@@ -1,7 +1,5 @@
 """Models of transformers that see and hear, and those that take several inputs an example."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +31,7 @@ class Pooled(nn.Module):
         self.tower, self.head = tower, nn.Linear(features, 3)
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        pooled: Tensor = self.head(self.tower(**inputs).pooler_output)
-        return pooled
+        return self.head(self.tower(**inputs).pooler_output)
 
 
 def pooled_losses(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,7 +1,5 @@
 """Attention of torch.nn in both layouts, and transformers that people write themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +40,7 @@ class Attention(nn.Module):
         given = (x, keys, values) if self.crossed else (x, x, x)
         given = given if self.first else tuple(t.transpose(0, 1) for t in given)  # type: ignore[assignment]
         y, _ = self.attention(*given, key_padding_mask=~mask.bool() if self.masked else None, need_weights=False)
-        logits: Tensor = self.head(y.mean(1 if self.first else 0))
-        return logits
+        return self.head(y.mean(1 if self.first else 0))
 
 
 def attention(name: str, **own: Any) -> Architecture:
@@ -80,8 +77,7 @@ class Encoder(nn.Module):
         causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype) if self.causal else None
         padding = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask == 0, -torch.inf) if self.padded else None
         y = self.layers(x, mask=causal, src_key_padding_mask=padding)
-        logits: Tensor = self.head(y[:, 0] if self.first else y[0])
-        return logits
+        return self.head(y[:, 0] if self.first else y[0])
 
 
 def encoder(
@@ -189,8 +185,7 @@ class NanoGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        logits: Tensor = F.linear(x, self.wte.weight) if self.tied == "function" else self.lm_head(x)
-        return logits
+        return F.linear(x, self.wte.weight) if self.tied == "function" else self.lm_head(x)
 
 
 def nano(name: str, tied: str = "", table: bool = False) -> Architecture:
@@ -218,8 +213,7 @@ class Perceiver(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.below(x)
         latents = self.latents.expand(len(x), -1, -1)
-        logits: Tensor = self.head(self.attention(latents, y, y, need_weights=False)[0].mean(1))
-        return logits
+        return self.head(self.attention(latents, y, y, need_weights=False)[0].mean(1))
 
 
 def simple(model: Callable[[Size], nn.Module]) -> Callable[[Size], Subject]:

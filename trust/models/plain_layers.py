@@ -1,7 +1,5 @@
 """Layers of torch.nn, one or two at a time, in networks as small as can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -93,8 +91,7 @@ class Pool(nn.Module):
         self.head = nn.Linear(size.width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.drop(self.layers(x).mean(1)))
-        return logits
+        return self.head(self.drop(self.layers(x).mean(1)))
 
 
 class Scale(nn.Module):
@@ -123,8 +120,7 @@ class Bilinear(nn.Module):
         self.first, self.both = nn.Linear(size.width, size.width), nn.Bilinear(size.width // 2, size.width // 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.both(*self.first(x).tanh().chunk(2, 1))
-        return logits
+        return self.both(*self.first(x).tanh().chunk(2, 1))
 
 
 class DirectWeight(nn.Module):
@@ -148,8 +144,7 @@ class Bag(nn.Module):
         self.head = nn.Linear(size.width, 3)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(self.bag(ids, offsets, weights))
-        return logits
+        return self.head(self.bag(ids, offsets, weights))
 
 
 def bag(mode: str, offsets: bool, weighted: bool = False) -> Callable[[Size], Subject]:
@@ -181,8 +176,7 @@ def embedded(size: Size) -> Subject:
 
         def forward(self, ids: Tensor) -> Tensor:
             x = self.words(ids).transpose(1, 2)
-            logits: Tensor = self.head(torch.cat([layer(x).relu().amax(2) for layer in self.convolutions], 1))
-            return logits
+            return self.head(torch.cat([layer(x).relu().amax(2) for layer in self.convolutions], 1))
 
     return Subject(TextCNN(), {"x": size.ids(), "labels": size.labels()}, losses_of_x)
 

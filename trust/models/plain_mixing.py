@@ -1,7 +1,5 @@
 """Networks that mix positions without attention: over time, over a graph, by an MLP, by a transform."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -26,8 +24,7 @@ class Graph(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.einsum("nm,bmd->bnd", self.edges, self.first(x)).relu()
         x = torch.einsum("nm,bmd->bnd", self.edges, self.second(x)).relu()
-        logits: Tensor = self.head(x.mean(1))
-        return logits
+        return self.head(x.mean(1))
 
 
 class Temporal(nn.Module):
@@ -53,8 +50,7 @@ class Temporal(nn.Module):
                 x, skips = x + more, skips + skip
             else:
                 x = x + self.drop(mix(y.relu()))
-        logits: Tensor = self.head((skips if self.gated else x)[:, :, -1])
-        return logits
+        return self.head((skips if self.gated else x)[:, :, -1])
 
 
 class Highway(nn.Module):
@@ -70,8 +66,7 @@ class Highway(nn.Module):
         for change, gate in zip(self.changes, self.gates, strict=True):
             t = gate(x).sigmoid()
             x = change(x).tanh() * t + x * (1 - t)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Mixer(nn.Module):
@@ -91,8 +86,7 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.places(self.first(x).mT).mT
         x = x + self.features(self.second(x))
-        logits: Tensor = self.head(x.mean(1))
-        return logits
+        return self.head(x.mean(1))
 
 
 class GatedMLP(nn.Module):
@@ -107,8 +101,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         u, v = F.gelu(self.up(self.norm(x))).chunk(2, 2)
         x = x + self.down(u * self.places(self.gate_norm(v)))
-        logits: Tensor = self.head(x.mean(1))
-        return logits
+        return self.head(x.mean(1))
 
 
 class Fourier(nn.Module):
@@ -124,8 +117,7 @@ class Fourier(nn.Module):
         x = self.below(x)
         x = self.first(x + torch.fft.fft2(x).real / math.sqrt(x.shape[1] * x.shape[2]))
         x = self.second(x + self.down(F.gelu(self.up(x))))
-        logits: Tensor = self.head(x.mean(1))
-        return logits
+        return self.head(x.mean(1))
 
 
 class Capsules(nn.Module):

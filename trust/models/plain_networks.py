@@ -1,7 +1,5 @@
 """Networks that people write themselves: pixels, sets, pairs, tables, experts, and some that must be refused."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,8 +24,7 @@ class UNet(nn.Module):
         top = self.norm(self.start(x)).relu()
         middle = self.down(top).relu()
         up = torch.cat([self.first(self.drop(self.bottom(middle).relu())), middle], 1)
-        pixels: Tensor = self.end(torch.cat([self.second(up).relu(), top], 1))
-        return pixels
+        return self.end(torch.cat([self.second(up).relu(), top], 1))
 
 
 def unet(size: Size) -> Subject:
@@ -57,23 +54,15 @@ class Experts(nn.Module):
         for k, expert in enumerate(self.experts):
             (where,) = torch.where(chosen == k)
             y = y.index_add(0, where, expert(rows[where]) * weight[where, None])
-        logits: Tensor = self.head(y.view_as(x).mean(1))
-        return logits
+        return self.head(y.view_as(x).mean(1))
 
 
-class SoftExperts(nn.Module):
+class SoftExperts(Experts):
     """Every expert sees every token; a gate weighs their outputs."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.gate = nn.Linear(size.width, 3)
-        self.experts = nn.ModuleList(nn.Linear(size.width, size.width) for _ in range(3))
-        self.head = nn.Linear(size.width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = torch.stack([expert(x).relu() for expert in self.experts], -1)
-        logits: Tensor = self.head((outputs * self.gate(x).softmax(-1).unsqueeze(2)).sum(-1).mean(1))
-        return logits
+        return self.head((outputs * self.gate(x).softmax(-1).unsqueeze(2)).sum(-1).mean(1))
 
 
 def siamese(size: Size) -> Subject:
@@ -96,8 +85,7 @@ class DeepSets(nn.Module):
         self.head = nn.Linear(size.width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.inner(x.reshape(-1, x.shape[2])).view_as(x).sum(1))
-        return logits
+        return self.head(self.inner(x.reshape(-1, x.shape[2])).view_as(x).sum(1))
 
 
 class DLRM(nn.Module):
@@ -154,8 +142,7 @@ class Ode(nn.Module):
         for step in range(8):
             time = x.new_full((len(x), 1), step / 8)
             x = x + self.second(self.first(torch.cat([x, time], 1)).tanh()) / 8
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Autoencoder(nn.Module):
@@ -187,8 +174,7 @@ class Normalised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.below(x)
-        logits: Tensor = self.head((y - y.mean(0)).tanh())
-        return logits
+        return self.head((y - y.mean(0)).tanh())
 
 
 def contrastive(size: Size) -> Subject:

@@ -1,7 +1,5 @@
 """Recurrent networks of torch.nn: whole layers, packed sequences, cells in a loop."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -42,8 +40,7 @@ class Reader(nn.Module):
         else:
             y, _ = self.network(x)
         y = y if self.first else y.transpose(0, 1)
-        logits: Tensor = self.head(y[torch.arange(len(y)), lengths - 1])
-        return logits
+        return self.head(y[torch.arange(len(y)), lengths - 1])
 
 
 def reader(
@@ -72,8 +69,7 @@ class Loop(nn.Module):
         state = None
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
-        logits: Tensor = self.head(state[0] if isinstance(state, tuple) else state)
-        return logits
+        return self.head(state[0] if isinstance(state, tuple) else state)
 
 
 def loop(name: str, kind: Cell) -> Architecture:
@@ -98,8 +94,7 @@ class Translator(nn.Module):
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         _, state = self.reads(self.words(ids))
-        logits: Tensor = self.head(self.writes(self.words(target), state)[0])
-        return logits
+        return self.head(self.writes(self.words(target), state)[0])
 
 
 def translator(size: Size) -> Subject:
@@ -144,8 +139,7 @@ def started(size: Size) -> Subject:
 
         def forward(self, x: Tensor) -> Tensor:
             state = [t.expand(-1, len(x), -1).contiguous() for t in (self.h, self.c)]
-            logits: Tensor = self.head(self.network(x, tuple(state))[0][:, -1])
-            return logits
+            return self.head(self.network(x, tuple(state))[0][:, -1])
 
     return Subject(Model(), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, losses_of_x)
 

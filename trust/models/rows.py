@@ -1,13 +1,9 @@
 """The rows of the table: one for each architecture and mode, to CSV and to Markdown."""
 
-from __future__ import annotations
-
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from groupwise.analysis.benchmark_tables import markdown
+from groupwise.rows import csv_text, markdown
 
 EXACT, REFUSED, FALSE_ALARM, WRONG, TRACEBACK = "exact", "refused", "false alarm", "wrong", "traceback"
 FAULTS = (FALSE_ALARM, WRONG, TRACEBACK)
@@ -54,11 +50,7 @@ HEAD = tuple(field.name for field in fields(Row))
 
 def as_csv(rows: Sequence[Row]) -> str:
     """One header, one line a row, in the order of the list."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(HEAD)
-    writer.writerows([_written(name, value) for name, value in asdict(row).items()] for row in rows)
-    return text.getvalue()
+    return csv_text(HEAD, ([_written(name, value) for name, value in asdict(row).items()] for row in rows))
 
 
 def _written(name: str, value: object) -> str:

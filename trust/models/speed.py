@@ -1,7 +1,5 @@
 """Speed is the CPU time of a private backward step beside a plain one, taken in turns in one process."""
 
-from __future__ import annotations
-
 import statistics
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Networks of torchvision, small, with GroupNorm where they are made with BatchNorm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -72,8 +70,7 @@ def convnext(models: ModuleType, size: Size) -> nn.Module:
         models.convnext.CNBlockConfig(size.width, 2 * size.width, 1),
         models.convnext.CNBlockConfig(2 * size.width, None, 2),
     ]
-    network: nn.Module = models.ConvNeXt(settings, stochastic_depth_prob=size.dropout, layer_scale=0.5, num_classes=3)
-    return network
+    return models.ConvNeXt(settings, stochastic_depth_prob=size.dropout, layer_scale=0.5, num_classes=3)
 
 
 def efficientnet(models: ModuleType, size: Size) -> nn.Module:
@@ -83,10 +80,9 @@ def efficientnet(models: ModuleType, size: Size) -> nn.Module:
         setting(expand_ratio=1, stride=1, input_channels=16, out_channels=16),
         setting(expand_ratio=4, stride=2, input_channels=16, out_channels=24),
     ]
-    network: nn.Module = models.EfficientNet(
+    return models.EfficientNet(
         settings, dropout=size.dropout, stochastic_depth_prob=size.dropout, num_classes=3, norm_layer=group_norm
     )
-    return network
 
 
 def mobilenet_v3(models: ModuleType, size: Size) -> nn.Module:
@@ -97,8 +93,7 @@ def mobilenet_v3(models: ModuleType, size: Size) -> nn.Module:
         setting(16, 3, 32, 24, False, "RE", 2),
         setting(24, 5, 48, 24, True, "HS", 1),
     ]
-    network: nn.Module = models.MobileNetV3(settings, 32, num_classes=3, norm_layer=group_norm, dropout=size.dropout)
-    return network
+    return models.MobileNetV3(settings, 32, num_classes=3, norm_layer=group_norm, dropout=size.dropout)
 
 
 def swin(models: ModuleType, size: Size, version: int = 1) -> nn.Module:
@@ -107,10 +102,9 @@ def swin(models: ModuleType, size: Size, version: int = 1) -> nn.Module:
     own: dict[str, Any] = {}
     if version == 2:
         own = {"block": module.SwinTransformerBlockV2, "downsample_layer": module.PatchMergingV2}
-    network: nn.Module = module.SwinTransformer(
+    return module.SwinTransformer(
         [4, 4], size.width, [2, 2], [2, 4], [4, 4], 2.0, size.dropout, size.dropout, size.dropout, 3, **own
     )
-    return network
 
 
 def vgg(models: ModuleType, size: Size) -> nn.Module:
@@ -146,8 +140,7 @@ def densenet(models: ModuleType, size: Size) -> nn.Module:
 def regnet(models: ModuleType, size: Size) -> nn.Module:
     """Grouped convolutions with squeeze and excitation."""
     parameters = models.regnet.BlockParams([1, 1], [16, 32], [8, 8], [1.0, 1.0], [2, 2], se_ratio=0.25)
-    network: nn.Module = models.RegNet(parameters, num_classes=3, stem_width=16, norm_layer=group_norm)
-    return network
+    return models.RegNet(parameters, num_classes=3, stem_width=16, norm_layer=group_norm)
 
 
 def plain(name: str, **own: Any) -> Callable[[ModuleType, Size], nn.Module]:

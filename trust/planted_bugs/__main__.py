@@ -10,16 +10,78 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from groupwise.atomic import write_text
-from groupwise.audit.two_worlds import distinguish
+from groupwise.audit.two_worlds import Distinguished, distinguish
 from groupwise.privacy.accountants import gaussian_epsilon
+from groupwise.rows import csv_text, markdown
 from trust.planted_bugs.cases import CASES, Case
-from trust.planted_bugs.table import Row, as_csv, as_markdown
 from trust.planted_bugs.worst import WorstCounts
+
+HEAD = (
+    *("name", "bug", "claimed_epsilon", "delta", "bug_epsilon", "correct_epsilon"),
+    *("bug_epsilon_if_gaussian", "correct_epsilon_if_gaussian", "true_epsilon_of_bug"),
+    *("plays", "caught", "how"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one bug.
+
+    Args:
+        name, bug, how: the case's. claimed: ε at `delta`.
+        correct, planted: without and with the bug.
+        true: ε of the bug, where a formula gives it.
+    """
+
+    name: str
+    bug: str
+    how: str
+    claimed: float
+    delta: float
+    correct: Distinguished
+    planted: Distinguished
+    true: float | None
+
+    @property
+    def caught(self) -> bool:
+        """The bug is shown to break the claim."""
+        return self.planted.epsilon > self.claimed
+
+    @property
+    def sound(self) -> bool:
+        """The code without the bug is not."""
+        return self.correct.epsilon <= self.claimed
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One header, one line a bug, by name."""
+    lines = []
+    for row in sorted(rows, key=lambda row: row.name):
+        epsilons = [row.planted.epsilon, row.correct.epsilon]
+        if row.true is not None:
+            epsilons += [row.planted.gaussian_epsilon, row.correct.gaussian_epsilon, row.true]
+        told = [*(f"{epsilon:.3f}" for epsilon in epsilons), "", "", ""][:5]
+        end = [row.planted.plays, "yes" if row.caught else "no", row.how]
+        lines.append([row.name, row.bug, f"{row.claimed:g}", f"{row.delta:g}", *told, *end])
+    return csv_text(HEAD, lines)
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The table that the command prints."""
+    lines = []
+    for row in rows:
+        found = f"{row.planted.epsilon:.2f}{'' if row.caught else ' (NOT CAUGHT)'}"
+        right = f"{row.correct.epsilon:.2f}{'' if row.sound else ' (ABOVE THE CLAIM)'}"
+        lines.append([row.bug, f"{row.claimed:g}", found, right, str(row.planted.plays), row.how])
+    head = ["bug", "claimed ε", "ε of the bug, at least", "ε of the code as it is, at least", "plays", "how"]
+    return markdown(head, lines)
+
 
 EPSILON, DELTA = 1.0, 1e-5
 RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "planted.csv"

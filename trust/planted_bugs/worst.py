@@ -1,11 +1,11 @@
 """Neighbouring data sets as bad as they get, and the two worlds that the real trainer makes of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.audit.two_worlds import CountWorld, Score, TrainerWorld, World
 from groupwise.build import build_trainer
@@ -14,8 +14,104 @@ from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, P
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
 from groupwise.training.step import Trainer
-from trust.planted_bugs.linears import Given
-from trust.planted_bugs.replicas import Together
+from groupwise.training.task import Split, Task
+
+
+class Linears(nn.Module):
+    """A loss that is linear in the weights: Σ_k Σ_u ⟨w_k, x_ku⟩, whose gradient in layer k is Σ_u x_ku whatever w is.
+
+    Args:
+        layers: K. uses: U, how often each layer is called; above 1 its weight is tied to itself. width: entries of w_k.
+        dropout: the rate at which entries of x are dropped out.
+    """
+
+    def __init__(self, layers: int, uses: int, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(nn.Linear(width, 1, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, K, U, width) -> losses (B,)."""
+        x = self.dropout(x)
+        values = [layer(x[:, k, u]) for k, layer in enumerate(self.layers) for u in range(x.shape[2])]
+        return torch.cat(values, 1).sum(1)
+
+
+class Given(Task):
+    """Examples that are gradients: x (N, K, U, width). With dropout the last is taken first, as the longest text is."""
+
+    def __init__(self, x: Tensor, dropout: float = 0.0) -> None:
+        self.x, self.train_size, self._turned = x, len(x), dropout > 0
+        _, layers, uses, width = x.shape
+        self.model = Linears(layers, uses, width, dropout).to(x.dtype)
+
+    def order(self, examples: np.ndarray) -> np.ndarray:
+        """As they are, or the other way round."""
+        return examples[::-1].copy() if self._turned else examples
+
+    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+        """⟨w, x⟩ of each, (n,)."""
+        return self.model(self.x[np.asarray(examples)])
+
+    def evaluate(
+        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
+    ) -> dict[str, float]:
+        """Nothing to measure."""
+        return {}
+
+    def describe_data(self) -> dict[str, object]:
+        """Nothing to say."""
+        return {}
+
+
+class Handed(Exception):
+    """A replica has handed in what is to be summed."""
+
+
+class InTurn(Alone):
+    """What `groupwise.training.ranks.Ranks` does in a step, for replicas that take their turns.
+
+    Args:
+        replica: d. hands: of all D replicas, what they handed in.
+    """
+
+    def __init__(self, replica: int, hands: list[list[Tensor]]) -> None:
+        self.replica, self.replicas, self._hands = replica, len(hands), hands
+
+    def share(self, examples: np.ndarray) -> np.ndarray:
+        """Every D-th example."""
+        return examples[self.replica :: self.replicas]
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum over the replicas, in place, on the first; the others hand in and stop."""
+        self._hands[self.replica] = [tensor.clone() for tensor in tensors]
+        if self.replica:
+            raise Handed
+        for tensor, *of_all in zip(tensors, *self._hands, strict=True):
+            tensor.copy_(torch.stack(of_all).sum(0))
+
+
+class Together:
+    """Takes replicas with equal weights through a step; the first one's weights move, the others' stay.
+
+    So it is for plays of one step, or for gradients that do not depend on the weights.
+    """
+
+    def __init__(self, trainers: Sequence[Trainer]) -> None:
+        hands: list[list[Tensor]] = [[] for _ in trainers]
+        for replica, trainer in enumerate(trainers):
+            trainer.mechanism.ranks = InTurn(replica, hands)
+        self._first, *self._others = trainers
+
+    def __call__(self, step: int) -> None:
+        for trainer in self._others:
+            try:
+                trainer.step(step)
+            except Handed:
+                continue
+            raise AssertionError("a replica took a step without a sum over all of them")
+        self._first.step(step)
+
 
 Worlds = tuple[World, World]
 

@@ -28,7 +28,8 @@ from groupwise.analysis.benchmark_rows import (
     was_measured,
 )
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 
 WORKLOADS = {
     "wrn16_4_ws": "WRN16-4, weight-standardised, 3 × 32 × 32",
@@ -233,16 +234,11 @@ def between_markers(text: str, name: str, content: str, page: Path) -> str:
     return pattern.sub(lambda match: f"{match[1]}\n{content}\n\n{match[2]}", text)
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _number(value: float, how: str) -> str:
     return "–" if pd.isna(value) else format(value, how)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.benchmark_tables")
@@ -251,18 +247,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, default=Path("results/measured/benchmarks"))
     parser.add_argument("--figures", type=Path, default=Path("results/figures"))
     given = parser.parse_args(arguments)
-    try:
-        if not given.page.is_file():
-            raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
-        before = given.page.read_text(encoding="utf-8")
-        text, tables = fill(before, given.page, given.measured, given.figures), full(given.measured)
-        if text != before:
-            write_text(given.page, text)
-        given.out.mkdir(parents=True, exist_ok=True)
-        write_text(given.out / "benchmarks.md", tables)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not given.page.is_file():
+        raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
+    before = given.page.read_text(encoding="utf-8")
+    text, tables = fill(before, given.page, given.measured, given.figures), full(given.measured)
+    if text != before:
+        write_text(given.page, text)
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_text(given.out / "benchmarks.md", tables)
     print(f"{given.page} and {given.out / 'benchmarks.md'} show what {given.measured} holds")
     return 0
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from groupwise.analysis.measured import SHOWN, file_of, read_measured
-from groupwise.analysis.paper import Folders, settings_of
+from groupwise.analysis.results import SHOWN, Folders, file_of, read_measured, settings_of
 from groupwise.analysis.statistics import Contrast, differences
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
@@ -49,64 +48,32 @@ def _both(says: str, sweep: str, plus: tuple[str, ...], minus: tuple[str, ...], 
 
 
 NOISELESS = {"task": "cifar", "privacy": "noiseless"}
+WITHOUT_NOISE = "CIFAR-10 without noise"
+LOSES = "Fixed per-layer clipping loses to flat clipping"
+RECOVER = "Adaptive thresholds recover what fixed ones lose per layer"
+ON_PAR = "Adaptive per-layer clipping is on par with flat clipping"
+
+
+def _noiseless(says: str, plus: str, minus: str, kind: str) -> Claim:
+    return Claim(says, WITHOUT_NOISE, Contrast("adaptive_vs_fixed", _clip(plus), _clip(minus), NOISELESS), kind)
+
+
+def _on_par(on: str, sweep: str, where: Mapping[str, str]) -> Claim:
+    return Claim(ON_PAR, on, Contrast(sweep, _clip("adaptive_layer"), _clip("flat"), where), ALIKE)
+
+
 CLAIMS = (
-    *_both("Fixed per-layer clipping loses to flat clipping", "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
-    Claim(
-        "Fixed per-layer clipping loses to flat clipping",
-        "CIFAR-10 without noise",
-        Contrast("adaptive_vs_fixed", _clip("fixed_layer"), _clip("flat"), NOISELESS),
-        LESS,
-    ),
-    *_both(
-        "Adaptive thresholds recover what fixed ones lose per layer",
-        "adaptivity",
-        ("adaptive_layer",),
-        ("fixed_layer",),
-        MORE,
-    ),
-    Claim(
-        "Adaptive thresholds recover what fixed ones lose per layer",
-        "CIFAR-10 without noise",
-        Contrast("adaptive_vs_fixed", _clip("adaptive_layer"), _clip("fixed_layer"), NOISELESS),
-        MORE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "CIFAR-10",
-        Contrast("cifar", _clip("adaptive_layer"), _clip("flat"), CIFAR),
-        ALIKE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "CIFAR-10 without noise",
-        Contrast("adaptive_vs_fixed", _clip("adaptive_layer"), _clip("flat"), NOISELESS),
-        ALIKE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "SST-2, RoBERTa-base",
-        Contrast("adaptivity", _clip("adaptive_layer"), _clip("flat"), SST2),
-        ALIKE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "SST-2, RoBERTa-base, attention only",
-        Contrast("sst2_epochs", _clip("adaptive_layer"), _clip("flat"), SST2),
-        ALIKE,
-    ),
-    Claim(
-        "Adaptive per-layer clipping is on par with flat clipping",
-        "SST-2, RoBERTa-large, attention only",
-        Contrast("sst2_epochs", _clip("adaptive_layer"), _clip("flat"), SST2 | {"model": "roberta_large"}),
-        ALIKE,
-    ),
+    *_both(LOSES, "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
+    _noiseless(LOSES, "fixed_layer", "flat", LESS),
+    *_both(RECOVER, "adaptivity", ("adaptive_layer",), ("fixed_layer",), MORE),
+    _noiseless(RECOVER, "adaptive_layer", "fixed_layer", MORE),
+    _on_par("CIFAR-10", "cifar", CIFAR),
+    _noiseless(ON_PAR, "adaptive_layer", "flat", ALIKE),
+    _on_par("SST-2, RoBERTa-base", "adaptivity", SST2),
+    _on_par("SST-2, RoBERTa-base, attention only", "sst2_epochs", SST2),
+    _on_par("SST-2, RoBERTa-large, attention only", "sst2_epochs", SST2 | {"model": "roberta_large"}),
     *(
-        Claim(
-            "Adaptive per-layer clipping is on par with flat clipping",
-            f"{on}, {label}",
-            Contrast(sweep, _clip("adaptive_layer"), _clip("flat"), metric=metric),
-            ALIKE,
-        )
+        Claim(ON_PAR, f"{on}, {label}", Contrast(sweep, _clip("adaptive_layer"), _clip("flat"), metric=metric), ALIKE)
         for sweep, on in (("table2text", "E2E and DART"), ("runtime_metrics", "E2E, run for the figures of time"))
         for label, metric in (("BLEU", "test/bleu"), ("ROUGE-L", "test/rougeL"))
     ),

@@ -14,10 +14,8 @@ from pathlib import Path
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import CLAIMS
-from groupwise.analysis.measured import CONSTANT, SHOWN
-from groupwise.analysis.paper import MINUS, TABLES, Folders
+from groupwise.analysis.results import CONSTANT, MINUS, SHOWN, TABLES, Folders
 from groupwise.analysis.searches import searches
 from groupwise.analysis.statistics import (
     DIFFERS,
@@ -33,7 +31,8 @@ from groupwise.analysis.statistics import (
 )
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 FIGURES = {
@@ -180,19 +179,16 @@ def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.coverage")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
-    try:
-        refuse_unread(Folders.given(given))
-        lines = coverage(Folders.given(given))
-        text = page(lines, machines(given.measured))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    refuse_unread(Folders.given(given))
+    lines = coverage(Folders.given(given))
+    text = page(lines, machines(given.measured))
     given.out.mkdir(parents=True, exist_ok=True)
     write_text(given.out / "coverage.md", text)
     counts = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())

@@ -10,15 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import ALIKE, CLAIMS, LESS, MARGIN, MORE, NO_WORSE, Claim
 from groupwise.analysis.findings import AGREEMENT, DISAGREEMENT, UNDECIDED, Verdict, measured_pairs, verdicts
-from groupwise.analysis.measured import SHOWN, file_of
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.results import SHOWN, Folders, file_of
 from groupwise.analysis.statistics import Summary, summarise
-from groupwise.analysis.table_text import number
+from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
+from groupwise.errors import command
+from groupwise.rows import markdown
 from groupwise.sweeps.cells import read_sweep
 
 WORDS = (AGREEMENT, DISAGREEMENT, UNDECIDED)
@@ -63,7 +62,7 @@ def _today(found: Sequence[Verdict]) -> str:
     """The verdicts of one claim, those of several ε together where they are the same."""
     words: dict[str, list[str]] = {}
     for verdict in found:
-        words.setdefault(verdict.word + (f" ({verdict.why})" if verdict.why else ""), []).append(verdict.epsilon)
+        words.setdefault(verdict.said, []).append(verdict.epsilon)
     return "; ".join(f"ε = {', '.join(at)}: {word}" if any(at) else word for word, at in words.items())
 
 
@@ -84,17 +83,14 @@ def page(found: Sequence[Verdict], folders: Folders) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.earlier_rules")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
-    try:
-        text = page(verdicts(Folders.given(given)), Folders.given(given))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    text = page(verdicts(Folders.given(given)), Folders.given(given))
     given.out.mkdir(parents=True, exist_ok=True)
     write_text(given.out / "verdicts.md", text)
     print(given.out / "verdicts.md")

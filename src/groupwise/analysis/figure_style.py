@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from groupwise.analysis.measured import LEARNT, Floors, Measured, read_all
-from groupwise.analysis.paper import Folders, settings_of
+from groupwise.analysis.results import LEARNT, Floors, Folders, Measured, read_all, settings_of
 from groupwise.analysis.statistics import summarise
 from groupwise.atomic import write_atomically
 from groupwise.errors import UserError

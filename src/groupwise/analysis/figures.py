@@ -10,18 +10,18 @@ from typing import Any
 import pandas as pd
 
 from groupwise.analysis import throughput_figure
-from groupwise.analysis.accuracy_figures import (
+from groupwise.analysis.figure_style import Beside, read_companion, read_figure_rows, with_settings, write_figure
+from groupwise.analysis.results import Folders, Measured, read_floors, read_paper
+from groupwise.analysis.run_figures import (
     ACCURACY,
     draw_adaptive_vs_fixed,
+    draw_gradnorm_cifar,
+    draw_gradnorm_sst2,
     draw_quantile_budget,
     draw_runtime_metrics,
     draw_runtime_nll,
     draw_target_quantile,
 )
-from groupwise.analysis.figure_style import Beside, read_companion, read_figure_rows, with_settings, write_figure
-from groupwise.analysis.measured import Measured, read_floors
-from groupwise.analysis.norm_figures import draw_gradnorm_cifar, draw_gradnorm_sst2
-from groupwise.analysis.paper import Folders, read_paper
 from groupwise.errors import UserError
 
 

@@ -14,10 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import between_markers, markdown
+from groupwise.analysis.benchmark_tables import between_markers
 from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
-from groupwise.analysis.measured import LEARNT, SHOWN, file_of, floor_of, read_floors, read_measured, why_uninformative
-from groupwise.analysis.paper import MINUS, TABLES, Folders, read_paper
+from groupwise.analysis.results import (
+    LEARNT,
+    MINUS,
+    SHOWN,
+    TABLES,
+    Folders,
+    file_of,
+    floor_of,
+    read_floors,
+    read_measured,
+    read_paper,
+    why_uninformative,
+)
 from groupwise.analysis.statistics import (
     SAME,
     Contrast,
@@ -31,9 +42,10 @@ from groupwise.analysis.statistics import (
     p_trend,
     summarise,
 )
-from groupwise.analysis.table_text import number
+from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 LEAST = 3
@@ -70,6 +82,11 @@ class Verdict:
     p: float = math.nan
     word: str = UNDECIDED
     why: str = ""
+
+    @property
+    def said(self) -> str:
+        """The word, and why in brackets."""
+        return self.word + (f" ({self.why})" if self.why else "")
 
     @property
     def alone(self) -> float:
@@ -214,18 +231,8 @@ def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> Differences:
 
 
 HEAD = (
-    "claim",
-    "on",
-    "scale",
-    "ε",
-    "paper",
-    "measured",
-    "95 % interval",
-    "seeds × places",
-    "visible",
-    "p",
-    "Holm",
-    "verdict",
+    *("claim", "on", "scale", "ε", "paper", "measured"),
+    *("95 % interval", "seeds × places", "visible", "p", "Holm", "verdict"),
 )
 
 
@@ -255,7 +262,7 @@ def findings_table(found: Sequence[Verdict]) -> str:
                 number(detectable(measured)),
                 p_in_words(verdict.alone),
                 p_in_words(verdict.p),
-                verdict.word + (f" ({verdict.why})" if verdict.why else ""),
+                verdict.said,
             ]
         )
     return markdown(list(HEAD), rows)
@@ -318,6 +325,7 @@ def fill(text: str, page: Path, found: Sequence[Verdict]) -> str:
     return between_markers(text, "summary", summary(found), page)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.findings")
@@ -325,19 +333,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
-    try:
-        if not given.page.is_file():
-            raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
-        before = given.page.read_text(encoding="utf-8")
-        found = verdicts(Folders.given(given))
-        text = fill(before, given.page, found)
-        if text != before:
-            write_text(given.page, text)
-        given.out.mkdir(parents=True, exist_ok=True)
-        write_text(given.out / "findings.md", full(found))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not given.page.is_file():
+        raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
+    before = given.page.read_text(encoding="utf-8")
+    found = verdicts(Folders.given(given))
+    text = fill(before, given.page, found)
+    if text != before:
+        write_text(given.page, text)
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_text(given.out / "findings.md", full(found))
     print(summary(found))
     return 0
 

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import CLAIMS, Claim
 from groupwise.analysis.coverage import refuse_unread
-from groupwise.analysis.findings import AGREEMENT, Verdict, verdicts
-from groupwise.analysis.measured import CONSTANT
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.findings import AGREEMENT, verdicts
+from groupwise.analysis.results import CONSTANT, Folders
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
+from groupwise.rows import markdown
 
 SWEEP, ROWS = "adaptivity", "adaptivity_mini.csv"
 ABOUT = next(claim for claim in CLAIMS if claim.contrast.sweep == SWEEP and len(claim.contrast.plus) == 2)
@@ -137,11 +136,7 @@ def try_out(plant: Plant, folders: Folders) -> tuple[bool, str]:
             found = [verdict for verdict in verdicts(copy) if verdict.claim is plant.claim]
         except UserError as error:
             return True, "refused: " + str(error).replace(f"{scratch}/", "")
-    return not any(verdict.word == AGREEMENT for verdict in found), "; ".join(map(_in_words, found))
-
-
-def _in_words(verdict: Verdict) -> str:
-    return verdict.word + (f" ({verdict.why})" if verdict.why else "")
+    return not any(verdict.word == AGREEMENT for verdict in found), "; ".join(verdict.said for verdict in found)
 
 
 def page(tried: Sequence[tuple[Plant, bool, str]]) -> str:
@@ -159,6 +154,7 @@ def page(tried: Sequence[tuple[Plant, bool, str]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 1 where a change was not caught."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.planted_rows")
@@ -166,11 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
     folders = Folders.given(given)
-    try:
-        tried = [(plant, *try_out(plant, folders)) for plant in PLANTS]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    tried = [(plant, *try_out(plant, folders)) for plant in PLANTS]
     given.out.mkdir(parents=True, exist_ok=True)
     write_text(given.out / "planted_rows.md", page(tried))
     caught = sum(was for _, was, _ in tried)

@@ -4,13 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import markdown
 from groupwise.analysis.claims import SEARCH
-from groupwise.analysis.measured import SHOWN
-from groupwise.analysis.table_text import number
+from groupwise.analysis.results import SHOWN
+from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
-from groupwise.rows import read_table, table_path
+from groupwise.errors import command
+from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, best, candidates
 
 
@@ -45,6 +44,7 @@ def page(sweeps: Path, measured: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.searches")
@@ -52,11 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, default=Path("results/measured"))
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     given = parser.parse_args(arguments)
-    try:
-        text = page(given.sweeps, given.measured)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    text = page(given.sweeps, given.measured)
     given.out.mkdir(parents=True, exist_ok=True)
     write_text(given.out / "searches.md", text)
     print(f"{given.out / 'searches.md'}: {len(searches(given.sweeps, given.measured))} searches")

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from groupwise.analysis.measured import LEARNT, SHOWN
-from groupwise.analysis.paper import settings_of
+from groupwise.analysis.results import LEARNT, SHOWN, settings_of
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import PAPER, Sweep
 
@@ -186,10 +185,7 @@ def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> 
 
 
 OBSTACLES: tuple[tuple[dict[str, str], str], ...] = (
-    (
-        {"model": "opt_175b"},
-        "OPT-175B: the paper's GPT-3 took 16 GPUs of 32 GB for 15 hours, and 22 to decode",
-    ),
+    ({"model": "opt_175b"}, "OPT-175B: the paper's GPT-3 took 16 GPUs of 32 GB for 15 hours, and 22 to decode"),
     ({"model": "gpt2_xl"}, "GPT-2-xl (1.6 billion parameters) on a GPU"),
     ({"model": "gpt2"}, "GPT-2 on a GPU"),
     ({"model": "roberta_large"}, "RoBERTa-large on a GPU"),

@@ -6,33 +6,26 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.measured import Floors, Measured, matching, read_all, read_floors, why_uninformative
-from groupwise.analysis.paper import MINUS, Folders, read_paper, settings_of
+from groupwise.analysis.results import (
+    MINUS,
+    Floors,
+    Folders,
+    Measured,
+    matching,
+    read_all,
+    read_floors,
+    read_paper,
+    settings_of,
+    why_uninformative,
+)
 from groupwise.analysis.statistics import compare, summarise, waiting_at
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep
 
 LINE = (
-    "row",
-    "column",
-    "metric",
-    "paper",
-    "paper_std",
-    "mean",
-    "n",
-    "expected",
-    "std",
-    "low",
-    "high",
-    "scale",
-    "status",
-    "why",
-    "hashes",
-    "commits",
-    "cell",
-    "printed",
-    "note",
-    "flags",
+    *("row", "column", "metric", "paper", "paper_std"),
+    *("mean", "n", "expected", "std", "low", "high"),
+    *("scale", "status", "why", "hashes", "commits", "cell", "printed", "note", "flags"),
 )
 """The columns of `table_lines`."""
 

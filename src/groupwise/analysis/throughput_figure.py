@@ -29,7 +29,7 @@ from groupwise.analysis.figure_style import (
     rule,
     write_figure,
 )
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
 """Which of the machine configurations a figure shows, unless told."""
@@ -188,11 +188,7 @@ def _throughput(axes: Any, shown: Panels) -> None:
 
 
 def make_figure(
-    name: str,
-    rows: Path = ROWS,
-    *,
-    workload: str | None = None,
-    chosen: Mapping[str, str] = MappingProxyType({}),
+    name: str, rows: Path = ROWS, *, workload: str | None = None, chosen: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Any, Panels]:
     """Read the rows and draw the figure `name`; `chosen` picks a machine by columns of `MACHINE`.
 
@@ -215,6 +211,7 @@ def make_figure(
     )
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.throughput_figure")
@@ -226,12 +223,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{column}", help=f"only rows of this {column}")
     given = parser.parse_args(arguments)
     chosen = {column: value for column in MACHINE if (value := getattr(given, column)) is not None}
-    try:
-        figure, shown = make_figure(given.name, given.rows, workload=given.workload, chosen=chosen)
-        written = write_figure(figure, given.out, given.name)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    figure, shown = make_figure(given.name, given.rows, workload=given.workload, chosen=chosen)
+    written = write_figure(figure, given.out, given.name)
     print(shown.caption)
     shape = shown.lines.pivot(index="batch", columns="method", values="ratio")
     print(shape[[name for name in SERIES if name in shape]].round(3).to_string())

@@ -3,9 +3,326 @@
 `--help` lists the options. Exit codes: 0, 1 for a bound above its claim, 2 for a mistake.
 """
 
+import argparse
 import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
-from groupwise.audit.command import main
+import numpy as np
+
+from groupwise.atomic import write_text
+from groupwise.audit.attacker import log_ratio, power_if_clipped
+from groupwise.audit.bounds import one_run_epsilon, one_run_gaussian_epsilon
+from groupwise.audit.canaries import MODELS
+from groupwise.audit.one_run import audit_one_run, audit_pipeline, choose_guesses, count_right, present_canaries
+from groupwise.audit.options import DESIGNS, PLAYS, Setting, make_setting
+from groupwise.audit.two_worlds import audit_two_worlds
+from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence
+from groupwise.errors import ProcessFailed, UserError
+from groupwise.privacy import PrivacyPlan
+from groupwise.rows import csv_text, markdown
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came out.
+
+    Args:
+        guesses, correct: of one run; of two worlds all plays, and None.
+        bound: the ε that the guesses refute, at ``Setting.confidence``.
+        gaussian: the same for a mechanism that is known to be one Gaussian release (a full batch, once), else None.
+    """
+
+    setting: Setting
+    plan: PrivacyPlan
+    guesses: int
+    correct: int | None
+    bound: float
+    gaussian: float | None
+    seconds: float
+    share: float | None = None
+    """Of two worlds: how long the example's mean gradient is, in what one example may add."""
+
+    @property
+    def claimed(self) -> float:
+        """ε of the plan."""
+        return self.plan.epsilon
+
+    @property
+    def kept(self) -> bool:
+        """Whether no bound exceeds the claim."""
+        return max(self.bound, self.gaussian or 0.0) <= self.claimed
+
+
+def audit_mode(setting: Setting) -> Finding:
+    """Audit one mode.
+
+    Raises:
+        UserError: what cannot be audited.
+    """
+    began = time.monotonic()
+    if DESIGNS[setting.design].real:
+        plan, told, share = audit_two_worlds(setting)
+        gaussian = None if setting.design == "search" else told.gaussian_epsilon  # the best of several is no Gaussian
+        return Finding(setting, plan, 2 * told.plays, None, told.epsilon, gaussian, time.monotonic() - began, share)
+    if setting.config.pipeline.stages > 1:
+        plan, evidence = audit_pipeline(setting)
+    else:
+        plan, evidence = audit_one_run(setting)
+    scores = np.sum([log_ratio(of_step, plan.sample_rate) for of_step in evidence], axis=0)
+    power = power_if_clipped(plan, codes=setting.model == "codes")
+    inside, out = choose_guesses(power, plan.sample_rate, plan.steps, setting.canaries, plan.delta, setting.confidence)
+    guesses, correct = inside + out, count_right(scores, present_canaries(setting), inside, out)
+    asked = (correct, guesses, setting.canaries, plan.delta, setting.confidence)
+    one_release = plan.sample_rate == 1.0
+    return Finding(
+        setting,
+        plan,
+        guesses,
+        correct,
+        one_run_epsilon(*asked),
+        one_run_gaussian_epsilon(*asked) if one_release else None,
+        time.monotonic() - began,
+    )
+
+
+EXAMPLES = """examples:
+  python -m groupwise.audit clip=adaptive_layer privacy.epsilon=8
+  python -m groupwise.audit clip=flat privacy.epsilon=1 noise=weighted --design poisson
+  python -m groupwise.audit clip=per_device pipeline.stages=2
+  python -m groupwise.audit clip=adaptive_layer clip.quantile_budget=0.9 --design counts
+  python -m groupwise.audit clip=flat --dropout 0.1
+  python -m groupwise.audit task=sst2 model=roberta_tiny model.dropout=0.1 clip=adaptive_layer privacy.epsilon=3
+  python -m groupwise.audit task=cifar clip=flat privacy.epsilon=8 --design search
+  python -m groupwise.audit --all
+exit codes: 0 no bound above its claim, 1 a bound above its claim, 2 a mistake on the command line"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Audit, and print a table; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m groupwise.audit",
+        description=(
+            "Attack a clipping mode with canaries in one real run, and show how much epsilon that proves at least. "
+            "A bound below the claim is no proof of the claim; a bound above it is proof against it."
+        ),
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="clip=, noise=, privacy= as for run.py; or task="
+    )
+    designs = "; ".join(f"{name}: {design.says}" for name, design in DESIGNS.items())
+    parser.add_argument("--design", default="full", help=designs)
+    parser.add_argument("--model", default="layers", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--canaries", type=int, help="how many (default: the design's)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="its rate in the canaries' model")
+    parser.add_argument("--plays", type=int, default=PLAYS, help="of each of two worlds, for a real task")
+    parser.add_argument("--seed", type=int, default=0, help="of canaries and noise, so that an audit can be repeated")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound")
+    parser.add_argument(
+        "--all", action="store_true", help="every mode, budget and design, into results/trust/audit.csv"
+    )
+    parser.add_argument("--out", type=Path, default=Path("results/trust/audit.csv"), help="where --all writes")
+    parser.error = _refuse  # type: ignore[method-assign]
+    try:
+        given = parser.parse_intermixed_args(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _all(given) if given.all else _one(given)
+    except (ProcessFailed, *COMPOSITION_ERRORS) as error:
+        print(f"error: {in_one_sentence(error)}", file=sys.stderr)
+        return 2 if not isinstance(error, ProcessFailed) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}; --help shows what can be given.")
+
+
+def _one(given: argparse.Namespace) -> int:
+    setting = make_setting(
+        given.overrides,
+        design=given.design,
+        model=given.model,
+        canaries=given.canaries,
+        seed=given.seed,
+        confidence=given.confidence,
+        dropout=given.dropout,
+        plays=given.plays,
+    )
+
+    finding = audit_mode(setting)
+    print(describe(finding))
+    return 0 if finding.kept else 1
+
+
+def _all(given: argparse.Namespace) -> int:
+    beside = (given.canaries, given.dropout, given.design != "full", given.model != "layers", given.plays != PLAYS)
+    if given.overrides or any(beside):
+        raise UserError("--all chooses modes, models and designs itself: give it --seed, --confidence and --out only.")
+
+    return audit_all(given.out, given.seed, given.confidence)
+
+
+EPSILONS = (1, 3, 8)
+ALL_PLAYS = 300
+DROPOUT = 0.1
+MODES = (
+    *("flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block"),
+    *("adaptive_flat", "per_device", "adaptive_device"),
+)
+COLUMNS = (
+    *("mode", "model", "noise", "quantile_budget", "dropout", "design", "steps", "sample_rate", "groups", "delta"),
+    *("canaries", "guesses", "correct", "confidence", "seed"),
+    *("epsilon_claimed", "epsilon_lower", "epsilon_lower_gaussian"),
+)
+Cell = tuple[str, str, float, Sequence[str]]
+"""design, model, dropout, overrides; the model of a real task is among the overrides."""
+
+
+def cells() -> Iterator[Cell]:
+    """What `--all` audits at each budget."""
+    for mode in MODES:
+        for design in ("full", "poisson"):
+            yield design, "layers", 0.0, [f"clip={mode}"]
+    for mode in ("flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block"):
+        yield "full", "tied", 0.0, [f"clip={mode}"]
+        yield "full", "lora", 0.0, [f"clip={mode}"]
+    for noise in ("equal_budget", "weighted"):
+        yield "full", "layers", 0.0, ["clip=adaptive_layer", f"noise={noise}"]
+    for budget in (0.1, 0.5):
+        yield "full", "layers", 0.0, ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
+    yield "full", "layers", 0.0, ["clip=fixed_layer", "clip.rule=automatic"]
+    for budget in (0.1, 0.9):
+        yield "counts", "layers", 0.0, ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
+
+
+def behind_dropout() -> Iterator[Cell]:
+    """And with masks, at each budget."""
+    for mode in ("flat", "adaptive_layer", "per_device"):
+        yield "full", "layers", DROPOUT, [f"clip={mode}"]
+    yield "full", "lora", DROPOUT, ["clip=fixed_block"]
+
+
+def of_real_tasks() -> Iterator[Cell]:
+    """At the largest budget alone: as many plays as there is time for show little of a small one."""
+    text = ["task=sst2", "model=roberta_tiny", f"model.dropout={DROPOUT}", f"model.attention_dropout={DROPOUT}"]
+    yield "worlds", "layers", 0.0, [*text, "clip=flat"]
+    yield "masks", "layers", 0.0, [*text, "clip=flat"]
+    yield "worlds", "layers", 0.0, ["task=cifar", "clip=flat"]
+    yield "search", "layers", 0.0, ["task=cifar", "clip=flat"]
+
+
+def everything() -> list[tuple[int, Cell]]:
+    """(ε, cell), in the order in which they get their seeds: add new ones at the end, and old rows stay."""
+    each = [(epsilon, cell) for of_some in (cells, behind_dropout) for epsilon in EPSILONS for cell in of_some()]
+    return each + [(max(EPSILONS), cell) for cell in of_real_tasks()]
+
+
+def audit_all(out: Path, seed: int, confidence: float) -> int:
+    """Audit all cells, each with its own seed; print a table and write it to ``out``. Returns the exit code."""
+    rows: list[dict[str, str]] = []
+    broken = 0
+    todo = everything()
+    for number, (epsilon, (design, model, dropout, overrides)) in enumerate(todo, 1):
+        asked = [*overrides, f"privacy.epsilon={epsilon}"]
+        finding = audit_mode(
+            make_setting(
+                asked,
+                design=design,
+                model=model,
+                seed=seed + number,
+                confidence=confidence,
+                dropout=dropout,
+                plays=ALL_PLAYS,
+            )
+        )
+        broken += not finding.kept
+        rows.append(row_of(finding))
+        print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)
+    rows.sort(key=lambda row: [_number(row[name]) for name in COLUMNS])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, csv_text(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
+    print(shown(rows))
+    print(f"{len(rows)} audits; {broken} bounds above their claim. {out}")
+    return 1 if broken else 0
+
+
+def row_of(finding: Finding) -> dict[str, str]:
+    """One row, by `COLUMNS`."""
+    setting, plan = finding.setting, finding.plan
+    config = setting.config
+    rule = "" if config.clip.rule == "min" else f" {config.clip.rule}"
+    return {
+        "mode": config.clip.name + rule,
+        "model": "pipeline" if config.pipeline.stages > 1 else setting.model,
+        "noise": config.noise.allocation,
+        "quantile_budget": f"{plan.quantile_budget:g}",
+        "dropout": f"{setting.dropout:g}",
+        "design": setting.design,
+        "steps": str(plan.steps),
+        "sample_rate": f"{plan.sample_rate:g}",
+        "groups": str(plan.num_groups),
+        "delta": f"{plan.delta:g}",
+        "canaries": str(setting.canaries),
+        "guesses": str(finding.guesses),
+        "correct": "" if finding.correct is None else str(finding.correct),
+        "confidence": f"{setting.confidence:g}",
+        "seed": str(setting.seed),
+        "epsilon_claimed": f"{finding.claimed:.4g}",
+        "epsilon_lower": f"{finding.bound:.3f}",
+        "epsilon_lower_gaussian": "" if finding.gaussian is None else f"{finding.gaussian:.3f}",
+    }
+
+
+def describe(finding: Finding) -> str:
+    """One audit in a few lines."""
+    setting, plan = finding.setting, finding.plan
+    row, share = row_of(finding), finding.bound / finding.claimed
+    if finding.share is None:
+        how = (
+            f"{finding.correct} of {finding.guesses} guesses right,",
+            f"{setting.canaries} canaries, {plan.steps} steps at rate {plan.sample_rate:g}",
+        )
+    else:
+        how = (
+            f"{setting.plays} plays of each",
+            f"of two worlds; the example adds {finding.share:.0%} of what one may, in the mean over masks",
+        )
+    lines = [
+        f"clip={row['mode']}, {row['model']} model, dropout {row['dropout']}, noise={row['noise']}: "
+        f"{plan.num_groups} groups, quantile budget {row['quantile_budget']}",
+        f"  claimed      epsilon = {finding.claimed:.4g} at delta = {plan.delta:g} ({plan.accountant.upper()})",
+        f"  lower bound  epsilon > {finding.bound:.3f} at {setting.confidence:.0%}, {share:.0%} of the claim: {how[0]}",
+        f"               {how[1]}",
+    ]
+    if finding.gaussian is not None:
+        lines.append(
+            f"               epsilon > {finding.gaussian:.3f} if the release is Gaussian, as one full batch is"
+        )
+    verdict = "no bound above the claim" if finding.kept else "BROKEN: more leaks than is claimed"
+    return "\n".join([*lines, f"  {verdict}; {finding.seconds:.0f} s"])
+
+
+def shown(rows: Sequence[dict[str, str]]) -> str:
+    """The table in Markdown, without columns that are the same everywhere."""
+    head = [name for name in COLUMNS if len({row[name] for row in rows}) > 1] or list(COLUMNS)
+    return markdown(head, [[row[name] for name in head] for row in rows])
+
+
+def _number(text: str) -> tuple[float, str]:
+    try:
+        return float(text), ""
+    except ValueError:
+        return 0.0, text
+
 
 if __name__ == "__main__":
     sys.exit(main())

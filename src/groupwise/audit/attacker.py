@@ -90,11 +90,7 @@ class Attacker:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        plain: nn.Module,
-        losses_of: Callable[[nn.Module, Tensor], Tensor],
-        setting: Setting,
+        self, trainer: Trainer, plain: nn.Module, losses_of: Callable[[nn.Module, Tensor], Tensor], setting: Setting
     ) -> None:
         assert trainer.engine is not None and trainer.thresholds is not None
         self._trainer, self._plain, self._losses_of, self._m = trainer, plain, losses_of, setting.canaries

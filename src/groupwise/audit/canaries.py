@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from groupwise.errors import UserError
 from groupwise.training.mechanism import Sampler
-from groupwise.training.task import Microbatch, Split, Task, fill
+from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
 LOUD = 30.0
 """Norms of a canary's gradient, in thresholds: adaptive ones may grow for a few steps and still clip."""
@@ -216,12 +216,10 @@ class CanaryFeed:
         if not len(examples):
             return []
         filling = fill(examples, size, least)
-        made = []
-        for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True):
-            who = torch.from_numpy(rows)
-            weights = (torch.arange(len(rows)) < len(rows) - absent).float()
-            made.append(Microbatch(who.unsqueeze(1), {"labels": who, "weights": weights}, absent))
-        return made
+        return [
+            Microbatch(who.unsqueeze(1), {"labels": who, "weights": row_weights(len(who), absent)}, absent)
+            for who, absent in zip(torch.from_numpy(filling.rows), filling.absent.tolist(), strict=True)
+        ]
 
 
 class Present:

@@ -17,8 +17,7 @@ from groupwise.build import build_trainer
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PrivacyPlan
-from groupwise.privacy.run_count import RunCount, TruncatedNegativeBinomial
-from groupwise.privacy.tuning import calibrate_search
+from groupwise.privacy.tuning import RunCount, TruncatedNegativeBinomial, calibrate_search
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
@@ -64,11 +63,7 @@ class TrainerWorld:
     """
 
     def __init__(
-        self,
-        trainers: Sequence[Trainer],
-        steps: int,
-        score: Score,
-        together: Callable[[int], object] | None = None,
+        self, trainers: Sequence[Trainer], steps: int, score: Score, together: Callable[[int], object] | None = None
     ) -> None:
         self._trainers, self._steps, self._score = trainers, steps, score
         self._together = together or self._one_by_one

@@ -19,9 +19,8 @@ from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, regist
 from groupwise.config.keys import CONFIG_DIR, groups
 from groupwise.config.schema import RunConfig
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
-from groupwise.sweeps.cell import run_cell
 from groupwise.sweeps.collect import finished_table, sweep_table
-from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_from
+from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
 from groupwise.sweeps.prepare import plan_sweep
 
 WIDTH = 80

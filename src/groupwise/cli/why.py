@@ -1,7 +1,5 @@
 """Tells which line of which file gave a key its value:  python run.py --why clip.threshold task=sst2 scale=mini"""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator, Sequence

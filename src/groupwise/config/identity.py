@@ -1,7 +1,5 @@
 """Tells when two configurations are the same experiment: the hash that names a run's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Lists every key of the command line, its type and what it takes, read off the schema."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass

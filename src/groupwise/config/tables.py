@@ -16,8 +16,6 @@ part                                    is
 ======================================  ====================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache

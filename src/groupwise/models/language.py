@@ -1,7 +1,5 @@
 """Makes language models of the transformers library, with weights from a folder or the hub, or fresh ones."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +12,7 @@ from torch import Tensor, nn
 from groupwise.config.schema import ModelConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError, reason
-from groupwise.models.hub import locate
-from groupwise.models.language_config import make_config, named
+from groupwise.models.hub import locate, make_config, named
 
 Kind = Literal["SequenceClassification", "CausalLM", "MaskedLM"]
 LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"

@@ -1,7 +1,5 @@
 """Chooses which parameters of a language model train (all, some kind, or adapters), and in which precision."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +12,6 @@ from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.language import is_head
-
-__all__ = ["MovedAdapters", "check_adapters", "choose_trainable"]
 
 SELF_ATTENTION = {"attention", "attn", "self_attn", "self_attention", "selfattention"}
 """What transformers' models call the module of their self-attention."""

@@ -5,16 +5,14 @@
 The private texts have no part in it: a vocabulary that is counted from them would tell of their words, at no epsilon.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import write_json
-from groupwise.data.corpus import Corpus, read_corpus
-from groupwise.errors import UserError
+from groupwise.data.text import Corpus, read_corpus
+from groupwise.errors import UserError, command
 from groupwise.models.hub import BYTES, END_OF_TEXT, gpt2_tokenizer
 
 RECORD = "vocabulary.json"
@@ -56,16 +54,13 @@ def write_vocabulary(folder: Path, size: int, texts: list[Path]) -> bool:
     return True
 
 
+@command
 def main(arguments: list[str]) -> int:
     """Write OUT; returns the exit code."""
     if len(arguments) < 3 or not arguments[1].isdecimal():
         print(f"usage: python -m groupwise.models.vocabulary OUT SIZE TEXT...\n\n{__doc__}", file=sys.stderr)
         return 2
-    try:
-        made = write_vocabulary(Path(arguments[0]), int(arguments[1]), list(map(Path, arguments[2:])))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = write_vocabulary(Path(arguments[0]), int(arguments[1]), list(map(Path, arguments[2:])))
     print(f"{arguments[0]}: {'written' if made else 'already made of these texts'}")
     return 0
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from groupwise.config.schema import ModelConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError, reason
-from groupwise.models.hub import find_source
-from groupwise.models.language_config import make_config
+from groupwise.models.hub import find_source, make_config
 from groupwise.models.trainable import choose_trainable
 from groupwise.pipeline.model_parts import check_known
 from groupwise.pipeline.split import Ranges, Stage, cut

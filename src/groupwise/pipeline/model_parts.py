@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.models.wide_resnet import WideResNet
+from groupwise.models.image_networks import WideResNet
 
 
 @dataclass(frozen=True)

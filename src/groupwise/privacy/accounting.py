@@ -185,11 +185,7 @@ def _compose(
         per_mesh = math.sqrt(steps / 2 * math.log(12 / delta_error))
         eps_error, grid = _smooth_grid(half_width, max(eps_error, 2 * half_width * per_mesh / MAX_GRID), per_mesh)
         accountant = PRVAccountant(
-            mechanism,
-            max_self_compositions=steps,
-            eps_error=eps_error,
-            delta_error=delta_error,
-            eps_max=half_width,
+            mechanism, max_self_compositions=steps, eps_error=eps_error, delta_error=delta_error, eps_max=half_width
         )
         bounds = accountant.compute_epsilon(delta, [steps])
     if not all(math.isfinite(bound) for bound in bounds):

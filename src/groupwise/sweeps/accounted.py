@@ -10,8 +10,6 @@ is set aside would decide which model comes out, and have its accuracy told, at 
 line it is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -25,8 +23,15 @@ from groupwise.config.checks import value_at
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig, TuningConfig
 from groupwise.errors import UserError
-from groupwise.privacy.run_count import Poisson, RunCount, TruncatedNegativeBinomial
-from groupwise.privacy.tuning import SearchCost, Training, calibrate_search, search_cost
+from groupwise.privacy.tuning import (
+    Poisson,
+    RunCount,
+    SearchCost,
+    Training,
+    TruncatedNegativeBinomial,
+    calibrate_search,
+    search_cost,
+)
 from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.record import neighbours_of
 

@@ -1,7 +1,5 @@
 """Finds the best cell of a search by its mean over seeds:  python -m groupwise.sweeps.best search_sst2 scale=mini"""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
 from groupwise.rows import Row, read_table
 from groupwise.sweeps.cells import PAPER
 
@@ -85,6 +83,7 @@ def best(rows: list[Row], metric: str) -> tuple[list[Candidate], list[Candidate]
     return list(chosen.values()), [candidate for candidate in found if candidate not in whole]
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.best", description=__doc__.split("\n")[0])
@@ -94,17 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="where the rows are")
     given = parser.parse_args(arguments)
     path = given.measured / f"{given.sweep}_{given.scale.removeprefix('scale=')}.csv"
-    try:
-        rows = read_table(path).rows
-        if not rows:
-            raise UserError(
-                f"{path} has no rows: python -m groupwise.sweeps.collect {given.sweep} {given.scale} first."
-            )
-        metric = given.metric or next((name for name in HEADLINES if rows[0].get(name)), HEADLINES[0])
-        chosen, left_out = best(rows, metric)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    rows = read_table(path).rows
+    if not rows:
+        raise UserError(f"{path} has no rows: python -m groupwise.sweeps.collect {given.sweep} {given.scale} first.")
+    metric = given.metric or next((name for name in HEADLINES if rows[0].get(name)), HEADLINES[0])
+    chosen, left_out = best(rows, metric)
     for candidate in chosen:
         spread = "" if candidate.std is None else f" (standard deviation {candidate.std:.2f})"
         print(f"{metric} {candidate.mean:.2f}{spread}, {candidate.seeds} seeds: {candidate.name}")

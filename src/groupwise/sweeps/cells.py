@@ -14,8 +14,6 @@
             seed: [0, 1, 2, 3]                 # other seeds than the paper's, for all cells
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Gathers the finished runs of a sweep as rows of `results/measured`, and shows in a table what came of its cells."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -15,7 +13,7 @@ import groupwise
 from groupwise.config.compose import register
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
 from groupwise.rows import METRICS, NOT_IN_TABLES, Table, read_table, table_path, write_table
 from groupwise.sweeps.best import HEADLINES
 from groupwise.sweeps.cells import PAPER, Cell, read_sweep
@@ -221,6 +219,7 @@ def _claimed_only(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("plan.spent_epsilon"), int | float) and not row.get("plan.private")
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.collect", description=__doc__.split("\n")[0])
@@ -230,19 +229,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     names = [item for item in given.sweeps if "=" not in item]
     settings = dict(item.split("=", 1) for item in given.sweeps if "=" in item)
-    try:
-        scale = settings.pop("scale", PAPER)
-        if settings:
-            raise UserError(f"{next(iter(settings))}=… cannot be given here: only scale=….")
-        if not names:
-            raise UserError("Name a sweep, such as cifar.")
-        given.out.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            for line in collect(name, scale, given.runs, given.out):
-                print(line, file=sys.stderr if line.startswith(" ") else sys.stdout)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    scale = settings.pop("scale", PAPER)
+    if settings:
+        raise UserError(f"{next(iter(settings))}=… cannot be given here: only scale=….")
+    if not names:
+        raise UserError("Name a sweep, such as cifar.")
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        for line in collect(name, scale, given.runs, given.out):
+            print(line, file=sys.stderr if line.startswith(" ") else sys.stdout)
     return 0
 
 

@@ -4,8 +4,6 @@ For each run of the sweep that is done and each of its weights-<step>.pt (`train
 examples' gradients in each layer, by the engine that clips; into `results/measured/<sweep>_<scale>_norms.csv`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,8 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from groupwise.atomic import write_text
 from groupwise.config.compose import register
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
+from groupwise.rows import csv_text
 from groupwise.sweeps.cells import PAPER, Cell, read_sweep
 from groupwise.sweeps.collect import CONF
 from groupwise.sweeps.prepare import PlannedCell, table_cells
@@ -74,10 +74,6 @@ def measure(name: str, scale: str, examples: int, layers: Sequence[str], runs: P
     Raises:
         UserError: no such sweep, a run that is not done, or as `rows_of`.
     """
-    import pandas as pd
-
-    from groupwise.atomic import write_text
-
     register()
     rows: list[dict[str, Any]] = []
     cells: list[tuple[Cell, PlannedCell]] = table_cells(read_sweep(CONF / "sweep" / f"{name}.yaml"), scale, CONF)
@@ -89,10 +85,11 @@ def measure(name: str, scale: str, examples: int, layers: Sequence[str], runs: P
         rows += [first | row for row in rows_of(planned, folder, examples, layers)]
     path = out / f"{name}_{scale}_norms.csv"
     out.mkdir(parents=True, exist_ok=True)
-    write_text(path, pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(index=False))
+    write_text(path, csv_text(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
     return path
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -105,16 +102,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the table goes")
     given = parser.parse_args(arguments)
-    try:
-        key, _, scale = given.scale.partition("=")
-        if key != "scale" or not scale:
-            raise UserError(f"{given.scale!r} is no scale=NAME.")
-        if given.examples < 1:
-            raise UserError("--examples must be one or more.")
-        print(measure(given.sweep, scale, given.examples, given.layers, given.runs, given.out))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    key, _, scale = given.scale.partition("=")
+    if key != "scale" or not scale:
+        raise UserError(f"{given.scale!r} is no scale=NAME.")
+    if given.examples < 1:
+        raise UserError("--examples must be one or more.")
+    print(measure(given.sweep, scale, given.examples, given.layers, given.runs, given.out))
     return 0
 
 

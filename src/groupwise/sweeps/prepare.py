@@ -1,7 +1,5 @@
 """Prepares a sweep: every cell is composed and checked before the first one starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ the same kind of machine, with the same packages and code, all metrics come out 
 tolerance.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -16,7 +14,7 @@ from pathlib import Path
 from groupwise.config.compose import compose_run, register
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, command
 from groupwise.rows import METRICS, Row, read_table
 from groupwise.sweeps.cells import read_sweep
 
@@ -89,6 +87,7 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
     return good, [*lines, f"{'as it was' if good else 'NOT as it was'}, {how}"]
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 where a row came out otherwise, 2 for a mistake."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.reproduce", description=__doc__.split("\n")[0])
@@ -100,12 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     register()
     good = True
-    try:
-        rows = [find_row(digest, given.measured) for digest in given.hashes]
-        configs = [config_of(row, given.conf, given.sweeps) for row in rows]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    rows = [find_row(digest, given.measured) for digest in given.hashes]
+    configs = [config_of(row, given.conf, given.sweeps) for row in rows]
     from groupwise.run import run  # torch comes with it
 
     for row, config in zip(rows, configs, strict=True):
@@ -114,11 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{row['sweep']}: {row['cell']} seed={row['seed']} scale={row['scale']}")
         with tempfile.TemporaryDirectory() as folder:
             paths = replace(config.paths, results=folder, data=given.data or config.paths.data)
-            try:
-                again = run(replace(config, paths=paths, overwrite=False))
-            except UserError as error:
-                print(f"error: {error}", file=sys.stderr)
-                return 2
+            again = run(replace(config, paths=paths, overwrite=False))
         same, lines = compare(row, again)
         print(*lines, sep="\n")
         good = good and same

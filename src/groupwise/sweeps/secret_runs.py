@@ -12,8 +12,6 @@ was killed goes on with the same ones. A search that could be drawn again for be
 than the one that is accounted for, so a second draw is made for ``overwrite=true`` alone, and counted.
 """
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import json
@@ -31,13 +29,12 @@ from groupwise.atomic import remove, write_atomically, write_json, write_text
 from groupwise.config.identity import config_hash, save_config
 from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy.run_count import RunCount
-from groupwise.privacy.tuning import curve_epsilon
+from groupwise.privacy.tuning import RunCount, curve_epsilon
 from groupwise.rows import HELD_OUT
 from groupwise.sweeps.accounted import WIDTH, Search, Setting
 from groupwise.sweeps.best import HEADLINES, lower_is_better
-from groupwise.sweeps.cell import output_to
 from groupwise.sweeps.collect import result_row
+from groupwise.sweeps.folder import output_to
 from groupwise.training.record import neighbours_of
 
 DRAWS, UNRELEASED, STATE, RELEASED, RELEASE = "draws.json", "unreleased", "search.json", "released", "release.json"

@@ -1,7 +1,5 @@
 """Runs a sweep's cells as jobs of SLURM: tasks, time limit, preemption, and what came of each."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
@@ -72,9 +70,7 @@ def in_queue() -> set[str] | None:
 
 
 def wait_for(
-    jobs: Iterable[str],
-    alive: Callable[[], set[str] | None] = in_queue,
-    pause: Callable[[float], None] = time.sleep,
+    jobs: Iterable[str], alive: Callable[[], set[str] | None] = in_queue, pause: Callable[[float], None] = time.sleep
 ) -> None:
     """Until none of the jobs is in the queue any more, asking every two seconds at first and every half minute later.
 

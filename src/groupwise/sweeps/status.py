@@ -1,7 +1,5 @@
 """Shows how far sweeps are:  python -m groupwise.sweeps.status  (all), or  ... status FOLDER --cells"""
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json
@@ -18,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from groupwise.errors import UserError
+from groupwise.errors import command
 from groupwise.sweeps.folder import CELLS, is_done, read_cells
 
 DONE, RUNNING, FAILED, INTERRUPTED, WAITING = STATES = ("done", "running", "failed", "interrupted", "waiting")
@@ -171,6 +169,7 @@ def _in_words(seconds: float) -> str:
     return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.status", description="How far sweeps are.")
@@ -178,15 +177,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cells", action="store_true", help="each cell on a line of its own")
     parser.add_argument("--sweeps", type=Path, default=Path("results/sweeps"), help="where all of them are")
     given = parser.parse_args(arguments)
-    try:
-        folders = given.folders or sorted(file.parent for file in given.sweeps.glob(f"*/{CELLS}"))
-        if not folders:
-            print(f"No sweep has begun in {given.sweeps}: make sweep-cifar SCALE=mini begins one.")
-        for folder in folders:
-            print(*status(folder, given.cells), sep="\n")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    folders = given.folders or sorted(file.parent for file in given.sweeps.glob(f"*/{CELLS}"))
+    if not folders:
+        print(f"No sweep has begun in {given.sweeps}: make sweep-cifar SCALE=mini begins one.")
+    for folder in folders:
+        print(*status(folder, given.cells), sep="\n")
     return 0
 
 

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
+from groupwise.data.image_sets import scattering
 from groupwise.data.images import augment
-from groupwise.data.scattering import scattering
 from groupwise.errors import UserError
 from groupwise.models import scatter_cnn, wide_resnet
-from groupwise.tasks.pipelined import ImageFeed
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Feed, Split, Task
-from groupwise.training.transfer import row_numbers
+from groupwise.training.task import Feed, Microbatch, Split, Task, fill, row_numbers, row_weights, to_device
 
 Images = tuple[Tensor, Tensor]
 NETWORKS = ("wide_resnet", "scatter_cnn")
@@ -132,6 +130,44 @@ def image_outcomes(logits: Tensor, labels: Tensor) -> Tensor:
     """Each image's cross-entropy, and 1 where the likeliest class is the right one: (b, classes), (b,) -> (b, 2)."""
     losses = F.cross_entropy(logits, labels, reduction="none")
     return torch.stack((losses, (logits.argmax(1) == labels).to(losses.dtype)), dim=1)
+
+
+class ImageFeed:
+    """Images and their classes, as the model reads them and without augmentation; see `training.task.Feed`.
+
+    Args:
+        images: of one split, (n, C, H, W) uint8.
+        labels: their classes, (n,).
+        prepare: from such images to those that the model reads.
+        device: of the microbatches.
+    """
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, prepare: Callable[[Tensor], Tensor], device: torch.device
+    ) -> None:
+        self._images, self._labels, self._prepare, self._device = images, labels, prepare, device
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def order(self, examples: np.ndarray) -> np.ndarray:
+        """As they are: all have one size."""
+        return examples
+
+    def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
+        """See `Feed`; labels are (b,)."""
+        if not len(examples):
+            return []
+        filling = fill(examples, size, least)
+        return [
+            self._microbatch(row_numbers(rows, self._images.device), absent)
+            for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True)
+        ]
+
+    def _microbatch(self, rows: Tensor, absent: int) -> Microbatch:
+        made = {"labels": self._labels[rows], "weights": row_weights(len(rows), absent)}
+        images = to_device(self._prepare(self._images[rows]), self._device)
+        return Microbatch(images, {name: to_device(value, self._device) for name, value in made.items()}, absent)
 
 
 def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:

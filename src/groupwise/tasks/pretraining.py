@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.config.schema import RunConfig
-from groupwise.data.corpus import Corpus, read_corpus
+from groupwise.data.text import Corpus, read_corpus
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_masked
 from groupwise.tasks.samples import IGNORED
 from groupwise.tasks.text_task import check_length, find_tokenizer, save_network
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Split, Task
-from groupwise.training.transfer import row_numbers
+from groupwise.training.task import Split, Task, row_numbers
 
 MASKED = 0.3
 """The share of tokens that are to be predicted: more than RoBERTa's 15 %, as a short training learns more from it. Of

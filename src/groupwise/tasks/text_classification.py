@@ -1,7 +1,5 @@
 """Classifies text: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import RunConfig
-from groupwise.data.text import Labelled, LabelledText, load_labelled, synthetic_labelled
+from groupwise.data.glue import load_glue
+from groupwise.data.synthetic_text import synthetic_labelled
+from groupwise.data.text_examples import Labelled, LabelledText
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.samples import CHUNK, Rows
-from groupwise.tasks.text_task import (
-    TextTask,
-    batches_by_length,
-    check_length,
-    choose_data,
-    describe,
-    find_tokenizer,
-)
-from groupwise.training.task import Split
-from groupwise.training.transfer import to_device
+from groupwise.tasks.text_task import TextTask, batches_by_length, check_length, choose_data, describe, find_tokenizer
+from groupwise.training.task import Split, to_device
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,7 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
 
 def _load(config: RunConfig) -> LabelledText:
     def read(root: Path) -> LabelledText:
-        return load_labelled(config.task, root, hub=config.data.hub, train_file=config.data.train_file)
+        return load_glue(config.task, root, hub=config.data.hub, train_file=config.data.train_file)
 
     return choose_data(config, read, synthetic_labelled)
 

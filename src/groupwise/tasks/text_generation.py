@@ -4,27 +4,38 @@ The loss is on the target's tokens and the end of text alone, as in Li & Liang (
 read, never predicted. `samples.py` says how the two stand in one sequence.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
-from groupwise.data.text import PairedText, Request, load_paired, synthetic_paired
-from groupwise.errors import UserError
+from groupwise.data.paired_text import PAIRED
+from groupwise.data.synthetic_text import synthetic_paired
+from groupwise.data.text_examples import PairedText, Request
+from groupwise.errors import UserError, reason
+from groupwise.models.hub import find_source
 from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.trainable import choose_trainable
+from groupwise.models.vocabulary import RECORD
 from groupwise.tasks.beam_search import generate
-from groupwise.tasks.frames import chat_frame, plain_frame
-from groupwise.tasks.pipelined import TextFeed
-from groupwise.tasks.public_text import public_text
-from groupwise.tasks.samples import IGNORED, PairEncoder, Samples, pad
+from groupwise.tasks.samples import (
+    IGNORED,
+    PairEncoder,
+    Samples,
+    chat_frame,
+    demonstrations,
+    in_context_prompt,
+    pad,
+    plain_frame,
+    predictions,
+)
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,
@@ -32,11 +43,11 @@ from groupwise.tasks.text_task import (
     choose_data,
     describe,
     find_tokenizer,
+    longest_first,
     per_example,
     token_losses,
 )
-from groupwise.training.task import Feed, Split
-from groupwise.training.transfer import to_device
+from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_weights, to_device
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
@@ -122,8 +133,6 @@ class TextGeneration(TextTask):
         Raises:
             UserError: another prompt set, or too few training examples that are short enough.
         """
-        from groupwise.tasks.samples import demonstrations, in_context_prompt
-
         share = self._context // (shots + 1)
         shown = demonstrations(self._data.train, shots, prompt_set, lambda text: self._encoder.count(text) <= share)
         requests = self._requests()
@@ -169,6 +178,65 @@ class TextGeneration(TextTask):
         return token_losses(logits, labels), labels
 
 
+class TextFeed:
+    """Sources and targets, right-padded; see `training.task.Feed`.
+
+    T is the longest of the logical batch, P the most target tokens in it; both are rounded up to a multiple of 8 (at
+    most `max_length`).
+
+    Args:
+        samples: of one split.
+        pad_token: the token at padding; which one it is changes nothing.
+        max_length: the longest that an example can be.
+        device: of the microbatches.
+    """
+
+    def __init__(self, samples: Samples, pad_token: int, max_length: int, device: torch.device) -> None:
+        self._samples, self._pad_token, self._most, self._device = samples, pad_token, max_length, device
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def order(self, examples: np.ndarray) -> np.ndarray:
+        """Longest first."""
+        return examples[longest_first(self._samples.tokens.lengths[examples])]
+
+    def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
+        """See `Feed`; places and labels (b, P) are as `predictions` makes them."""
+        if not len(examples):
+            return []
+        length = rounded(int(self._samples.tokens.lengths[examples].max()), self._most)
+        places = rounded(int(self._samples.target_lengths[examples].max()), self._most)
+        filling = fill(examples, size, least)
+        return [
+            self._microbatch(rows, absent, length, places)
+            for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True)
+        ]
+
+    def _microbatch(self, rows: np.ndarray, absent: int, length: int, most: int) -> Microbatch:
+        tokens = [self._samples.tokens[i] for i in rows]
+        places, labels = predictions(tokens, self._samples.starts[rows])
+        columns = torch.arange(length).expand(len(rows), length)
+        made = {
+            "attention_mask": (columns < torch.tensor([[len(row)] for row in tokens])).long(),
+            "position_ids": columns.clone(),
+            "places": _widen(places, 0, most),
+            "labels": _widen(labels, IGNORED, most),
+            "weights": row_weights(len(rows), absent),
+        }
+        first = _widen(pad(tokens, self._pad_token), self._pad_token, length)
+        return Microbatch(
+            to_device(first, self._device),
+            {name: to_device(value, self._device) for name, value in made.items()},
+            absent,
+        )
+
+
+def _widen(rows: Tensor, value: int, width: int) -> Tensor:
+    """More columns of `value`, up to `width`."""
+    return F.pad(rows, (0, width - rows.shape[1]), value=value)
+
+
 def make_text_generation(
     config: RunConfig, device: torch.device, build: Callable[[ModelConfig, Any], nn.Module] | None = None
 ) -> TextGeneration:
@@ -200,7 +268,7 @@ def make_text_generation(
 
 def _load(config: RunConfig) -> PairedText:
     def read(root: Path) -> PairedText:
-        return load_paired(config.task, root, train_file=config.data.train_file)
+        return PAIRED[config.task](root, config.data.train_file)
 
     return choose_data(config, read, synthetic_paired)
 
@@ -231,3 +299,45 @@ def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]
     if text := public_text(config, _private(data)):
         found["public_text"] = text
     return found
+
+
+PROVENANCE = "provenance.json"
+
+
+def public_text(config: RunConfig, private: Iterable[str]) -> str:
+    """In words, from what lies beside the weights and the tokeniser; empty where nothing says it, as on the hub.
+
+    Args:
+        config: the run's.
+        private: SHA-256 in hex of the training files.
+
+    Raises:
+        UserError: one of those is among the public files, and this run claims to protect it; a broken record.
+    """
+    weights = None if config.model.fresh else config.model.source
+    vocabulary = config.model.tokenizer or config.model.source
+    found = {"vocabulary": _digests(vocabulary, RECORD, ()), "weights": _digests(weights, PROVENANCE, ("data",))}
+    secret = set(private)
+    for part, files in found.items():
+        for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):
+            raise UserError(
+                f"The {part} of model.source={config.model.source} were made from {name}, which this run is to keep "
+                "private: start from other public text (model.source), or from random weights (model.fresh=true) with "
+                "another model.tokenizer."
+            )
+    told = [f"{part} from {', '.join(Path(name).name for name in files)}" for part, files in found.items() if files]
+    return "; ".join(told)
+
+
+def _digests(source: str | None, name: str, trail: tuple[str, ...]) -> Mapping[str, str]:
+    """{file: SHA-256} of a record beside a model; nothing where there is none."""
+    if source is None or not (file := Path(find_source(source)) / name).is_file():
+        return {}
+    try:
+        held: Any = json.loads(file.read_text(encoding="utf-8"))
+        for key in trail:
+            held = held.get(key, {})
+        digests = held.get("sha256", {})
+        return {str(file): str(digest) for file, digest in digests.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read ({reason(error)}): restore it, or remove the folder.") from error

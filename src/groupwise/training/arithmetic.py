@@ -5,8 +5,6 @@ torch allows that in cuDNN unless told otherwise. A clipped sum is a product of 
 like that it may exceed the threshold by a thousandth, which the noise does not cover. So norms and sums are float32.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

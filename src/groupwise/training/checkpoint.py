@@ -3,8 +3,6 @@
 Behind torch's own content a file ends with the SHA-256 of it, so one flipped bit is noticed; torch reads it as it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -17,23 +17,9 @@ import groupwise
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_name", "environment", "git_state", "peak_memory_bytes", "resources", "usable_cores"]
-
 PACKAGES = (
-    "torch",
-    "torchvision",
-    "numpy",
-    "scipy",
-    "prv-accountant",
-    "dp-accounting",
-    "hydra-core",
-    "omegaconf",
-    "transformers",
-    "tokenizers",
-    "peft",
-    "datasets",
-    "sacrebleu",
-    "rouge-score",
+    *("torch", "torchvision", "numpy", "scipy", "prv-accountant", "dp-accounting", "hydra-core", "omegaconf"),
+    *("transformers", "tokenizers", "peft", "datasets", "sacrebleu", "rouge-score"),
 )
 
 
@@ -98,12 +84,7 @@ def git_state(root: Path | None = None) -> dict[str, Any]:
     sha = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
     diff = (_git(root, "diff", "HEAD") if sha else None) or ""
     untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").splitlines()
-    return {
-        "sha": sha.strip() if sha else None,
-        "dirty": bool(diff or untracked),
-        "untracked": untracked,
-        "diff": diff,
-    }
+    return {"sha": sha.strip() if sha else None, "dirty": bool(diff or untracked), "untracked": untracked, "diff": diff}
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -176,10 +176,7 @@ class RunRecord:
         wall_seconds, peak_memory_bytes, device and the like.
         """
         self.write("system", system)
-        row: dict[str, Any] = {
-            "hash": self.hash,
-            "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
         row |= {
             key: value
             for key, value in flat_config(self.config).items()

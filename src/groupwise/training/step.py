@@ -29,7 +29,7 @@ from groupwise.training.task import Split, Task
 class Trainer:
     """A task and the mechanism that trains it; `state_dict` and the step number are all that a resumed run needs.
 
-    It is a `groupwise.training.train.AnyTrainer`: with replicas, all of them call the same methods at the same time.
+    All processes of a run (replicas, stages of a pipeline) call the same methods at the same time.
     """
 
     task: Task

@@ -1,6 +1,4 @@
-"""Defines what the training loop must know of a task, and nothing more."""
-
-from __future__ import annotations
+"""Defines what the training loop must know of a task, and nothing more; moves what a task made to a device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
@@ -136,6 +135,29 @@ def fill(examples: np.ndarray, size: int, least: int = 1) -> Filling:
     return Filling(rows.reshape(count, size), size - present)
 
 
+def row_weights(size: int, absent: int) -> Tensor:
+    """(size,): 1, and 0 for the fillers at the end."""
+    return (torch.arange(size) < size - absent).float()
+
+
 def rounded(length: int, most: int) -> int:
     """`length` up to a multiple of `ROUND`, and at most `most`."""
     return min(-(-length // ROUND) * ROUND, most)
+
+
+def to_device(value: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """The tensor, or the array's, on the device; on a GPU it is there once the queue has come to it.
+
+    A plain copy to a GPU waits until all work that was queued before it is done, once a microbatch. From page-locked
+    memory it takes its turn in the queue, and the host makes the next microbatch meanwhile: there is no other
+    prefetching.
+    """
+    tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    if device.type != "cuda" or tensor.device.type != "cpu" or not torch.cuda.is_available():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def row_numbers(examples: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Numbers of examples as an index, (n,) int64."""
+    return to_device(np.ascontiguousarray(examples, dtype=np.int64), device)

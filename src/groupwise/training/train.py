@@ -10,84 +10,21 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy import EpsilonReport, NoiseSource, PrivacyPlan
+from groupwise.privacy import PrivacyPlan
 from groupwise.training.arithmetic import arithmetic_told
-from groupwise.training.progress import Progress, result_lines
 from groupwise.training.provenance import resources, usable_cores
-from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
-from groupwise.training.task import Split, Task
-from groupwise.training.trackers import make_tracker
+from groupwise.training.reports import Progress, make_tracker, result_lines
+from groupwise.training.step import Trainer
 
 
-class AnyTrainer(Protocol):
-    """What a session needs of a trainer, be it the whole model on one process or on each replica, or one stage of it.
-
-    All processes of a run call all methods at the same time.
-    """
-
-    task: Task
-    microbatch: int
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """What was promised."""
-
-    def spent(self) -> EpsilonReport:
-        """What the steps that were released cost, those before a resumption included."""
-
-    @property
-    def noise(self) -> NoiseSource:
-        """The run's source."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of the model."""
-
-    @property
-    def ranks(self) -> Alone | Ranks:
-        """The processes of the run."""
-
-    def step(self, step: int) -> list[float]:
-        """Run step `step` (0-based); returns this process's part of sums over all processes, as many in each."""
-
-    def report(self, totals: list[float]) -> dict[str, float]:
-        """From those sums, what the last step may log; `nonprivate/batch_size` is the number of examples drawn."""
-
-    def evaluate(
-        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
-    ) -> dict[str, float]:
-        """As `Task.evaluate`; the main process's metrics count."""
-
-    def outputs(self) -> dict[str, list[dict[str, Any]]]:
-        """As `Task.outputs`."""
-
-    def named_thresholds(self) -> dict[str, float]:
-        """Group -> C_k, of all stages; {} unclipped."""
-
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint that holds the main process's `extra` too, and keep the one before it; once `path` is
-        there it is whole."""
-
-    def save_model(self, path: Path) -> None:
-        """Write the whole model's weights, and nothing else."""
-
-    def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """As `Task.export`, with the main process's `provenance`."""
-
-    def machine(self) -> dict[str, Any]:
-        """What the row says of the other processes' machines, beside the main one's `resources`."""
-
-
-def train(
-    config: RunConfig, record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any]
-) -> dict[str, Any]:
+def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any]) -> dict[str, Any]:
     """Train from step `start` to the end, write the record as it goes, evaluate, account and close it.
 
     Args:
@@ -172,7 +109,7 @@ class _Silent:
         """Nothing is open."""
 
 
-def _begin(record: RunRecord, trainer: AnyTrainer, start: int, state: dict[str, Any], private: bool) -> int:
+def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], private: bool) -> int:
     """Write what is known before the first step, where what is there already is sound; returns how many steps are or
     were run again in all."""
     replayed = record.replayed(start) if state else 0
@@ -207,7 +144,7 @@ def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
     return step % between == 0
 
 
-def evaluate(config: RunConfig, trainer: AnyTrainer, final: bool = False) -> dict[str, float]:
+def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:
     """Metrics on all splits (before the end: validation and training); the training set's are no private releases."""
     splits, size = trainer.task.splits, config.eval.batch_size
     found: dict[str, float] = {}
@@ -219,7 +156,7 @@ def evaluate(config: RunConfig, trainer: AnyTrainer, final: bool = False) -> dic
 
 def _close(
     record: RunRecord,
-    trainer: AnyTrainer,
+    trainer: Trainer,
     final: dict[str, float],
     private: bool,
     replayed: int,
@@ -264,7 +201,7 @@ def _close(
     return row
 
 
-def export(record: RunRecord, trainer: AnyTrainer, final: dict[str, float], private: bool) -> None:
+def export(record: RunRecord, trainer: Trainer, final: dict[str, float], private: bool) -> None:
     """Write the model to `export=FOLDER` for other programs, with what may be told of where it came from."""
     folder = Path(str(record.config.export)).expanduser()
     if not trainer.ranks.main:
@@ -275,7 +212,7 @@ def export(record: RunRecord, trainer: AnyTrainer, final: dict[str, float], priv
     print(f"Exported: {folder}")
 
 
-def _system(trainer: AnyTrainer, seconds: float, throughput: float) -> dict[str, Any]:
+def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, Any]:
     return {
         **resources(trainer.device, seconds),
         **arithmetic_told(trainer.device),

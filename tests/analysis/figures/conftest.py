@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from groupwise.analysis.paper import Folders, settings_of
-from groupwise.analysis.report.page import render
+from groupwise.analysis.report.__main__ import render
+from groupwise.analysis.results import Folders, settings_of
 
 PROVENANCE = {"git.sha": "0123456789abcdef0123456789abcdef01234567", "git.dirty": False}
 PLAN = {
@@ -56,10 +56,7 @@ def write_all(folder: Path, scale: str = "mini", layers: int = 12) -> Path:
             row("adaptive_vs_fixed", settings, seed, **{"valid/accuracy": accuracy(mean - loss)})
         settings = {"task": "cifar", "clip": clip, "privacy": "noiseless"}
         row("adaptive_vs_fixed", settings, seed, **{"valid/accuracy": accuracy(mean + 1)})
-    grids = {
-        "cifar": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-        "sst2": (0.05, 0.2, 0.4, 0.6, 0.85, 0.9, 0.95),
-    }
+    grids = {"cifar": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), "sst2": (0.05, 0.2, 0.4, 0.6, 0.85, 0.9, 0.95)}
     for task, quantiles in grids.items():
         for quantile, epsilon, seed in product(quantiles, (3, 8), range(3)):
             settings = {"task": task, "clip": "adaptive_layer", "privacy.epsilon": epsilon}

@@ -56,11 +56,7 @@ def test_a_corrupted_row_is_refused(folders, column, value, words):
 
 @pytest.mark.parametrize(
     ("column", "value", "words"),
-    [
-        ("norm", "inf", "no finite norm"),
-        ("hash", "0" * 64, "no run that was measured"),
-        ("example", "1", "twice"),
-    ],
+    [("norm", "inf", "no finite norm"), ("hash", "0" * 64, "no run that was measured"), ("example", "1", "twice")],
 )
 def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
     change(folders.measured / "gradnorm_cifar_mini_norms.csv", **{column: value})

@@ -5,7 +5,7 @@ import pytest
 
 from groupwise.analysis.figure_style import CLIP, WEAK, Beside, content, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, main, make
-from groupwise.analysis.norm_figures import chosen_layers
+from groupwise.analysis.run_figures import chosen_layers
 
 
 def words(figure) -> str:

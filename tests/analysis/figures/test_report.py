@@ -8,9 +8,8 @@ import pandas as pd
 import pytest
 
 from groupwise.analysis.figures import KINDS
-from groupwise.analysis.paper import Folders
-from groupwise.analysis.report.__main__ import main
-from groupwise.analysis.report.page import LIGHT, render
+from groupwise.analysis.report.__main__ import LIGHT, main, render
+from groupwise.analysis.results import Folders
 from groupwise.rows import Table, write_table
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,10 +10,7 @@ import pytest
 from PIL import Image
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on the PATH"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on the PATH")]
 FRAME = """<!doctype html><title>waiting</title>
 <iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{page}"></iframe>
 <script>const frame = document.querySelector("iframe");

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from groupwise.analysis.paper import Folders, settings_of
+from groupwise.analysis.results import Folders, settings_of
 from groupwise.sweeps.cells import read_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,10 +40,7 @@ SWEEPS = {
         }
     ],
 }
-MINI = {
-    "model": {"roberta_base": "roberta_mini", "roberta_large": None},
-    "task": {"mnli": None, "qqp": None},
-}
+MINI = {"model": {"roberta_base": "roberta_mini", "roberta_large": None}, "task": {"mnli": None, "qqp": None}}
 BASE = {"flat": 60.0, "adaptive_flat": 60.1, "fixed_layer": 56.0, "adaptive_layer": 60.0}
 JITTER = (-0.2, 0.0, 0.2)
 

@@ -23,8 +23,8 @@ from groupwise.analysis.findings import (
     summary,
     verdicts,
 )
-from groupwise.analysis.paper import Folders, settings_of
 from groupwise.analysis.planted_rows import PLANTS, try_out
+from groupwise.analysis.results import Folders, settings_of
 from groupwise.analysis.statistics import Contrast, Summary, detectable, differences, holm, p_trend, summarise
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep

@@ -7,7 +7,7 @@ import yaml
 
 from groupwise.analysis import coverage as module
 from groupwise.analysis.coverage import coverage, machines, main, page, refuse_unread
-from groupwise.analysis.paper import Folders
+from groupwise.analysis.results import Folders
 from groupwise.analysis.searches import main as list_searches
 from groupwise.analysis.searches import page as searches_page
 from groupwise.errors import UserError

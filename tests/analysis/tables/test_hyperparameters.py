@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.analysis.paper import HYPERPARAMETERS, read_paper
+from groupwise.analysis.results import HYPERPARAMETERS, read_paper
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from groupwise.analysis.measured import matching, read_measured
+from groupwise.analysis.results import matching, read_measured
 from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.tables import main
 from groupwise.errors import UserError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from groupwise.analysis.paper import HYPERPARAMETERS, MINUS, TABLES, read_paper, settings_of
+from groupwise.analysis.results import HYPERPARAMETERS, MINUS, TABLES, read_paper, settings_of
 from groupwise.errors import UserError
 
 PAPER = Path(__file__).resolve().parents[3] / "results" / "paper"

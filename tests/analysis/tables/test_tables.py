@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.analysis.paper import TABLES, Folders
+from groupwise.analysis.results import TABLES, Folders
 from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
 from groupwise.analysis.table_lines import LINE, table_lines
-from groupwise.analysis.table_text import ERRATA, anchor, errata_of, notes, tex
-from groupwise.analysis.tables import main
+from groupwise.analysis.tables import ERRATA, anchor, errata_of, main, notes, tex
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from groupwise.analysis.statistics import STATUSES
-from groupwise.analysis.table_text import ADJACENCY, SAMPLING, anchor, number
+from groupwise.analysis.tables import ADJACENCY, SAMPLING, anchor, number
 
 COLOURS = {
     "#000000": "currentColor",
@@ -57,12 +57,7 @@ def inline(svg: bytes, name: str, title: str) -> Markup:
 
 BETWEEN = " / "
 """Joins the levels of a heading."""
-MARKS = {
-    "reproduced": "✓",
-    "differs": "≠",
-    "incomplete": "…",
-    "not in the paper": "+",
-}
+MARKS = {"reproduced": "✓", "differs": "≠", "incomplete": "…", "not in the paper": "+"}
 """What tells a status from the others without colour; reduced numbers are striped."""
 
 

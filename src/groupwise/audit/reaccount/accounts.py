@@ -1,7 +1,5 @@
 """Computes ε from the record's numbers alone, by accountants that the run did not use."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

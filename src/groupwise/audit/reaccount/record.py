@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -198,12 +198,6 @@ def equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     a, b = numbers
     return bool(a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)))  # type: ignore[operator, arg-type]
-
-
-def table(checks: Iterable[Check]) -> str:
-    """A Markdown table."""
-    lines = ["| check | result | what was found |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {check.name} | {check.result} | {check.detail} |" for check in checks)])
 
 
 def _number(value: Any) -> float | None:

@@ -1,0 +1,125 @@
+"""Measures a step: its time, the peak of its memory, and what its arithmetic alone would allow."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """CPU time of the process and wall time, of one step; on a GPU the wall time is between two of its events."""
+
+    cpu: float
+    wall: float
+
+
+class Stopwatch:
+    """Runs from its making on."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._begin: torch.cuda.Event | None = None
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+            self._begin = torch.cuda.Event(enable_timing=True)
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+        if self._begin is not None:
+            self._begin.record()
+
+    def read(self, steps: int) -> Seconds:
+        """Seconds a step, if so many were taken."""
+        if self._begin is None:
+            wall = time.perf_counter() - self._wall
+        else:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            torch.cuda.synchronize()
+            wall = self._begin.elapsed_time(end) / 1000
+        return Seconds((time.process_time() - self._cpu) / steps, wall / steps)
+
+
+Step = Callable[[], None]
+_MARK, _MEMORY = "benchmarks: the measured step", "[memory]"
+
+
+def peak_bytes(make: Callable[[], Step], device: str) -> tuple[int, Step]:
+    """Make a step, run it twice and return the most bytes that were allocated during the second, and the step.
+
+    Args:
+        make: builds the model and everything that the step needs, so that all of it counts.
+        device: "cpu": from the profiler's events (allocations by torch; what numpy or MKL hold by themselves is not
+            seen); "cuda": the allocator's own peak.
+    """
+    return _cuda(make) if device == "cuda" else _cpu(make)
+
+
+def _cuda(make: Callable[[], Step]) -> tuple[int, Step]:
+    step = make()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), step
+
+
+def _cpu(make: Callable[[], Step]) -> tuple[int, Step]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step = make()
+        step()
+        with record_function(_MARK):
+            step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    return _peak(profiler.profiler.kineto_results.events()), step
+
+
+def _peak(events: list[Any]) -> int:
+    """The highest running sum of allocated minus freed bytes from the mark's beginning to its end."""
+    mark = next(event for event in events if event.name() == _MARK)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY)
+    held = list(accumulate(size for _, size in changes))
+    times = [time for time, _ in changes]
+    before = [size for time, size in zip(times, held, strict=True) if time < mark.start_ns()][-1:]
+    during = [size for time, size in zip(times, held, strict=True) if mark.start_ns() <= time <= mark.end_ns()]
+    return max(before + during)
+
+
+def count_operations(step: Callable[[], None]) -> int:
+    """Floating-point operations of one step's matrix products, convolutions and attention; nothing elementwise."""
+    corrected = {torch.ops.aten.convolution_backward: _convolution_backward}
+    with FlopCounterMode(display=False, custom_mapping=corrected) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def _convolution_backward(
+    output_shape: Sequence[int],
+    input_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    _bias: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    transposed: bool,
+    _output_padding: Any,
+    _groups: int,
+    wanted: Sequence[bool],
+    **_: Any,
+) -> int:
+    """As many as forward for each gradient, of input and of weight.
+
+    torch's own count takes a grouped convolution's weight gradient for that of a dense one; functorch makes one group
+    of every example, so a peer's operations would come out a batch size too many.
+    """
+    forward = conv_flop_count(list(input_shape), list(weight_shape), list(output_shape), transposed)
+    return forward * (bool(wanted[0]) + bool(wanted[1]))
+
+
+def floor(plain: float | None, method: float | None) -> float | None:
+    """The ratio to plain training that a method would have if time were operations; None where one is not counted."""
+    return plain / method if plain and method else None
