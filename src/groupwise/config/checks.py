@@ -47,7 +47,7 @@ def validate(config: RunConfig) -> None:
         _privacy,
         _clipping,
     )
-    for check in (*checks, _pipeline, _parallel):
+    for check in (*checks, _pipeline, _parallel, _tensor):
         for problem in check(config):
             raise UserError(problem)
 
@@ -269,8 +269,11 @@ def _public_norms(config: RunConfig) -> Iterator[str]:
     several = f"pipeline.stages={config.pipeline.stages}"
     if config.pipeline.stages > 1:
         yield f"clip.policy=public needs the whole model on one device, which {several} cuts up: {instead}."
-    if config.parallel.ranks > 1 and config.parallel.kind == "fsdp":
-        yield "clip.policy=public needs whole parameters, and parallel.kind=fsdp has shards: use parallel.kind=ddp."
+    if config.parallel.ranks > 1 and config.parallel.kind != "ddp":
+        yield (
+            f"clip.policy=public needs whole parameters, and parallel.kind={config.parallel.kind} has shards: use "
+            "parallel.kind=ddp."
+        )
 
 
 def _public(config: RunConfig) -> Iterator[str]:
@@ -348,3 +351,25 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             f"and clip.grouping={clip.grouping} needs all at once: "
             "use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
         )
+
+
+def _tensor(config: RunConfig) -> Iterator[str]:
+    """What cannot run on parts of tensors, and what would need the thresholds of other parts."""
+    clip, kind = config.clip, "parallel.kind=tensor"
+    if config.parallel.kind != "tensor" or config.parallel.ranks == 1:
+        return
+    if config.pipeline.stages > 1:
+        yield f"{kind} is not for pipelines: use parallel.kind=ddp, or pipeline.stages=1."
+    if config.model.name in IMAGE_MODELS or config.task.startswith("pretrain_masked"):
+        yield f"{kind} cuts causal language models and classifiers of text: use parallel.kind=ddp."
+    if config.train.compile or config.train.ema:
+        what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
+        yield f"{what} is not for {kind}: leave it out, or use parallel.kind=ddp."
+    if clip.grouping == "device":
+        if config.noise.allocation != "equal_budget":
+            yield (
+                f"noise.allocation={config.noise.allocation} needs the thresholds of all parts before any can add its "
+                f"noise: use noise=equal_budget with clip.grouping=device and {kind}."
+            )
+        if clip.policy == "adaptive" and clip.rescale:
+            yield f"clip.rescale=true needs the thresholds of all parts: use clip.rescale=false with {kind}."

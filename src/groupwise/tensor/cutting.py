@@ -182,14 +182,15 @@ def cut(model: nn.Module, ranks: Alone | Ranks, device: torch.device) -> CutMode
 
 def _join(each: Cut, model: nn.Module, joints: Conjugates, made: CutModel, ranks: Alone | Ranks) -> None:
     module: Any = each.module
+    whole = getattr(module, "out_features", 0)
+    set_widths(each, model, ranks.parts)
     if each.way == "columns":
         joints.before_columns(module)
-        set_widths(each, model, ranks.parts)
     elif each.way == "rows":
         joints.after_rows(module)
     elif each.way == "head":
         joints.before_columns(module)
-        joints.after_columns_of_all(module, module.out_features)
+        joints.after_columns_of_all(module, whole)
     else:
         first = -(-module.num_embeddings // ranks.parts) * ranks.part  # as DTensor cuts
         module.num_embeddings = module.weight.shape[0]

@@ -84,12 +84,16 @@ def cuts_of(model: nn.Module, parts: int) -> list[Cut]:
 
 
 def set_widths(cut: Cut, model: nn.Module, parts: int) -> None:
-    """Tell the module around a layer that it has a part of the heads."""
-    if cut.pieces == 1:
-        return
-    around = model.get_submodule(cut.name.rpartition(".")[0])
-    for width in WIDTHS:
-        setattr(around, width, getattr(around, width) // parts)
+    """Tell a layer that was cut, and the module around it, how wide it is now."""
+    module: Any = cut.module
+    if type(module).__name__ == "Conv1D":
+        module.nx, module.nf = module.weight.shape
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    if cut.pieces > 1:
+        around = model.get_submodule(cut.name.rpartition(".")[0])
+        for width in WIDTHS:
+            setattr(around, width, getattr(around, width) // parts)
 
 
 def _table(model: Any, named: Mapping[str, nn.Module]) -> dict[str, tuple[Way, int]]:
