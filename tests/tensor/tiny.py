@@ -12,6 +12,7 @@ from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.privacy import make_plan
+from groupwise.tasks.text_task import token_losses
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
@@ -77,8 +78,7 @@ class TokensTask(Task):
         logits = self.model(input_ids=tokens).logits
         if self.classes is not None:
             return F.cross_entropy(logits, self.classes[rows], reduction="none")
-        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        return losses.view(len(rows), -1).sum(1)
+        return token_losses(logits[:, :-1], tokens[:, 1:]).sum(1)
 
     @torch.no_grad()
     def evaluate(self, split, batch_size, limit=None, final=False):

@@ -219,7 +219,6 @@ class GroupPass:
         """Add what the layers' own reports miss of the joint norms of parameters that are used more than once."""
         if not self.joint_calls:
             return
-        current = self.running
         calls, self.joint_calls = self.joint_calls, []
         with no_autocast(calls[0].g.device.type):
             calls, stacked = stack_calls(calls)

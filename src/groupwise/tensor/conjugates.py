@@ -1,4 +1,4 @@
-"""Joins the parts of cut layers: identity forward and a sum backward, and the reverse (Shoeybi et al., 2019, section 3).
+"""Joins the parts of cut layers: identity forth and a sum back, and the reverse (Shoeybi et al., 2019, section 3).
 
 A layer that is cut by its outputs reads what all processes have, and each knows a part of the input's gradient: that is
 summed on the way back. The next one is cut by its inputs, and its outputs are summed on the way forth. Between the two
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 
 class _Copied(torch.autograd.Function):
@@ -82,16 +82,20 @@ class Conjugates:
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    def after_columns_of_all(self, module: nn.Module, columns: int) -> None:
-        """Around a head that is cut by its outputs, of which there are so many: every process gets all of them."""
+    def after_head(self, module: nn.Module, columns: int) -> None:
+        """Around a head that is cut by its outputs, of which there are so many.
 
-        def gathered(_: nn.Module, __: Any, y: Tensor) -> Tensor:
+        They stay cut, as a DTensor, where gradients are on, for a loss that takes that (`tasks.cut_losses`); any other
+        operation on them either knows how to work on parts or fails. Elsewhere every process gets all of them.
+        """
+
+        def after(_: nn.Module, __: Any, y: Tensor) -> Tensor:
             whole = torch.empty(*y.shape[:-1], columns, device="meta")
             last = [Shard(y.dim() - 1)]
             parts = DTensor.from_local(y, self.mesh, last, run_check=False, shape=whole.shape, stride=whole.stride())
-            return parts.full_tensor(grad_placements=[Replicate()])
+            return parts if y.requires_grad else parts.full_tensor()
 
-        module.register_forward_hook(gathered)
+        module.register_forward_hook(after)
 
     def _copied(self, x: Tensor) -> Tensor:
         """The same copy for all layers that read one tensor, so that one sum serves them all."""

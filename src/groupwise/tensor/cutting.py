@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from groupwise.clipping.parts import Parts
 from groupwise.clipping.partition import find_layers
+from groupwise.clipping.parts import Parts
 from groupwise.privacy.randomness import randomness_of_part
 from groupwise.tensor.conjugates import Conjugates
 from groupwise.tensor.plan import Cut, cuts_of, set_widths
@@ -190,7 +190,7 @@ def _join(each: Cut, model: nn.Module, joints: Conjugates, made: CutModel, ranks
         joints.after_rows(module)
     elif each.way == "head":
         joints.before_columns(module)
-        joints.after_columns_of_all(module, whole)
+        joints.after_head(module, whole)
     else:
         first = -(-module.num_embeddings // ranks.parts) * ranks.part  # as DTensor cuts
         module.num_embeddings = module.weight.shape[0]
