@@ -12,6 +12,7 @@ from benchmarks.messages import Messages
 from groupwise.clipping.parts import Parts
 from groupwise.config.schema import OptimConfig
 from groupwise.errors import UserError
+from groupwise.planner.parts import foretell
 from groupwise.tensor.plan import cuts_of
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Alone, Ranks
@@ -19,6 +20,7 @@ from tests.pipeline.ranks import run_ranks
 from tests.tensor.tiny import BATCHES, LENGTH, MODES, TokensTask, build, make_model, parameters, steps
 
 WIDTH, BLOCKS, HEADS = 8, 2, 2
+FORETOLD = {"ghost": "ghost"}
 
 ADAM = OptimConfig(name="adam", learning_rate=0.01)
 CASES = [(mode, "gpt2") for mode in MODES if mode != "per_device"] + [
@@ -189,6 +191,9 @@ def test_messages_are_those_of_the_model_and_one_small_one_for_each_group(two, m
         first, empty = process["messages"][mode]
         assert first == +expected + released
         assert empty == released
+    foretold = foretell(make_model("gpt2"), 2, FORETOLD.get(mode, clip.grouping), [3, 3, 1], LENGTH)
+    sums = Counter({("allreduce", size): often for size, often in (foretold.activations + foretold.norms).items()})
+    assert sums == +expected and Counter({("broadcast", s): n for s, n in foretold.released.items()}) == released
 
 
 # -- the privacy argument ---------------------------------------------------------------------------------------------
