@@ -339,6 +339,10 @@ REFUSED = [
     ("clip=flat pipeline.stages=2 train.compile=true", "leave it out"),
     ("clip=flat pipeline.stages=2 explain=true", "pipeline.stages=1"),
     ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "layer by layer"),
+    ("clip=flat parallel.ranks=2 parallel.kind=tensor", "language models"),
+    ("task=e2e train.ema=0.9 parallel.ranks=2 parallel.kind=tensor", "train.ema=0.9 is not for parallel.kind=tensor"),
+    ("task=e2e clip=per_device noise=global parallel.ranks=2 parallel.kind=tensor", "use noise=equal_budget"),
+    ("task=e2e clip=adaptive_device clip.rescale=true parallel.ranks=2 parallel.kind=tensor", "clip.rescale"),
 ]
 
 
@@ -366,6 +370,7 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(overrides: str, reason:
         "clip=flat noise=global pipeline.stages=4 parallel.ranks=2",
         "clip=none pipeline.stages=2 pipeline.blocks=[3,4]",
         "clip=ghost parallel.ranks=2 parallel.kind=fsdp",
+        "task=e2e clip=adaptive_device parallel.ranks=2 parallel.kind=tensor",
     ],
 )
 def test_what_can_be_meant_is_not_refused(overrides: str) -> None:

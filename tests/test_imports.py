@@ -15,7 +15,7 @@ ORDER = (
     {"cache", "metrics", "rows"},
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
-    {"tasks", "private"},
+    {"tasks", "private", "tensor"},
     {"pipeline", "integrations"},
     {"build", "planner"},
     {"run"},

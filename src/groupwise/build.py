@@ -49,7 +49,8 @@ def build_trainer(
     """A trainer with a verified engine, at its first step; `state` is the checkpoint that it will go on from, if any.
 
     With replicas every process calls it: the model becomes the first one's, and the noise key the main one's.
-    `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`.
+    `parallel.kind=fsdp` shards the model, `tensor` cuts its tensors, and the trainer's engine is then another than
+    `engine`.
 
     Raises:
         UserError: the checkpoint belongs to another plan; the model cannot be clipped or sharded.
@@ -64,7 +65,16 @@ def build_trainer(
         coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
         verify(engine, task.losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
-    make: type[Trainer] = Trainer
+    make: Callable[..., Trainer] = Trainer
+    copied: list[nn.Parameter] = []
+    if ranks.parts > 1:
+        from groupwise.tensor.trainer import TensorTrainer, cut_task
+
+        some = examples_to_check(task.order(np.arange(task.train_size)))
+        coarse = tolerances(config.train.precision)
+        engine, parts = cut_task(task, engine, config.clip, ranks, device, some, **coarse)
+        copied = [parts.model.get_parameter(name) for name in parts.copied]
+        make = partial(TensorTrainer, cut=parts)
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
         if config.parallel.kind == "fsdp":
@@ -74,6 +84,7 @@ def build_trainer(
             make = ShardedTrainer
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     mechanism = _mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks)
+    mechanism.copied = copied
     mechanism.public = partial(task.public_losses, config.clip.public_examples)
     mechanism.follow_public(0)
     return make(

@@ -169,11 +169,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Alone | Ranks) -> int | None:
-    """K, over all stages; flat clipping is one group of all of them. None without clipping."""
+    """K, over all stages (and parts, per device); flat clipping is one group of all of them. None without clipping."""
     if engine is None:
         return None
-    here = ranks.gather(len(engine.groups))[: ranks.stages]
-    return 1 if config.clip.grouping == "flat" else sum(here)
+    if config.clip.grouping == "flat":
+        return 1
+    here = sum(ranks.gather(len(engine.groups))[: ranks.stages * ranks.parts : ranks.parts])
+    return here * ranks.parts if config.clip.grouping == "device" else here
 
 
 def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:

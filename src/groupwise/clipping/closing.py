@@ -8,6 +8,7 @@ from torch import Tensor
 from groupwise.clipping.groups import Member, factors_together
 from groupwise.clipping.microbatches import GroupPass, Phase
 from groupwise.clipping.norm_terms import RowTerms, squares_together
+from groupwise.clipping.parts import add_up
 from groupwise.clipping.rules.base import IndexedSum
 
 
@@ -30,13 +31,13 @@ def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
 
 
 def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
-    """Squared norms (examples,) of each group, from what its layers have reported."""
+    """Squared norms (examples,) of each group, from what its layers have reported, here and in other processes."""
     for each in passes:
         each.report_joint()
     squares = squares_together([each.terms for each in passes])
     for each in passes:
         each.terms = []
-    return squares
+    return add_up(squares, [each.group.parts for each in passes])
 
 
 def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:

@@ -19,7 +19,7 @@ from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order
 from groupwise.clipping.norm_terms import Terms, starts_kernels
 from groupwise.clipping.precision import no_autocast
-from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, Saved
+from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
@@ -109,7 +109,7 @@ class GroupPass:
         if current.phase is Phase.SUMS:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
             return
-        alone = current.phase is Phase.CLIP and len(self.calls) == 1
+        alone = current.phase is Phase.CLIP and len(self.calls) == 1 and self.group.parts is None
         if alone and not (self.waits and rule.defers(*given)):
             self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted, member.context))
             self.done = True
@@ -118,10 +118,7 @@ class GroupPass:
             self.joint_calls.append(LayerCall(rule, member, saved, g))
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
                 return
-        if current.phase is Phase.NORMS:
-            self.terms.append(rule.norm_terms(*given))
-            return
-        self._keep(member, rule.book_keep_all(*given))
+        self._report(rule, member, given)
 
     def _examples_first(
         self, member: Member, layout: Layout, saved: Saved, g: Tensor
@@ -222,22 +219,24 @@ class GroupPass:
         """Add what the layers' own reports miss of the joint norms of parameters that are used more than once."""
         if not self.joint_calls:
             return
-        current = self.running
         calls, self.joint_calls = self.joint_calls, []
         with no_autocast(calls[0].g.device.type):
             calls, stacked = stack_calls(calls)
             for call in stacked:
-                member, given = call.member, (call.saved, call.g, call.member.wanted, call.member.context)
-                if current.phase is Phase.NORMS:
-                    self.terms.append(call.rule.norm_terms(*given))
-                else:
-                    self._keep(member, call.rule.book_keep_all(*given))
-            if len(crossing := cross_terms(calls)):
+                self._report(call.rule, call.member, (call.saved, call.g, call.member.wanted, call.member.context))
+            if len(crossing := cross_terms([call for call in calls if call.member.counted])):
                 self.terms += crossing
 
-    def _keep(self, member: Member, parts: list[tuple[Terms | Tensor, Finish]]) -> None:
-        self.terms += [terms for terms, _ in parts]
-        self.due += [(member, finish) for _, finish in parts]
+    def _report(self, rule: LayerRule, member: Member, given: tuple[Saved, Tensor, Wanted, RuleContext]) -> None:
+        """Add a call's squared norms to the group's, and to what is due its sum, unless norms are all that is asked."""
+        terms: list[Terms | Tensor] = []
+        if self.running.phase is not Phase.NORMS:
+            parts = rule.book_keep_all(*given)
+            self.due += [(member, finish) for _, finish in parts]
+            terms = [term for term, _ in parts]
+        elif member.counted:
+            terms = [rule.norm_terms(*given)]
+        self.terms += terms if member.counted else []
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""

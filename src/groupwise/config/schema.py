@@ -313,12 +313,12 @@ class PipelineConfig:
 
 @dataclass
 class ParallelConfig:
-    """Replicas of the model (or of the whole pipeline), each with its own share of every batch."""
+    """Processes beside those of a pipeline's stages: replicas with a share of every batch, or parts of every tensor."""
 
     ranks: int = number(1, POSITIVE, most=10_000)
-    """Replicas; 1 is no data parallelism."""
-    kind: str = one_of("ddp", "ddp", "fsdp")
-    """ddp: a whole copy each | fsdp: parameters in shards (FSDP2)."""
+    """Processes, for each stage of a pipeline; 1 is no parallelism of this kind."""
+    kind: str = one_of("ddp", "ddp", "fsdp", "tensor")
+    """ddp: a whole copy each | fsdp: parameters in shards (FSDP2) | tensor: tensors cut by heads, units, vocabulary."""
 
 
 @dataclass

@@ -31,6 +31,10 @@ class Sensitivity(Protocol):
     def thresholds(self) -> torch.Tensor:
         """C, (K,): group k's sum moves by at most C_k in ℓ2, jointly over the group."""
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """d, (K,): how many numbers each group has, over all processes that hold parts of it."""
+
 
 def release_gradients(
     sensitivity: Sensitivity,
@@ -82,11 +86,9 @@ def release_gradients(
         )
     if not 0.0 < expected_batch_size < math.inf:
         raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B = ρN, above 0.")
-    groups = sensitivity.groups
+    groups, thresholds = sensitivity.groups, sensitivity.thresholds
     _check_partition(groups)
-    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
-    thresholds = sensitivity.thresholds
-    stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
+    stds = noise_stds(thresholds, sensitivity.sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
     sums: list[torch.Tensor] = []
     for group in groups:
         for parameter in group:

@@ -16,12 +16,12 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class Place:
-    """One process of several: process r = d·S + s is stage s of replica d."""
+    """One process of several: process r = (d·S + s)·P + p has part p of stage s of replica d."""
 
     rank: int
     """r, over all machines."""
     world: int
-    """S·D, the processes of the run."""
+    """D·S·P, the processes of the run."""
     local: int
     """The number on its own machine: which GPU it takes."""
     sharing: int
@@ -36,12 +36,15 @@ class Place:
 
 
 def world_size(config: RunConfig) -> int:
-    """How many processes a run has: stages times replicas."""
+    """How many processes a run has: stages times replicas, or parts."""
     return config.pipeline.stages * config.parallel.ranks
 
 
 def name_of(config: RunConfig, rank: int) -> str:
-    """A process in words: stage 1, replica 0, or stage 1 of replica 0."""
+    """A process in words: stage 1, replica 0, stage 1 of replica 0, or part 1 of stage 0."""
+    if config.parallel.kind == "tensor":
+        stage, part = divmod(rank, config.parallel.ranks)
+        return f"part {part}" + (f" of stage {stage}" if config.pipeline.stages > 1 else "")
     replica, stage = divmod(rank, config.pipeline.stages)
     if config.pipeline.stages == 1:
         return f"replica {replica}"

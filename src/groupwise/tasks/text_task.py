@@ -112,7 +112,14 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token, 0 where the label is `IGNORED`: (B, P, V), (B, P) -> (B, P)."""
+    """Cross-entropy of each token, 0 where the label is `IGNORED`: (B, P, V), (B, P) -> (B, P).
+
+    Logits of a model whose tensors are cut are a DTensor while it trains, and are never put together.
+    """
+    if hasattr(logits, "to_local"):
+        from groupwise.tasks.cut_losses import cut_losses
+
+        return cut_losses(logits.flatten(0, 1), labels.flatten(), IGNORED).view(labels.shape)  # type: ignore[arg-type]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape)
 

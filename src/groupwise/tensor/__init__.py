@@ -1,0 +1,1 @@
+"""Trains models whose tensors are cut over several processes (tensor parallelism)."""

@@ -1,0 +1,243 @@
+"""Cuts a model's tensors over the processes of a tensor group, and puts whole tensors together again.
+
+torch's DTensor says which rows are whose, and sends them. Inside, a process has its part as a plain parameter of a
+plain layer: clipping rules read activations and gradients of single examples, on which DTensor has no operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from groupwise.clipping.partition import find_layers
+from groupwise.clipping.parts import Parts
+from groupwise.privacy.randomness import randomness_of_part
+from groupwise.tensor.conjugates import Conjugates
+from groupwise.tensor.plan import Cut, cuts_of, set_widths
+from groupwise.training.ranks import Alone, Ranks
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one tensor is cut: along an axis of a view that has side by side matrices apart."""
+
+    axis: int
+    pieces: int
+    shape: torch.Size
+    """Of the whole tensor."""
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """A whole or local tensor -> with its pieces on an axis of their own, before that which is cut."""
+        return tensor.unflatten(self.axis, (self.pieces, -1))
+
+    def local(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        """This process's part of a tensor that every process has whole; nothing is sent."""
+        parts = distribute_tensor(self.apart(whole), mesh, [Shard(self.axis + 1)], src_data_rank=None)
+        return parts.to_local().flatten(self.axis, self.axis + 1).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The whole tensor, on every process; all call it at once."""
+        like = self.apart(torch.empty(self.shape, device="meta"))
+        parts = DTensor.from_local(
+            self.apart(local.contiguous()),
+            mesh,
+            [Shard(self.axis + 1)],
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+        return parts.full_tensor().flatten(self.axis, self.axis + 1)
+
+
+@dataclass
+class CutModel:
+    """A model of which this process has a part; state dicts go in and come out whole."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    first: bool
+    """Whether this process owns what is whole."""
+    splits: dict[str, Split] = field(default_factory=dict)
+    """By the names of parameters, each under its first."""
+    elsewhere: frozenset[str] = frozenset()
+    """Parameters of which this process has a zero in the place of what the first one adds."""
+    layers: frozenset[str] = frozenset()
+    """Those that are cut."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """As `Parts.sizes`."""
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of what trains here, in the order of the optimiser."""
+        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    @property
+    def copied(self) -> list[str]:
+        """Names of what trains, and is whole in every process."""
+        return [name for name in self.trainable if name.rpartition(".")[0] not in self.layers]
+
+    def parts(self, add_up: Callable[[Tensor], None] | None) -> Parts:
+        """What the engine must know; `add_up` is None where each process's share is a group of its own."""
+        copies = frozenset() if self.first else frozenset(self.copied)
+        return Parts(self.layers, copies, self.sizes, add_up)
+
+    def whole_model(self) -> dict[str, Tensor]:
+        """The state dict of the whole model, on the CPU; {} on all but the first process. All call it at once."""
+        made: dict[int, Tensor] = {}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in made:
+                made[id(value)] = self._whole(names.get(id(value), name), value.detach())
+            found[name] = made[id(value)]
+        return found if self.first else {}
+
+    def local_model(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the model's `load_state_dict` takes, from the whole model's state dict."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        own = self.model.state_dict(keep_vars=True)
+        return {name: self._local(names.get(id(value), name), whole[name], value) for name, value in own.items()}
+
+    def whole_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimiser's state dict with whole tensors by the names of parameters; {} on all but the first process."""
+        found = {
+            name: {key: self._moment(name, value, self._whole) for key, value in state["state"][i].items()}
+            for i, name in enumerate(self.trainable)
+            if i in state["state"]
+        }
+        groups = [{**group, "params": []} for group in state["param_groups"]]
+        return {"state": found, "param_groups": groups} if self.first else {}
+
+    def local_optimizer(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """What `load_state_dict` of this process's optimiser takes, from `whole_optimizer`."""
+
+        def cut(name: str, value: Tensor) -> Tensor:
+            return self._local(name, value, value)
+
+        own = {
+            i: {key: self._moment(name, value, cut) for key, value in whole["state"][name].items()}
+            for i, name in enumerate(self.trainable)
+            if name in whole["state"]
+        }
+        numbers = list(range(len(self.trainable)))
+        return {"state": own, "param_groups": [{**group, "params": numbers} for group in whole["param_groups"]]}
+
+    def _whole(self, name: str, local: Tensor) -> Tensor:
+        split = self.splits.get(name)
+        return (local if split is None else split.whole(local, self.mesh)).detach().cpu()
+
+    def _local(self, name: str, whole: Tensor, own: Tensor) -> Tensor:
+        if name in self.elsewhere:
+            return own.detach()
+        split = self.splits.get(name)
+        return whole if split is None else split.local(whole.to(self.mesh.device_type), self.mesh)
+
+    def _moment(self, name: str, value: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+        """Tensors of an optimiser are like their parameter, or a count of steps."""
+        return change(name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+
+def cut(model: nn.Module, ranks: Alone | Ranks, device: torch.device) -> CutModel:
+    """Leave this process its part of a transformers model that is whole, and the same, in every process.
+
+    Afterwards the model has the same layers under the same names, and its forward and backward passes send messages:
+    all processes run them at once.
+
+    Raises:
+        UserError: as `cuts_of`.
+    """
+    cuts = cuts_of(model, ranks.parts)
+    ranks.copy_parts_([*model.parameters(), *model.buffers()])
+    made = CutModel(model, _mesh(ranks, device), ranks.part == 0, sizes=_sizes(model))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    known: dict[int, nn.Parameter] = {}
+    joints, elsewhere = Conjugates(made.mesh), set()
+    for each in cuts:
+        for local, parameter in list(each.module.named_parameters(recurse=False)):
+            axis = each.axis(local)
+            if axis is not None:
+                split = Split(axis, each.pieces, parameter.shape)
+                if id(parameter) not in known:
+                    part = split.local(parameter.detach(), made.mesh)
+                    known[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
+                    made.splits[names[id(parameter)]] = split
+                each.module.register_parameter(local, known[id(parameter)])
+            elif not made.first:
+                zero = nn.Parameter(torch.zeros_like(parameter), requires_grad=False)
+                each.module.register_parameter(local, zero)
+                elsewhere.add(f"{each.name}.{local}")
+        _join(each, model, joints, made, ranks)
+    made.elsewhere, made.layers = frozenset(elsewhere), frozenset(each.name for each in cuts)
+    if _draws(model):
+        _give_own_masks(model, cuts, ranks.part, device)
+    return made
+
+
+def _join(each: Cut, model: nn.Module, joints: Conjugates, made: CutModel, ranks: Alone | Ranks) -> None:
+    module: Any = each.module
+    whole = getattr(module, "out_features", 0)
+    set_widths(each, model, ranks.parts)
+    if each.way == "columns":
+        joints.before_columns(module)
+    elif each.way == "rows":
+        joints.after_rows(module)
+    elif each.way == "head":
+        joints.before_columns(module)
+        joints.after_head(module, whole)
+    else:
+        first = -(-module.num_embeddings // ranks.parts) * ranks.part  # as DTensor cuts
+        module.num_embeddings = module.weight.shape[0]
+        padding = None if module.padding_idx is None else module.padding_idx - first
+        module.padding_idx = padding if padding is not None and 0 <= padding < module.num_embeddings else None
+        joints.around_rows_of_a_table(module, first)
+
+
+def _mesh(ranks: Alone | Ranks, device: torch.device) -> DeviceMesh:
+    assert isinstance(ranks, Ranks) and ranks.tensor is not None
+    return DeviceMesh.from_group(ranks.tensor, device.type)
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    seen: set[int] = set()
+    sizes = {}
+    for layer in find_layers(model):
+        new = {id(p): p.numel() for p in layer.trainable.values() if id(p) not in seen}
+        seen |= new.keys()
+        sizes[layer.name] = sum(new.values())
+    return sizes
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether anything in the model may drop what it computes."""
+    config: Any = model.config
+    rates = (value for key, value in vars(config).items() if "drop" in key and isinstance(value, float))
+    return any(rates) or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def _give_own_masks(model: nn.Module, cuts: list[Cut], part: int, device: torch.device) -> None:
+    """From the beginning of a module with columns to the rows that follow, or its end, masks are of this part alone."""
+    inside = ExitStack()
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        inside.close()
+        if module.training:
+            inside.enter_context(randomness_of_part(part, device))
+
+    def leave(*_: Any) -> None:
+        inside.close()
+
+    around = {each.name.rpartition(".")[0] for each in cuts if each.way == "columns"}
+    for name in sorted(around):
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+    for each in cuts:
+        if each.way == "rows":
+            each.module.register_forward_pre_hook(leave)

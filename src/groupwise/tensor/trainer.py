@@ -1,0 +1,187 @@
+"""Trains a model whose tensors are cut over processes: each clips and noises its own parts, by norms of the whole.
+
+All processes draw the same batch and run the same microbatches, with messages inside forward and backward pass; so each
+has every example's losses. A group's squared norms are summed over the processes before its factors are formed. What is
+whole in all of them, such as LayerNorms, the first one clips and noises, and the others take what it released.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import ClippingEngine
+from groupwise.clipping.measure import norms_of_losses
+from groupwise.config.schema import ClipConfig
+from groupwise.errors import UserError
+from groupwise.tensor.cutting import CutModel, cut
+from groupwise.training.from_config import make_engine
+from groupwise.training.memory import ran_out
+from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.step import Trainer
+from groupwise.training.task import Task
+
+
+def cut_task(
+    task: Task,
+    engine: ClippingEngine | None,
+    clip: ClipConfig,
+    ranks: Alone | Ranks,
+    device: torch.device,
+    examples: Sequence[int],
+    tolerance: float = 0.05,
+    loss_tolerance: float = 1e-3,
+) -> tuple[ClippingEngine | None, CutModel]:
+    """Leave this process its part of the task's model, and clip that; `engine`, of the whole model, is detached.
+
+    Args:
+        examples: whose losses and norms must be the same before and after.
+        tolerance, loss_tolerance: relative, of norms and losses.
+
+    Raises:
+        UserError: a model that cannot be cut; losses or norms that the parts together do not have.
+    """
+    before = _measured(task, engine, examples)
+    if engine is not None:
+        engine.detach()
+    model = cut(task.model, ranks, device)
+    if engine is not None:
+        add_up = None if clip.grouping == "device" else ranks.add_parts_
+        engine = make_engine(model.model, clip, parts=model.parts(add_up))
+    losses, norms = _measured(task, engine, examples)
+    if engine is not None and clip.grouping == "device":
+        squares = norms.square().to(device)
+        ranks.add_parts_(squares)
+        norms = squares.sqrt().cpu()
+    if not torch.allclose(losses, before[0], rtol=loss_tolerance, atol=1e-6):
+        raise UserError(
+            f"The model cut in {ranks.parts} has other losses than the whole one ({losses.tolist()} instead of "
+            f"{before[0].tolist()}), so a layer of it is not cut as it should be: use parallel.kind=ddp."
+        )
+    for k, (there, here) in enumerate(zip(before[1], norms, strict=True)):
+        if not torch.allclose(here, there, rtol=tolerance, atol=1e-9):
+            assert engine is not None
+            raise UserError(
+                f"The parts of group {engine.groups[k].name!r} have norms {here.tolist()} where the whole has "
+                f"{there.tolist()}, so a layer of it is not cut as it should be: use parallel.kind=ddp."
+            )
+    return engine, model
+
+
+def _measured(task: Task, engine: ClippingEngine | None, examples: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Losses (n,) and norms (K, n) of examples without dropout, float64 on the CPU; (0, n) without an engine."""
+    with _calm(task.model):
+        losses = task.losses(examples)
+        norms = losses.new_zeros(0, len(examples)) if engine is None else norms_of_losses(engine, losses)
+    return losses.detach().double().cpu(), norms.double().cpu()
+
+
+@contextmanager
+def _calm(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@dataclass(kw_only=True)
+class TensorTrainer(Trainer):
+    """A `Trainer` of this process's part of a model, `cut.model`; all processes call the same methods at once."""
+
+    cut: CutModel
+
+    @property
+    def _one_group(self) -> bool:
+        """Are groups those of all parts together, rather than each process's own?"""
+        return self.engine is None or self.engine.parts is None or self.engine.parts.add_up is not None
+
+    def step(self, step: int) -> list[float]:
+        """Run step `step` (0-based); returns this process's part of what `report` takes."""
+        loss, *_ = parts = super().step(step)
+        first = float(self.ranks.part == 0)
+        if self.engine is None:
+            return [loss * first]
+        share = first if self._one_group else 1.0
+        clipped = self._known["nonprivate/clipped"] * share * len(self.engine.groups) / self.plan.num_groups
+        by_part = [0.0] * self.ranks.parts
+        by_part[self.ranks.part] = parts[1]
+        return [loss * first, clipped, self._known["noise_norm"] ** 2 * share, *by_part]
+
+    def report(self, totals: list[float]) -> dict[str, float]:
+        """What the last step may log, of all parts, from the sums over all processes."""
+        if self.engine is None:
+            return super().report(totals)
+        loss, clipped, square, *nonfinite = totals
+        whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
+        return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
+
+    def _accumulate(self, examples: np.ndarray, step: int) -> None:
+        share = self.ranks.share(examples)
+        self._clear()
+        try:
+            for start in range(0, len(share), self.microbatch):
+                with self.mechanism.microbatch(step, start):
+                    self._backward(share[start : start + self.microbatch])
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            raise UserError(
+                f"Microbatches of {self.microbatch} do not fit into this process's memory: lower train.microbatch."
+            ) from None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Trainer.state_dict` of the whole model; thresholds by part, where each is a group of its own."""
+        state = super().state_dict()
+        state["optimizer"] = self.cut.whole_optimizer(state["optimizer"])
+        if not self._one_group:
+            state["thresholds"] = {str(part): own for part, own in enumerate(self.ranks.gather(state["thresholds"]))}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Go back to where `state_dict` was taken; every process has the whole of it."""
+        own = {
+            **state,
+            "model": self.cut.local_model(state["model"]),
+            "optimizer": self.cut.local_optimizer(state["optimizer"]),
+        }
+        if not self._one_group:
+            own["thresholds"] = state["thresholds"][str(self.ranks.part)]
+        super().load_state_dict(own, step)
+
+    def named_thresholds(self) -> dict[str, float]:
+        """Group -> C_k; a part of the model that is one group is called by its number."""
+        own = super().named_thresholds()
+        if self._one_group:
+            return own
+        return {f"part {part}": value for part, each in enumerate(self.ranks.gather(own)) for value in each.values()}
+
+    def export(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """Write the whole model for other programs."""
+        whole = self.cut.whole_model()
+        if not self.ranks.main:
+            return
+        parameters = dict(self.task.model.named_parameters())
+        own = {name: parameters[name].data for name in self.cut.splits}
+        try:
+            for name in own:
+                parameters[name].data = whole[name]
+            self.task.export(folder, provenance)
+        finally:
+            for name, part in own.items():
+                parameters[name].data = part
+
+    def _model_state(self) -> dict[str, Any]:
+        return self.cut.whole_model()
+
+    def _check_update(self, step: int) -> None:
+        """Nothing: what the task remembers are parameters from before they were cut."""
