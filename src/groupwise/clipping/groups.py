@@ -108,8 +108,12 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
 
 
 def _may_wait(group: ClippingGroup) -> bool:
-    """Whether its sums may wait for those of other groups: a GPU has fast memory for them, a CPU little."""
-    return starts_kernels(group.threshold) or numbers(*group.inputs) <= MOST_KEPT_WARM
+    """Whether its sums may wait for those of other groups: a GPU has fast memory for them, a CPU little.
+
+    All processes that hold parts of a group must say the same, whatever the sizes of their parts.
+    """
+    few = group.parts is None and numbers(*group.inputs) <= MOST_KEPT_WARM
+    return starts_kernels(group.threshold) or few
 
 
 def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, Tensor, list[int]]]:

@@ -96,8 +96,8 @@ class Mechanism:
     def __post_init__(self) -> None:
         if self.ranks.parts > 1 and self.engine is not None and self.engine.parts is None:
             raise UserError(
-                f"ranks has {self.ranks.parts} parts of every tensor and the engine knows of one, so that what each noises "
-                "would be released several times: attach with parts=, or use Ranks()."
+                f"ranks has {self.ranks.parts} parts of every tensor and the engine knows of one, so that what each "
+                "noises would be released several times: attach with parts=, or use Ranks()."
             )
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._opened: tuple[int, int] | None = None
