@@ -1,0 +1,128 @@
+"""Measures what a layer costs before any arithmetic:  python -m benchmarks.host_time [key=value ...]
+
+Chains of layers so small that their kernels take no time, as on a GPU whose host cannot start kernels as fast as they
+end. Plain training and both ways of clipping take turns in one process, on its processor time; the ratio is the median
+over turns. Operations are counted by torch's dispatcher, views among them, so their number has no noise.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.options import check_above_zero, command, read
+from groupwise.clipping import attach, flat, per_layer
+
+HELP = """python -m benchmarks.host_time [key=value ...]
+
+  layers=24    of each chain
+  turns=25     how often each way of training has its turn
+
+  python -m benchmarks.host_time turns=9"""
+WAYS = ("none", "per layer", "flat")
+CHAINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(16, 16), (8, 16)),
+    "linear on 6 tokens": (lambda: nn.Linear(16, 16), (8, 6, 16)),
+    "convolution": (lambda: nn.Conv2d(4, 4, 3, padding=1), (8, 4, 8, 8)),
+    "LayerNorm": (lambda: nn.LayerNorm(16), (8, 6, 16)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (8, 4, 8, 8)),
+}
+"""A layer, and its input's shape, the batch first."""
+
+
+@dataclass
+class Options:
+    """What the command line may say; see `HELP`."""
+
+    layers: int = 24
+    turns: int = 25
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one layer in one way of training."""
+
+    microseconds: float
+    ratio: float
+    """To plain training in the same turn."""
+    operations: float
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+def training(make: Callable[[], nn.Module], shape: Sequence[int], layers: int, way: str) -> Callable[[], None]:
+    """A forward and backward pass through a chain of so many layers."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(make() for _ in range(layers))), torch.randn(*shape)
+    if way == "none":
+        return lambda: model(x).sum().backward()
+    engine = attach(model, flat(model) if way == "flat" else per_layer(model), 0.3)
+
+    def clipped() -> None:
+        y: Tensor = model(x)
+        engine.backward(y.flatten(1).sum(1))
+        engine.reset()
+
+    return clipped
+
+
+def cost(chain: str, options: Options) -> dict[str, Cost]:
+    """What each way of training costs a layer of that chain."""
+    make, shape = CHAINS[chain]
+    passes = {way: training(make, shape, options.layers, way) for way in WAYS}
+    operations = {}
+    for way, run in passes.items():
+        run()  # gradients are there from now on
+        with Counted() as counted:
+            run()
+        operations[way] = counted.operations / options.layers
+    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(options.turns):
+        for way, run in passes.items():
+            start = time.process_time()
+            for _ in range(4):
+                run()
+            taken[way].append((time.process_time() - start) / 4 / options.layers * 1e6)
+    return {
+        way: Cost(
+            min(times),
+            statistics.median(own / plain for own, plain in zip(times, taken["none"], strict=True)),
+            operations[way],
+        )
+        for way, times in taken.items()
+    }
+
+
+def _run(arguments: list[str]) -> None:
+    options = read(Options, arguments)
+    check_above_zero(options, "layers", "turns")
+    torch.set_num_threads(1)
+    heads = f"{'µs':>9s}{'ratio':>7s}{'operations':>12s}"
+    print(f"{'':20s}" + "".join(f"{way:>28s}" for way in WAYS) + f"\n{'a layer of':20s}" + heads * len(WAYS))
+    for chain in CHAINS:
+        costs = cost(chain, options).values()
+        print(f"{chain:20s}" + "".join(f"{c.microseconds:9.0f}{c.ratio:7.1f}{c.operations:12.1f}" for c in costs))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    return command(_run, HELP, "what is printed is done", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

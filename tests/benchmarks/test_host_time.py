@@ -1,0 +1,26 @@
+"""What a layer costs the host: a budget of operations that clipping keeps to."""
+
+import pytest
+
+from benchmarks.host_time import CHAINS, WAYS, cost, main
+from benchmarks.host_time import Options as HostTime
+
+MOST = {"linear": 46, "linear on 6 tokens": 40, "convolution": 90, "LayerNorm": 38, "GroupNorm": 55}
+"""Operations a layer, views among them, forward and backward; plain training has 4 to 16."""
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_layer_takes_no_more_operations_than_its_budget(chain):
+    found = cost(chain, HostTime(turns=1))
+    assert set(found) == set(WAYS)
+    assert found["none"].operations < min(found["flat"].operations, found["per layer"].operations)
+    assert max(found["flat"].operations, found["per layer"].operations) <= MOST[chain]
+    assert found["none"].ratio == 1
+
+
+def test_the_command_prints_a_line_a_chain(capsys):
+    assert main(["layers=2", "turns=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:20].strip() for line in lines[2:]] == list(CHAINS)
+    assert main(["turns=0"]) == 2
+    assert capsys.readouterr().err.startswith("error: turns=0")
