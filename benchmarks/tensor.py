@@ -12,9 +12,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.command import command
 from benchmarks.cut_steps import CLIPPINGS, TensorOptions, foretold, measured
-from benchmarks.options import check_above_zero, read
+from benchmarks.options import check_above_zero, command, read
 from groupwise.config.schema import RunConfig
 from groupwise.processes.start import spawn
 
