@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from groupwise.tensor.plan import Cut
+
 
 class Stage(nn.Module, ABC):
     """One piece of a model: hidden activations in and out, token ids or images into the first, losses out of the last.
@@ -26,6 +28,8 @@ class Stage(nn.Module, ABC):
         self.index, self.count = index, count
         self.first, self.last = index == 0, index == count - 1
         self._names: dict[str, str] = {}
+        self.cuts: list[Cut] = []
+        """How its layers are cut over processes, where they are (tensor parallelism)."""
 
     def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
         """Run the piece.
