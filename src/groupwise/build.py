@@ -226,8 +226,7 @@ def _take(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any], t
 
         cuts = cuts_of(model, tensor_parts)
     stage = cut(model, ranges, index, **parts)
-    names = {id(module): name for name, module in stage.named_modules()}
-    stage.cuts = [replace(each, name=names[id(each.module)]) for each in cuts if id(each.module) in names]
+    stage.take_cuts(cuts)
     kept = {id(parameter) for parameter in stage.parameters()}
     for parameter in parameters:
         if id(parameter) not in kept:
