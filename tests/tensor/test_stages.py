@@ -40,7 +40,7 @@ def _noise(case, ranks):
     moved = {name: p.detach() - before[name] for name, p in trainer.runner.stage.named_parameters()}
     for step in range(1, len(EMPTY)):
         trainer.step(step)
-    return moved, trainer.named_thresholds()
+    return moved, trainer.named_thresholds(), trainer.thresholds.clip_thresholds.tolist()
 
 
 def _resumed(case, ranks, folder):
@@ -97,14 +97,16 @@ def test_four_processes_are_one(four, name):
 def test_noise_is_independent_between_all_processes_and_counts_are_noised_once(four, name):
     by_place = {process["place"]: process["noise"][name] for process in four}
     drawn = {}
-    for place, (moved, _) in by_place.items():
+    for place, (moved, *_) in by_place.items():
         drawn[place] = torch.cat([moved[key].flatten() for key in sorted(moved) if "c_fc.weight" in key])
     places = sorted(drawn)
+    own = {place: thresholds for place, (_, _, thresholds) in by_place.items()}
+    assert all((own[stage, 0] == own[stage, 1]) == (name == "layer") for stage in (0, 1))
     for i, a in enumerate(places):
         for b in places[:i]:
             together = float((drawn[a] * drawn[b]).sum() / (drawn[a].norm() * drawn[b].norm()))
             assert abs(together) < 5 / math.sqrt(len(drawn[a]))
-    thresholds = [thresholds for _, thresholds in by_place.values()]
+    thresholds = [thresholds for _, thresholds, _ in by_place.values()]
     assert all(each == thresholds[0] for each in thresholds)
     assert len(set(thresholds[0].values())) == len(thresholds[0]) == (4 if name == "device" else 4 * 6 + 4)
 
