@@ -75,9 +75,9 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     model = make_model(Case("wrn"))
     stage = cut(model, choose_ranges(model, STAGES), ranks.stage)
-    checkpoint.save_weights(Path(folder) / "model.pt", stage, ranks)
+    checkpoint.save_weights(Path(folder) / "model.pt", stage.names(), stage.state_dict(), ranks)
     checkpoint.LARGEST = 10
-    checkpoint.save_weights(Path(folder) / "large.pt", stage, ranks)
+    checkpoint.save_weights(Path(folder) / "large.pt", stage.names(), stage.state_dict(), ranks)
     ranks.barrier()
     if ranks.main:
         forget_checkpoints(path.parent)

@@ -32,6 +32,11 @@ class Sums(NamedTuple):
     groups: list[list[nn.Parameter]]
     thresholds: torch.Tensor
 
+    @property
+    def sizes(self) -> list[int]:
+        """All of each group is here."""
+        return [sum(parameter.numel() for parameter in group) for group in self.groups]
+
 
 def release(groups, thresholds, **options) -> torch.Tensor:
     defaults = {"allocation": "global", "noise_multiplier": 1.0, "expected_batch_size": 4.0, "noise": SOURCE, "step": 0}

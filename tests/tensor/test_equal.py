@@ -34,6 +34,7 @@ STEPS = 60
 """Without examples, of which noise is taken."""
 RESUMED = ("adaptive_layer", "per_device")
 SENSITIVE = ("fixed_layer", "flat", "ghost")
+WEIGHTED = ("fixed_layer", "adaptive_block", "flat")
 C = 1.0
 
 
@@ -68,6 +69,10 @@ def _noises(ranks, mode="fixed_layer", change=lambda trainer: None):
         trainer.step(step)
         places.append(_local(trainer))
     return {name: torch.stack([p[name].flatten() for p in places]).diff(dim=0) / (0.5 / 8) for name in places[0]}
+
+
+def _noise_norm(ranks, mode):
+    return steps(build(mode, ranks, sigma=1.0, batches=[[]], allocation="weighted"))[0]["noise_norm"]
 
 
 def _one_stream(trainer):
@@ -139,6 +144,7 @@ def _on_two(rank, world, folder):
         "planted": {mode: _sums_alone(ranks, mode, _not_added_up) for mode in SENSITIVE},
         "resumed": {mode: _resumed(ranks, mode, Path(folder)) for mode in RESUMED},
         "masks": _masks(ranks),
+        "noise norms": {mode: _noise_norm(ranks, mode) for mode in WEIGHTED},
     }
 
 
@@ -292,6 +298,12 @@ def test_the_noise_is_one_on_every_coordinate_and_independent_between_parts(two)
     for name in noises[0].keys() - set(cut):
         alike = not name.endswith("c_proj.bias")
         assert torch.equal(noises[1][name], noises[0][name] if alike else torch.zeros_like(noises[0][name]))
+
+
+@pytest.mark.parametrize("mode", WEIGHTED)
+def test_noise_by_the_sizes_of_groups_is_by_those_of_whole_groups(two, mode):
+    for process in two:
+        assert process["noise norms"][mode] == pytest.approx(_noise_norm(Alone(), mode), rel=1e-12)
 
 
 def test_parts_that_draw_from_one_stream_are_caught(two):

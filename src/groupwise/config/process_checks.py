@@ -74,10 +74,10 @@ def tensor(config: RunConfig) -> Iterator[str]:
     clip, kind = config.clip, "parallel.kind=tensor"
     if config.parallel.kind != "tensor" or config.parallel.ranks == 1:
         return
-    if config.pipeline.stages > 1:
-        yield f"{kind} is not for pipelines: use parallel.kind=ddp, or pipeline.stages=1."
     if config.model.name in IMAGE_MODELS or config.task.startswith("pretrain"):
         yield f"{kind} cuts causal language models and classifiers of text: use parallel.kind=ddp."
+    if config.model.trains == "lora":
+        yield f"{kind} cuts no adapters: use parallel.kind=ddp with model.trains=lora, or model.trains=all."
     if config.train.compile or config.train.ema:
         what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
         yield f"{what} is not for {kind}: leave it out, or use parallel.kind=ddp."

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
-from groupwise.pipeline.stage import Stage
 from groupwise.training.checkpoint import load_checkpoint, previous, save_checkpoint
 from groupwise.training.ranks import Alone, Ranks
 
@@ -38,7 +37,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
     """
     folder = path.with_name(f"{path.stem}-{ranks.broadcast(common['step'])}")
     problem = None
-    if ranks.replica == 0:
+    if ranks.replica == ranks.part == 0:
         mine = {name: value for name, value in own.items() if name not in common}
         problem = _tried(_write, folder / _file(ranks.stage), mine)
     _agree(problem, ranks)
@@ -72,22 +71,26 @@ def load(path: Path, state: Mapping[str, Any], ranks: Alone | Ranks, device: tor
     return {**state, **load_checkpoint(path.with_name(state["folder"]) / _file(ranks.stage), device)}
 
 
-def save_weights(path: Path, stage: Stage, ranks: Alone | Ranks) -> None:
+def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tensor], ranks: Alone | Ranks) -> None:
     """Write model-<stage>.pt beside `path` and, unless the model is larger than `LARGEST`, the whole model to `path`.
 
     All processes call it together.
 
+    Args:
+        path: of model.pt.
+        names: of the stage → of the whole model.
+        state: the stage's own state dict, on the first process that has a part of it.
+
     Raises:
         UserError: on every process, when any cannot write.
     """
-    names = stage.names()
-    weights = {names[name]: tensor for name, tensor in stage.state_dict().items()}
+    weights = {names[name]: tensor for name, tensor in state.items()}
     sizes = ranks.gather(sum(tensor.nbytes for tensor in weights.values()))
     problem = None
-    if ranks.replica == 0:
+    if ranks.replica == ranks.part == 0:
         problem = _tried(save_checkpoint, _shard(path, ranks.stage), weights)
     _agree(problem, ranks)
-    if ranks.main and sum(sizes[: ranks.stages]) <= LARGEST:
+    if ranks.main and sum(sizes[: ranks.stages * ranks.parts : ranks.parts]) <= LARGEST:
         problem = _tried(_merge, path, ranks.stages)
     _agree(problem, ranks)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from groupwise.tensor.plan import Cut
 
 
 class Stage(nn.Module, ABC):
@@ -26,6 +29,8 @@ class Stage(nn.Module, ABC):
         self.index, self.count = index, count
         self.first, self.last = index == 0, index == count - 1
         self._names: dict[str, str] = {}
+        self.cuts: list[Cut] = []
+        """How its layers are cut over processes, where they are (tensor parallelism)."""
 
     def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
         """Run the piece.
@@ -71,6 +76,11 @@ class Stage(nn.Module, ABC):
     def names(self) -> dict[str, str]:
         """Each name of `state_dict()` → its name in the whole model's, so that stages can be joined or cut anew."""
         return dict(self._names)
+
+    def take_cuts(self, cuts: Sequence[Cut]) -> None:
+        """Learn which layers are cut over processes, from those of the whole model."""
+        names = {id(module): name for name, module in self.named_modules()}
+        self.cuts = [replace(each, name=names[id(each.module)]) for each in cuts if id(each.module) in names]
 
     def remember(self, modules: Mapping[int, str]) -> None:
         """Learn what the whole model calls each module, by its id; done by `cut`."""

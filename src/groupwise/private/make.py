@@ -296,8 +296,7 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
         )
     if ranks.parts > 1:
         raise UserError(
-            f"ranks has {ranks.parts} parts of every tensor, which run.py alone trains (parallel.kind=tensor): give "
-            "Ranks()."
+            f"ranks has {ranks.parts} parts of every tensor, which run.py alone trains: use Ranks(parts=1)."
         )
     if any(module in TAKEN for module in model.modules()):
         raise UserError(

@@ -129,6 +129,19 @@ class CutModel:
         numbers = list(range(len(self.trainable)))
         return {"state": own, "param_groups": [{**group, "params": numbers} for group in whole["param_groups"]]}
 
+    def whole_state(self, state: dict[str, Any], ranks: Alone | Ranks, one_group: bool) -> dict[str, Any]:
+        """A trainer's state with whole tensors; thresholds by part, unless all parts are one group."""
+        found = {**state, "model": self.whole_model(), "optimizer": self.whole_optimizer(state["optimizer"])}
+        if not one_group:
+            found["thresholds"] = {str(part): own for part, own in enumerate(ranks.gather_parts(state["thresholds"]))}
+        return found
+
+    def local_state(self, state: dict[str, Any], ranks: Alone | Ranks, one_group: bool) -> dict[str, Any]:
+        """What the trainer's `load_state_dict` takes, from `whole_state`."""
+        model, optimizer = self.local_model(state["model"]), self.local_optimizer(state["optimizer"])
+        thresholds = state["thresholds"] if one_group else state["thresholds"][str(ranks.part)]
+        return {**state, "model": model, "optimizer": optimizer, "thresholds": thresholds}
+
     def _whole(self, name: str, local: Tensor) -> Tensor:
         split = self.splits.get(name)
         return (local if split is None else split.whole(local, self.mesh)).detach().cpu()
@@ -144,8 +157,10 @@ class CutModel:
         return change(name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
-def cut(model: nn.Module, ranks: Alone | Ranks, device: torch.device) -> CutModel:
+def cut(model: nn.Module, ranks: Alone | Ranks, device: torch.device, cuts: list[Cut] | None = None) -> CutModel:
     """Leave this process its part of a transformers model that is whole, and the same, in every process.
+
+    `cuts` says how, of a model that is a part of one; None asks `cuts_of`.
 
     Afterwards the model has the same layers under the same names, and its forward and backward passes send messages:
     all processes run them at once.
@@ -153,7 +168,7 @@ def cut(model: nn.Module, ranks: Alone | Ranks, device: torch.device) -> CutMode
     Raises:
         UserError: as `cuts_of`.
     """
-    cuts = cuts_of(model, ranks.parts)
+    cuts = cuts_of(model, ranks.parts) if cuts is None else cuts
     ranks.copy_parts_([*model.parameters(), *model.buffers()])
     made = CutModel(model, _mesh(ranks, device), ranks.part == 0, sizes=_sizes(model))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -175,7 +190,7 @@ def cut(model: nn.Module, ranks: Alone | Ranks, device: torch.device) -> CutMode
                 elsewhere.add(f"{each.name}.{local}")
         _join(each, model, joints, made, ranks)
     made.elsewhere, made.layers = frozenset(elsewhere), frozenset(each.name for each in cuts)
-    if _draws(model):
+    if _drops_out(model):
         _give_own_masks(model, cuts, ranks.part, device)
     return made
 
@@ -214,7 +229,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
     return sizes
 
 
-def _draws(model: nn.Module) -> bool:
+def _drops_out(model: nn.Module) -> bool:
     """Whether anything in the model may drop what it computes."""
     config: Any = model.config
     rates = (value for key, value in vars(config).items() if "drop" in key and isinstance(value, float))

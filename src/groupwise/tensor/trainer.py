@@ -8,7 +8,7 @@ whole in all of them, such as LayerNorms, the first one clips and noises, and th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,40 +23,47 @@ from groupwise.clipping.measure import norms_of_losses
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.tensor.cutting import CutModel, cut
+from groupwise.tensor.plan import Cut
 from groupwise.training.from_config import make_engine
 from groupwise.training.memory import ran_out
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
-from groupwise.training.task import Task
+
+Losses = Callable[[Sequence[int] | np.ndarray], Tensor]
 
 
-def cut_task(
-    task: Task,
+def cut_and_attach(
+    model: nn.Module,
     engine: ClippingEngine | None,
     clip: ClipConfig,
     ranks: Alone | Ranks,
     device: torch.device,
+    losses_of: Losses,
     examples: Sequence[int],
+    cuts: list[Cut] | None = None,
+    *,
     tolerance: float = 0.05,
     loss_tolerance: float = 1e-3,
 ) -> tuple[ClippingEngine | None, CutModel]:
-    """Leave this process its part of the task's model, and clip that; `engine`, of the whole model, is detached.
+    """Leave this process its part of a model, and clip that; `engine`, of the whole model, is detached.
 
     Args:
+        losses_of: numbers of examples -> a loss each.
         examples: whose losses and norms must be the same before and after.
+        cuts: as `cut` has it.
         tolerance, loss_tolerance: relative, of norms and losses.
 
     Raises:
         UserError: a model that cannot be cut; losses or norms that the parts together do not have.
     """
-    before = _measured(task, engine, examples)
+    before = _measured(model, losses_of, engine, examples)
     if engine is not None:
         engine.detach()
-    model = cut(task.model, ranks, device)
+    made = cut(model, ranks, device, cuts)
     if engine is not None:
         add_up = None if clip.grouping == "device" else ranks.add_parts_
-        engine = make_engine(model.model, clip, parts=model.parts(add_up))
-    losses, norms = _measured(task, engine, examples)
+        engine = make_engine(model, clip, parts=made.parts(add_up))
+    losses, norms = _measured(model, losses_of, engine, examples)
     if engine is not None and clip.grouping == "device":
         squares = norms.square().to(device)
         ranks.add_parts_(squares)
@@ -73,13 +80,15 @@ def cut_task(
                 f"The parts of group {engine.groups[k].name!r} have norms {here.tolist()} where the whole has "
                 f"{there.tolist()}, so a layer of it is not cut as it should be: use parallel.kind=ddp."
             )
-    return engine, model
+    return engine, made
 
 
-def _measured(task: Task, engine: ClippingEngine | None, examples: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _measured(
+    model: nn.Module, losses_of: Losses, engine: ClippingEngine | None, examples: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Losses (n,) and norms (K, n) of examples without dropout, float64 on the CPU; (0, n) without an engine."""
-    with _calm(task.model):
-        losses = task.losses(examples)
+    with _calm(model):
+        losses = losses_of(examples)
         norms = losses.new_zeros(0, len(examples)) if engine is None else norms_of_losses(engine, losses)
     return losses.detach().double().cpu(), norms.double().cpu()
 
@@ -102,8 +111,7 @@ class TensorTrainer(Trainer):
 
     @property
     def _one_group(self) -> bool:
-        """Are groups those of all parts together, rather than each process's own?"""
-        return self.engine is None or self.engine.parts is None or self.engine.parts.add_up is not None
+        return self.mechanism.one_count
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
@@ -141,29 +149,20 @@ class TensorTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As `Trainer.state_dict` of the whole model; thresholds by part, where each is a group of its own."""
-        state = super().state_dict()
-        state["optimizer"] = self.cut.whole_optimizer(state["optimizer"])
-        if not self._one_group:
-            state["thresholds"] = {str(part): own for part, own in enumerate(self.ranks.gather(state["thresholds"]))}
-        return state
+        return self.cut.whole_state(super().state_dict(), self.ranks, self._one_group)
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go back to where `state_dict` was taken; every process has the whole of it."""
-        own = {
-            **state,
-            "model": self.cut.local_model(state["model"]),
-            "optimizer": self.cut.local_optimizer(state["optimizer"]),
-        }
-        if not self._one_group:
-            own["thresholds"] = state["thresholds"][str(self.ranks.part)]
-        super().load_state_dict(own, step)
+        super().load_state_dict(self.cut.local_state(state, self.ranks, self._one_group), step)
 
     def named_thresholds(self) -> dict[str, float]:
         """Group -> C_k; a part of the model that is one group is called by its number."""
         own = super().named_thresholds()
         if self._one_group:
             return own
-        return {f"part {part}": value for part, each in enumerate(self.ranks.gather(own)) for value in each.values()}
+        return {
+            f"part {part}": value for part, each in enumerate(self.ranks.gather_parts(own)) for value in each.values()
+        }
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Write the whole model for other programs."""

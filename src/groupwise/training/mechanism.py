@@ -113,7 +113,7 @@ class Mechanism:
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         if self.ranks.parts > 1:
             self.gradient_noise = noise.child(f"part {self.ranks.part}")
-            if not self._one_count:
+            if not self.one_count:
                 self.count_noise = self.gradient_noise
         self.sampler = sampler_of(self.plan, noise)
 
@@ -199,7 +199,7 @@ class Mechanism:
         return counts
 
     @property
-    def _one_count(self) -> bool:
+    def one_count(self) -> bool:
         """Are the groups those of all parts of the tensors together, rather than of this one?"""
         return self.engine is None or self.engine.parts is None or self.engine.parts.add_up is not None
 
@@ -211,7 +211,7 @@ class Mechanism:
         self._gradients()
         on_device = counts.to(self.device)
         copies = [parameter.grad for parameter in self.copied if parameter.grad is not None]
-        self.ranks.copy_parts_([*copies, *([on_device] if len(counts) and self._one_count else [])])
+        self.ranks.copy_parts_([*copies, *([on_device] if len(counts) and self.one_count else [])])
         return on_device.cpu()
 
     def _own_sums(self) -> list[Tensor]:

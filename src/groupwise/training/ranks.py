@@ -44,6 +44,10 @@ class Alone:
     def copy_parts_(self, tensors: Sequence[Tensor]) -> None:
         """Give every part the first one's values, in place: nothing to do."""
 
+    def gather_parts(self, value: Any) -> list[Any]:
+        """The value of every part of the tensors: this one alone."""
+        return [value]
+
     def share(self, examples: np.ndarray) -> np.ndarray:
         """This replica's part of a drawn batch: all of it."""
         return examples
@@ -130,6 +134,12 @@ class Ranks:
                 flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
                 dist.broadcast(flat, group_src=0, group=self.tensor)
                 _spread(flat, bucket)
+
+    def gather_parts(self, value: Any) -> list[Any]:
+        """The value of every part of the tensors of this stage, by part; for small things, seldom."""
+        values: list[Any] = [None] * self.parts
+        dist.all_gather_object(values, value, group=self.tensor)
+        return values
 
     def share(self, examples: np.ndarray) -> np.ndarray:
         """This replica's part of a drawn batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,); all parts together are the batch.
