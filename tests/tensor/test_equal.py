@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.messages import Messages
+from groupwise.clipping.groups import MOST_TOGETHER, close_together
 from groupwise.clipping.parts import Parts
 from groupwise.config.schema import OptimConfig
 from groupwise.errors import UserError
@@ -54,6 +55,17 @@ def _messages(ranks):
                 trainer.step(step)
             found[mode].append(messages.seen)
     return found
+
+
+def _together(ranks):
+    """The outcome where groups close together, as on a GPU, and the messages of the first step."""
+    trainer = build("fixed_layer", ranks)
+    close_together(trainer.engine.groups, MOST_TOGETHER)
+    with Messages() as messages:
+        trainer.step(0)
+    for step in (1, 2):
+        trainer.step(step)
+    return parameters(trainer), messages.seen
 
 
 def _local(trainer):
@@ -137,6 +149,7 @@ def _on_two(rank, world, folder):
         "outcomes": {case: outcome(*case, ranks) for case in CASES},
         "per device": _one_step_per_device(ranks),
         "messages": _messages(ranks),
+        "together": _together(ranks),
         "noises": _noises(ranks),
         "one stream": _noises(ranks, change=_one_stream),
         "device noises": _noises(ranks, "per_device"),
@@ -200,6 +213,13 @@ def test_messages_are_those_of_the_model_and_one_small_one_for_each_group(two, m
     foretold = foretell(make_model("gpt2"), 2, FORETOLD.get(mode, clip.grouping), [3, 3, 1], LENGTH)
     sums = Counter({("allreduce", size): often for size, often in (foretold.activations + foretold.norms).items()})
     assert sums == +expected and Counter({("broadcast", s): n for s, n in foretold.released.items()}) == released
+
+
+def test_groups_that_close_together_send_their_norms_together(two):
+    weights, messages = two[0]["together"]
+    torch.testing.assert_close(weights, two[0]["outcomes"]["fixed_layer", "gpt2"][0], rtol=1e-9, atol=1e-12)
+    cut_groups = 4 * BLOCKS + 1
+    assert messages["allreduce", 8 * 3 * cut_groups] == 2 and messages["allreduce", 8 * cut_groups] == 1
 
 
 # -- the privacy argument ---------------------------------------------------------------------------------------------
