@@ -23,7 +23,7 @@ def test_help_names_every_key():
 @pytest.mark.slow
 def test_what_is_counted_was_foretold(capsys):
     assert tensor.main(["layers=1", "width=64", "words=101", "length=8", "steps=1"]) == 0
-    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    _, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
     assert [row[0] for row in rows] == list(tensor.CLIPPINGS)
     for row in rows:
         counted, foretold, norms, size, expected = row[1:6]
