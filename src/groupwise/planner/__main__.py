@@ -30,13 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from groupwise.planner.estimate import Estimate
             from groupwise.planner.planner import make_plan, report
 
-            estimate = Estimate(options)
-            plan = make_plan(estimate)
-            print(report(plan))
             if options.parts > 1:
                 from groupwise.planner.parts import told
 
-                print(told(estimate.model, options, plan.options.microbatch or 1))
+                print(told(options))
+            else:
+                print(report(make_plan(Estimate(options))))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE

@@ -17,6 +17,7 @@ from torch import nn
 from groupwise.clipping import Partition, flat, per_block, per_layer
 from groupwise.errors import UserError, did_you_mean
 from groupwise.planner.options import PlanOptions
+from groupwise.planner.shapes import build, configuration
 from groupwise.tensor.plan import Cut, cuts_of
 
 PARTITIONS = {"flat": flat, "ghost": flat, "layer": per_layer, "block": per_block}
@@ -128,16 +129,28 @@ def _released(model: nn.Module, layers: set[str], groups: int) -> Counter[int]:
     return Counter(sizes.values())
 
 
-def told(model: nn.Module, options: PlanOptions, microbatch: int) -> str:
-    """Lines for a person: of a step of per-layer clipping, and of clipping per device, which sends no norms."""
+def told(options: PlanOptions) -> str:
+    """Lines for a person: of a step of per-layer clipping, and of clipping per device, which sends no norms.
+
+    Raises:
+        UserError: as `foretell`; weights, gradients and moments that do not fit.
+    """
+    model = build(configuration(options.model), rank=0, targets=(), dtype="float32")
+    microbatch = options.microbatch or 1
     whole, rest = divmod(options.batch, microbatch)
     rows = [microbatch] * whole + [rest] * bool(rest)
     found = foretell(model, options.parts, "layer", rows, options.length, options.places)
     norms = sum(found.norms.values()), sum(size * often for size, often in found.norms.items())
     every = sum(parameter.numel() for parameter in model.parameters())
+    if found.state > options.room:
+        raise UserError(
+            f"{options.model} in {options.parts} parts needs {found.state / 1e9:.1f} GB in the fullest process for "
+            f"weights, gradients and moments alone, and {options.room / 1e9:.1f} are there: give more parts."
+        )
     return (
         f"Tensors in {options.parts} parts: {found.parameters / 1e6:,.1f} of {every / 1e6:,.1f} million numbers in the "
-        f"fullest process, {found.state / 1e9:.2f} GB with gradients and moments.\n"
+        f"fullest process, {found.state / 1e9:.2f} GB with gradients and moments of the {options.room / 1e9:.1f} that "
+        f"are there; activations are not foretold.\n"
         f"A step sends {found.messages:,} messages from each, {found.traffic / 1e9:.3f} GB; of these per-layer "
         f"clipping needs {norms[0]:,} with {norms[1] / 1e6:.3f} MB together, and clipping per device none."
     )
