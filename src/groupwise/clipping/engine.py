@@ -13,7 +13,7 @@ from groupwise.clipping.checks import Attached, check_groups, check_losses, chec
 from groupwise.clipping.closing import total_squares
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out
-from groupwise.clipping.groups import build_groups, share_thresholds
+from groupwise.clipping.groups import build_groups, one_each, share_thresholds
 from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
@@ -136,8 +136,8 @@ class ClippingEngine:
         Raises:
             UserError: not one finite positive number a group.
         """
-        values = self._spread(clip)
-        self._counts.set_thresholds(values, values if count is None else self._spread(count))
+        values = one_each(len(self.groups), clip)
+        self._counts.set_thresholds(values, values if count is None else one_each(len(self.groups), count))
         for table, wide, groups in self._tables:
             table.copy_(values[groups])
             wide.copy_(table)
@@ -165,17 +165,6 @@ class ClippingEngine:
         if parts is not None and parts.add_up is not None:
             sizes = tuple(sum(parts.sizes[layer] for layer in group.layers) for group in self.partition)
         return Sensitivity(relation, owned, self._counts.clipped, sizes)
-
-    def _spread(self, values: float | Sequence[float] | Tensor) -> Tensor:
-        numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-        numbers = numbers.expand(len(self.groups)) if numbers.dim() == 0 else numbers
-        if numbers.shape != (len(self.groups),):
-            raise UserError(
-                f"{tuple(numbers.shape)} thresholds were given for {len(self.groups)} groups: give one, or one each."
-            )
-        if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
-            raise UserError(f"Clipping thresholds must be finite and positive; {numbers.tolist()} were given.")
-        return numbers.clone()
 
     @property
     def counts(self) -> Tensor:

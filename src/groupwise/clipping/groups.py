@@ -116,6 +116,21 @@ def _may_wait(group: ClippingGroup) -> bool:
     return starts_kernels(group.threshold) or few
 
 
+def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
+    """Thresholds (K,), float64 on the CPU, from one for all groups or one each.
+
+    Raises:
+        UserError: another number of them; one that is not finite and positive.
+    """
+    each = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    each = each.expand(groups) if each.dim() == 0 else each
+    if each.shape != (groups,):
+        raise UserError(f"{tuple(each.shape)} thresholds were given for {groups} groups: give one, or one each.")
+    if not bool((torch.isfinite(each) & (each > 0)).all()):
+        raise UserError(f"Clipping thresholds must be finite and positive; {each.tolist()} were given.")
+    return each.clone()
+
+
 def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, Tensor, list[int]]]:
     """Thresholds of groups on one device, in one dtype, become entries of one table, which one copy sets.
 
