@@ -1,7 +1,7 @@
 """The bugs, each as a patch of the real code: inside the context manager the project has it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.clipping import ClippingEngine, Sensitivity, microbatches
+from groupwise.clipping import ClippingEngine, Sensitivity, closing, microbatches
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
@@ -98,14 +98,19 @@ def no_clipping() -> AbstractContextManager[object]:
     return patch.object(ClippingGroup, "factors", lambda self, squares: keep_finite(torch.ones_like(squares), squares))
 
 
-def first_layer_unclipped() -> AbstractContextManager[object]:
+@contextmanager
+def first_layer_unclipped() -> Iterator[None]:
     """The factors of the first group are 1."""
     real = ClippingGroup.factors
 
     def factors(self: ClippingGroup, squares: Tensor) -> Tensor:
         return real(self, squares) if self.index else keep_finite(torch.ones_like(squares), squares)
 
-    return patch.object(ClippingGroup, "factors", factors)
+    def together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
+        return [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
+
+    with patch.object(ClippingGroup, "factors", factors), patch.object(closing, "factors_together", together):
+        yield
 
 
 def tied_use_missed() -> AbstractContextManager[object]:

@@ -347,6 +347,8 @@ class OpenPasses:
             yield self.backward_pass
         finally:
             self.backward_pass = None
+            for group_pass in self.open.values():  # also after an error: a probe's node holds the passes that hold it
+                group_pass.over, group_pass.probe = True, None
             self.open.clear()
             self.open = outer
 
