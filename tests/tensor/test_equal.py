@@ -21,13 +21,16 @@ WIDTH, BLOCKS, HEADS = 8, 2, 2
 FORETOLD = {"ghost": "ghost"}
 
 ADAM = OptimConfig(name="adam", learning_rate=0.01)
-CASES = [(mode, "gpt2") for mode in MODES if mode != "per_device"] + [
-    ("adaptive_layer", "gpt2 untied"),
+CASES = [(mode, "gpt2") for mode in ("adaptive_layer", "fixed_layer", "flat", "ghost")] + [
     ("adaptive_layer", "llama"),
-    ("ghost", "llama"),
-    ("adaptive_layer", "roberta"),
     ("flat", "roberta"),
 ]
+MORE = [(mode, "gpt2") for mode in ("adaptive_block", "adaptive_flat", "none")] + [
+    ("adaptive_layer", "gpt2 untied"),
+    ("ghost", "llama"),
+    ("adaptive_layer", "roberta"),
+]
+"""Those that take their turn with the slow tests."""
 STEPS = 60
 """Without examples, of which noise is taken."""
 RESUMED = ("adaptive_layer", "per_device")
@@ -158,13 +161,33 @@ def _on_two(rank, world, folder):
     }
 
 
+def _more_on_two(rank, world):
+    ranks = Ranks(parts=2)
+    return {"outcomes": {case: outcome(*case, ranks) for case in MORE}}
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return run_ranks(_on_two, 2, str(tmp_path_factory.mktemp("two")))
 
 
+@pytest.fixture(scope="module")
+def more():
+    return run_ranks(_more_on_two, 2)
+
+
 @pytest.mark.parametrize("case", CASES, ids=" of ".join)
 def test_two_processes_are_one(two, case):
+    equals_one(two, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=" of ".join)
+def test_two_processes_are_one_in_other_modes_too(more, case):
+    equals_one(more, case)
+
+
+def equals_one(two, case):
     weights, thresholds, reports = outcome(*case, Alone())
     clipped = [report.get("nonprivate/clipped", 0.5) for report in reports if report["nonprivate/batch_size"]]
     assert any(0 < share <= 1 for share in clipped)
