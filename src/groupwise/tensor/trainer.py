@@ -25,7 +25,6 @@ from groupwise.errors import UserError
 from groupwise.tensor.cutting import CutModel, cut
 from groupwise.tensor.plan import Cut
 from groupwise.training.from_config import make_engine
-from groupwise.training.memory import ran_out
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
 
@@ -133,19 +132,11 @@ class TensorTrainer(Trainer):
         whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
         return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
 
-    def _accumulate(self, examples: np.ndarray, step: int) -> None:
-        share = self.ranks.share(examples)
-        self._clear()
-        try:
-            for start in range(0, len(share), self.microbatch):
-                with self.mechanism.microbatch(step, start):
-                    self._backward(share[start : start + self.microbatch])
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
-                raise
-            raise UserError(
-                f"Microbatches of {self.microbatch} do not fit into this process's memory: lower train.microbatch."
-            ) from None
+    def _halve(self) -> None:
+        """Refuse: the other processes are in the middle of the same microbatch."""
+        raise UserError(
+            f"Microbatches of {self.microbatch} do not fit into this process's memory: lower train.microbatch."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As `Trainer.state_dict` of the whole model; thresholds by part, where each is a group of its own."""

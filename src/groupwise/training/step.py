@@ -113,13 +113,21 @@ class Trainer:
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
-                if self.microbatch == 1:
-                    raise UserError("One example does not fit into memory: use a smaller model.") from None
-            if self.device.type == "cuda":
-                self._clear()
-                torch.cuda.empty_cache()  # pieces that halves do not fit into
-            self.microbatch //= 2
-            print(f"warning: memory ran out; going on with {self.microbatch} examples at once.", file=sys.stderr)
+            self._halve()  # once the error is gone, and what it held
+
+    def _halve(self) -> None:
+        """Go on with half as many examples at a time, since memory has run out.
+
+        Raises:
+            UserError: there is no less.
+        """
+        if self.microbatch == 1:
+            raise UserError("One example does not fit into memory: use a smaller model.")
+        if self.device.type == "cuda":
+            self._clear()
+            torch.cuda.empty_cache()  # pieces that halves do not fit into
+        self.microbatch //= 2
+        print(f"warning: memory ran out; going on with {self.microbatch} examples at once.", file=sys.stderr)
 
     def _clear(self) -> None:
         self.mechanism.clear()
