@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from groupwise.pipeline.split import Stage
+from groupwise.training.task import eval_mode
 
 
 class StageLink:
@@ -65,10 +66,5 @@ class StageLink:
 @contextmanager
 def evaluating(stage: Stage) -> Iterator[None]:
     """Eval mode without gradients; then the mode it was in."""
-    training = stage.training
-    stage.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        stage.train(training)
+    with eval_mode(stage), torch.no_grad():
+        yield

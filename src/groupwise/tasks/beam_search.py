@@ -13,6 +13,7 @@ from tqdm import tqdm
 from groupwise.config.schema import GenerateConfig
 from groupwise.errors import UserError
 from groupwise.models.language import position_limit
+from groupwise.training.task import eval_mode
 
 FEW_BATCHES = 3
 """No progress bar for so few."""
@@ -140,13 +141,11 @@ def _quiet(model: nn.Module, generator: Any) -> Iterator[None]:
     """Eval mode, and no generation settings of the model's own: they would fill in what ours leave open."""
     from transformers import GenerationConfig
 
-    own, training = generator.generation_config, model.training
-    generator.generation_config = GenerationConfig()
-    model.eval()
+    own, generator.generation_config = generator.generation_config, GenerationConfig()
     try:
-        yield
+        with eval_mode(model):
+            yield
     finally:
-        model.train(training)
         generator.generation_config = own
 
 

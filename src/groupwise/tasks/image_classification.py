@@ -17,7 +17,7 @@ from groupwise.data.images import augment
 from groupwise.errors import UserError
 from groupwise.models import scatter_cnn, wide_resnet
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Feed, Microbatch, Split, Task, fill, row_numbers, row_weights, to_device
+from groupwise.training.task import Feed, Microbatch, Split, Task, eval_mode, fill, row_numbers, row_weights, to_device
 
 Images = tuple[Tensor, Tensor]
 NETWORKS = ("wide_resnet", "scatter_cnn")
@@ -100,13 +100,11 @@ class ImageClassification(Task):
         if limit is not None:  # files may hold one class after the other
             rows = _first_of_each_class(labels, limit)
             images, labels = images[rows], labels[rows]
-        training = self.model.training
-        self.model.eval()
-        outcomes = [
-            image_outcomes(self._logits(some), classes)
-            for some, classes in zip(images.split(batch_size), labels.split(batch_size), strict=True)
-        ]
-        self.model.train(training)
+        with eval_mode(self.model):
+            outcomes = [
+                image_outcomes(self._logits(some), classes)
+                for some, classes in zip(images.split(batch_size), labels.split(batch_size), strict=True)
+            ]
         return self.metrics(split, np.arange(len(images)), torch.cat(outcomes))
 
     def metrics(

@@ -21,7 +21,7 @@ from groupwise.models.language import load_causal, load_masked
 from groupwise.tasks.samples import IGNORED
 from groupwise.tasks.text_task import check_length, find_tokenizer, save_network
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Split, Task, row_numbers
+from groupwise.training.task import Split, Task, eval_mode, row_numbers
 
 MASKED = 0.3
 """The share of tokens that are to be predicted: more than RoBERTa's 15 %, as a short training learns more from it. Of
@@ -64,12 +64,9 @@ class Pretraining(Task):
     ) -> dict[str, float]:
         """{"loss": nats a predicted token, "perplexity"}; the same tokens are masked each time."""
         chunks = self._chunks[split][:limit]
-        training = self.model.training
-        self.model.eval()
-        with torch.random.fork_rng(devices=[chunks.device] if chunks.is_cuda else []):
+        with eval_mode(self.model), torch.random.fork_rng(devices=[chunks.device] if chunks.is_cuda else []):
             torch.manual_seed(0)
             losses = torch.cat([self._losses(part) for part in chunks.split(batch_size)])
-        self.model.train(training)
         loss = float(losses.double().mean())
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 

@@ -22,7 +22,7 @@ from groupwise.models.language import MeanPooled, padding_token, position_limit
 from groupwise.models.trainable import MovedAdapters, check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Task
+from groupwise.training.task import Task, eval_mode
 
 ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.from_pretrained on top of the base model."
 
@@ -85,13 +85,8 @@ class TextTask(Task):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Eval mode without gradients; then the mode it was in."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train(training)
+        with eval_mode(self.model), torch.no_grad():
+            yield
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:

@@ -8,8 +8,7 @@ whole in all of them, such as LayerNorms, the first one clips and noises, and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from groupwise.tensor.plan import Cut
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
+from groupwise.training.task import eval_mode
 
 Losses = Callable[[Sequence[int] | np.ndarray], Tensor]
 
@@ -86,20 +86,10 @@ def _measured(
     model: nn.Module, losses_of: Losses, engine: ClippingEngine | None, examples: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Losses (n,) and norms (K, n) of examples without dropout, float64 on the CPU; (0, n) without an engine."""
-    with _calm(model):
+    with eval_mode(model):
         losses = losses_of(examples)
         norms = losses.new_zeros(0, len(examples)) if engine is None else norms_of_losses(engine, losses)
     return losses.detach().double().cpu(), norms.double().cpu()
-
-
-@contextmanager
-def _calm(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,8 @@
 """Defines what the training loop must know of a task, and nothing more; moves what a task made to a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,6 +14,17 @@ from torch import Tensor, nn
 from groupwise.errors import UserError
 
 Split = Literal["train", "valid", "test"]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards the mode that the model was in."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 class Task(ABC):
