@@ -258,8 +258,7 @@ def test_every_family_has_all_modes_and_the_scales_that_all_have() -> None:
     assert {*FAMILIES.values(), "own"} == set(Tables(CONF).parts("family"))
     assert Tables(CONF).parts("recipe/own") == OPTIONS["clip"] and Tables(CONF).parts("scales/own") == OPTIONS["scale"]
     for task, family in FAMILIES.items():
-        of_all = [mode for mode in OPTIONS["clip"] if family == "cifar" or not mode.startswith("public")]  # of images
-        assert MODES[task] == (["none"] if family == "pretrain" else of_all)
+        assert MODES[task] == (["none"] if family == "pretrain" else OPTIONS["clip"])
         least = {"mini", "smoke"} if family == "pretrain" else {"paper", "mini", "demo", "smoke"}
         assert least <= {*SCALES[task]} <= {*OPTIONS["scale"]}
         assert Tables(CONF).parts(f"model/default/{family}") == ([] if family == "pretrain" else SCALES[task])
@@ -310,7 +309,6 @@ REFUSED = [
     ("clip=none clip.policy=adaptive", "no threshold to adapt"),
     ("clip=none clip.policy=public", "no threshold to move"),
     ("clip=flat clip.policy=public", "only proportions do"),
-    ("task=sst2 clip=fixed_layer clip.policy=public", "images and tasks of your own"),
     ("clip=public_layer noise=equal_budget pipeline.stages=2", "whole model on one device"),
     ("clip=public_layer parallel.ranks=2 parallel.kind=fsdp", "use parallel.kind=ddp"),
     ("clip=public_layer clip.public_every=0", "greater than zero"),

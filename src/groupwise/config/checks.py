@@ -262,8 +262,6 @@ def _public_norms(config: RunConfig) -> Iterator[str]:
     if clip.grouping in ("flat", "device"):
         one = f"clip.grouping={clip.grouping}, as only proportions do"
         yield f"clip.policy=public moves no threshold with {one}: {instead}."
-    if config.task != "cifar" and not config.own_task:
-        yield f"clip.policy=public is for images and tasks of your own, not for task={config.task}: {instead}."
     several = f"pipeline.stages={config.pipeline.stages}"
     if config.pipeline.stages > 1:
         yield f"clip.policy=public needs the whole model on one device, which {several} cuts up: {instead}."

@@ -47,13 +47,23 @@ class TextClassification(TextTask):
         train: Examples,
         valid: dict[str, Examples],
         description: dict[str, Any],
+        pairs: bool,
     ) -> None:
         super().__init__(config, model, tokenizer, train.tokens.lengths, description)
-        self._train, self._valid = train, valid
+        self._train, self._valid, self._pairs = train, valid, pairs
+        self._max_length = config.data.max_length
 
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """Cross-entropy of each example, (n,)."""
         return self._losses(self._train, examples)[0]
+
+    def public_losses(self, count: int) -> Tensor:
+        """Cross-entropy of texts of random tokens, alone or in pairs as the task's are, with random labels."""
+        texts = self.made_up_texts(count)
+        seconds: Sequence[str | None] = self.made_up_texts(count) if self._pairs else [None] * count
+        labels = torch.randint(len(self._description["classes"]), (count,)).tolist()
+        drawn = Labelled(list(zip(texts, seconds, strict=True)), labels)
+        return self._losses(_encode(drawn, self.tokenizer, self._max_length), np.arange(count))[0]
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -92,7 +102,7 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
     check_length(config.data.max_length, specials + 1 + pairs, model)
     train = encode(data.train, tokenizer, config.data.max_length)
     valid = {name: encode(part, tokenizer, config.data.max_length) for name, part in data.valid.items()}
-    task = TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
+    task = TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid), pairs)
     task.check_adapters()
     return task
 

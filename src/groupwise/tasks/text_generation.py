@@ -83,6 +83,12 @@ class TextGeneration(TextTask):
         losses, labels = self._token_losses(self._samples["train"], examples)
         return per_example(losses, labels, self._token_loss)
 
+    def public_losses(self, count: int) -> Tensor:
+        """Losses of random tokens, the target's given the source's."""
+        drawn = list(zip(self.made_up_texts(count), self.made_up_texts(count), strict=True))
+        losses, labels = self._token_losses(self._encoder.pairs(drawn), np.arange(count))
+        return per_example(losses, labels, self._token_loss)
+
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Microbatches of a split for a pipeline."""
         return TextFeed(self._samples[split], padding_token(self.model), self._max_length, device)
