@@ -1,4 +1,4 @@
-"""Two ways to use a module's weights: by ordinary autograd, and with late gradients, found for all steps at once."""
+"""A module's weights by ordinary autograd, but for late gradients, found for all steps at once as an engine does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlainWeights:
         return F.linear(x, self._get(weight, rows), self._get(bias, bias_rows or rows))
 
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> PlainLate:
-        return PlainLate(self._get(weight), self._get(bias), steps)
+        return PlainLate(self._get(weight), self._get(bias), steps, like)
 
     def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
         return F.embedding(x, self._get(weight), padding_idx)
@@ -40,51 +40,28 @@ class PlainWeights:
         return parameter.unsqueeze(0).expand(batch, *parameter.shape)
 
 
-@dataclass
 class PlainLate:
-    """A linear map in each step; every step is used once."""
-
-    weight: Tensor
-    bias: Tensor | None
-    steps: int
-    seen: set[int] = field(default_factory=set)
-
-    def step(self, t: int, x_t: Tensor) -> Tensor:
-        assert 0 <= t < self.steps and t not in self.seen
-        self.seen.add(t)
-        return F.linear(x_t, self.weight, self.bias)
-
-
-class SequenceWeights(PlainWeights):
-    """The same with one gradient for all steps: what an engine that clips has to do."""
-
-    def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> SequenceLate:
-        return SequenceLate(self._get(weight), self._get(bias), steps, like)
-
-
-class SequenceLate:
-    """Values from the detached weight; its gradient flows through slices of a zero tensor (B, steps, p)."""
+    """Values from the detached weight; its gradient flows through a zero tensor (B, steps, p)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, steps: int, like: Tensor) -> None:
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.inputs: list[Tensor | None] = [None] * steps
-        self.zeros = _Zeros.apply(self, (len(like), steps, len(weight)), weight, bias).unbind(1)
+        self.inputs: list[Tensor] = []
+        self.added = _Zeros.apply(self, (len(like), steps, len(weight)), weight, bias)
 
-    def step(self, t: int, x_t: Tensor) -> Tensor:
-        self.inputs[t] = x_t.detach()
-        return F.linear(x_t, self.weight, self.bias) + self.zeros[t]
+    def note(self, x: Tensor) -> None:
+        self.inputs.append(x)
 
 
 class _Zeros(torch.autograd.Function):
     """Zeros whose gradient (B, steps, p) is that of all steps' outputs."""
 
     @staticmethod
-    def forward(ctx: Any, late: SequenceLate, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, late: PlainLate, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.late = late
         return weight.new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        inputs = torch.stack(ctx.late.inputs, 1)
+        [inputs] = ctx.late.inputs
         bias = None if ctx.late.bias is None else g.sum((0, 1))
         return None, None, g.flatten(0, 1).t() @ inputs.flatten(0, 1), bias

@@ -9,10 +9,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.utils._pytree import tree_leaves
 
 from groupwise.clipping.rules import recurrent as recurrent_file
+from groupwise.clipping.rules.recurrence import run_sequence
 from groupwise.clipping.rules.recurrent import RECURRENT
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
-from tests.clipping.plain_weights import PlainWeights, SequenceLate, SequenceWeights
+from tests.clipping.plain_weights import PlainLate, PlainWeights
 
 B, T, D, H = 4, 5, 3, 6
 KINDS = {
@@ -22,7 +23,6 @@ KINDS = {
     "rnn": lambda **options: nn.RNN(D, H, **options),
     "rnn_relu": lambda **options: nn.RNN(D, H, nonlinearity="relu", **options),
 }
-WAYS = [PlainWeights, SequenceWeights]
 
 
 def leaves(nested) -> list[Tensor]:
@@ -31,9 +31,9 @@ def leaves(nested) -> list[Tensor]:
     return [part.data if isinstance(part, PackedSequence) else part for part in flat]
 
 
-def same(module: nn.Module, inputs: list[Tensor], run, way=PlainWeights) -> None:
+def same(module: nn.Module, inputs: list[Tensor], run) -> None:
     """`run(forward)` gives the same results and gradients for the module's own forward and the re-expressed one."""
-    weights = way(module)
+    weights = PlainWeights(module)
     slopes, sides = None, []
     for forward in (module, lambda *args, **kwargs: RECURRENT[type(module)](weights, module, *args, **kwargs)):
         results = leaves(run(forward))
@@ -58,23 +58,21 @@ def as_hx(module: nn.RNNBase, states: list[Tensor]):
     return tuple(states) if isinstance(module, nn.LSTM) else states[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("layers", "bidirectional", "bias"), list(product((1, 2), (False, True), (True, False))))
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_of_one_length(double, kind, layers, bidirectional, bias, way):
+def test_sequences_of_one_length(double, kind, layers, bidirectional, bias):
     for batch_first, with_states in ((True, False), (False, True)):
         module = KINDS[kind](num_layers=layers, bidirectional=bidirectional, bias=bias, batch_first=batch_first)
         x = torch.randn((B, T, D) if batch_first else (T, B, D), requires_grad=True)
         states = states_of(module) if with_states else []
         hx = as_hx(module, states) if with_states else None
-        same(module, [x, *states], lambda forward, x=x, hx=hx: forward(x, hx), way)
+        same(module, [x, *states], lambda forward, x=x, hx=hx: forward(x, hx))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lengths", [(5, 4, 2, 2, 1), (2, 5, 1, 4, 2), (3, 3, 3, 3, 3)])
 @pytest.mark.parametrize("with_states", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences(double, kind, with_states, lengths, way):
+def test_packed_sequences(double, kind, with_states, lengths):
     module = KINDS[kind](num_layers=2, bidirectional=True)
     x = [torch.randn(length, D, requires_grad=True) for length in lengths]
     states = states_of(module, len(lengths)) if with_states else []
@@ -84,7 +82,7 @@ def test_packed_sequences(double, kind, with_states, lengths, way):
         def pack(enforced=enforced) -> PackedSequence:
             return pack_sequence(x, enforce_sorted=enforced)
 
-        same(module, [*x, *states], lambda forward, pack=pack: forward(pack(), hx), way)
+        same(module, [*x, *states], lambda forward, pack=pack: forward(pack(), hx))
         packed = pack()
         out, _ = RECURRENT[type(module)](PlainWeights(module), module, packed, hx)
         for name in ("batch_sizes", "sorted_indices", "unsorted_indices"):
@@ -95,21 +93,20 @@ def test_packed_sequences(double, kind, with_states, lengths, way):
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_beyond_an_examples_end_count_for_nothing(double, monkeypatch, kind):
     lengths, seen = (2, 5, 1, 4), []
-    real = SequenceLate.step
+    real = PlainLate.note
 
-    def step(late: SequenceLate, t: int, x: Tensor) -> Tensor:
-        y = real(late, t, x)
-        y.register_hook(lambda g: seen.append((t, g)))
-        return y
+    def note(late: PlainLate, x: Tensor) -> None:
+        real(late, x)
+        late.added.register_hook(seen.append)
 
-    monkeypatch.setattr(SequenceLate, "step", step)
+    monkeypatch.setattr(PlainLate, "note", note)
     module = KINDS[kind](bidirectional=True)
     packed = pack_sequence([torch.randn(length, D) for length in lengths], enforce_sorted=False)
-    out, last = RECURRENT[type(module)](SequenceWeights(module), module, packed)
+    out, last = RECURRENT[type(module)](PlainWeights(module), module, packed)
     sum(part.square().sum() for part in (out.data, *leaves(last))).backward()
-    assert len(seen) == (4 if kind == "lstm_projected" else 2) * max(lengths)
-    for t, g in seen:
-        ended = torch.tensor(lengths) <= t
+    assert len(seen) == (4 if kind == "lstm_projected" else 2)
+    for g in seen:
+        ended = torch.arange(max(lengths)) >= torch.tensor(lengths).unsqueeze(1)
         assert bool((g[ended] == 0).all()) and bool((g[~ended] != 0).any(1).all())
 
 
@@ -231,10 +228,20 @@ def test_it_takes_the_operations_of_the_products_and_no_more():
 
     module, x = nn.LSTM(D, H, batch_first=True), torch.randn(B, T, D)
     with FlopCounterMode(display=False) as counter:
-        RECURRENT[nn.LSTM](SequenceWeights(module), module, x)[0].sum().backward()
+        RECURRENT[nn.LSTM](PlainWeights(module), module, x)[0].sum().backward()
     by_input, by_state = 2 * B * T * D * 4 * H, 2 * B * T * H * 4 * H
     first = 2 * B * H * 4 * H  # the initial state needs no gradient
     assert counter.get_total_flops() == 2 * by_input + 3 * by_state - first
+
+
+@pytest.mark.parametrize("mode", ["LSTM", "GRU", "RNN_TANH", "RNN_RELU"])
+def test_what_the_inputs_give_in_half_precision_is_taken_in_the_states_precision(mode):
+    gates = {"LSTM": 4, "GRU": 3}.get(mode, 1)
+    x = torch.randn(B, T, gates * H).bfloat16()
+    state = tuple(torch.randn(B, H) for _ in range(2 if mode == "LSTM" else 1))
+    late = PlainLate(torch.randn(gates * H, H), torch.randn(gates * H), T, state[0])
+    found, exact = (leaves(run_sequence(mode, given, late, state)) for given in (x, x.float()))
+    assert all(torch.equal(*pair) for pair in zip(found, exact, strict=True))
 
 
 @pytest.mark.parametrize("kind", CELLS)

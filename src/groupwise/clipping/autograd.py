@@ -132,9 +132,9 @@ class CopiesFunction(torch.autograd.Function):
 
 
 class LateFunction(torch.autograd.Function):
-    """Zeros (B, T, p) to add to T products with one weight whose inputs come one after the other (recurrence).
+    """Zeros (B, T, p), as if added to T products with one weight whose inputs come one after the other (recurrence).
 
-    Their gradients, with the inputs that were noted by then, are those of one linear layer on a sequence.
+    Their gradients, with the inputs (B, T, d) that were noted by then, are those of one linear layer on a sequence.
     """
 
     @staticmethod
@@ -144,17 +144,17 @@ class LateFunction(torch.autograd.Function):
         member: Member,
         layout: Layout,
         probe: Tensor,
-        inputs: dict[int, Tensor],
-        zeros: Callable[[], Tensor],
+        inputs: list[Tensor],
+        zeros: Tensor,
     ) -> Tensor:
         ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
-        return zeros()
+        return zeros
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
-            x = torch.stack([ctx.inputs[t] for t in range(g.shape[1])], dim=1)
+            [x] = ctx.inputs
             ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
         return None, None, None, None, None, None
 

@@ -5,8 +5,6 @@ of such layers. A module that is said anew in plain operations gets its weights 
 becomes a linear layer or an embedding of a group.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -162,9 +160,11 @@ class LateLinear:
         steps: int,
         like: Tensor,
     ) -> None:
-        self._weight, self._bias = values
-        self._inputs: dict[int, Tensor] | None = None
-        self._added: tuple[Tensor, ...] = ()
+        weight, self.bias = values
+        assert weight is not None
+        self.weight = weight
+        self.added: Tensor | None = None
+        self._inputs: list[Tensor] = []
         if group is None or member is None:
             return
         layout, batch = calls.layout_of(member, like, batch_first=True)
@@ -174,22 +174,11 @@ class LateLinear:
                 "first axis of the model's inputs must be the batch, or attach with batch_axis=1 if it is the second."
             )
         group_pass, probe = calls.enter(group, member, batch, like.device)
-        self._inputs = {}
-        zeros = self._zeros(like, steps)
-        added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, zeros)
+        zero = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape[0], steps, len(weight))
+        self.added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, zero)
         group_pass.uncertain |= not layout.certain
-        self._added = added.unbind(1)
 
-    def _zeros(self, like: Tensor, steps: int) -> Callable[[], Tensor]:
-        assert self._weight is not None
-        shape, dtype = (like.shape[0], steps, self._weight.shape[0]), self._weight.dtype
-        return lambda: like.new_zeros(shape, dtype=dtype)
-
-    def step(self, t: int, x_t: Tensor) -> Tensor:
-        """x_t Wᵀ + b, (B, d) -> (B, p), as step t of 0 ... steps - 1; each step is used once."""
-        assert self._weight is not None
-        y = F.linear(x_t, self._weight, self._bias)
-        if self._inputs is None:
-            return y
-        self._inputs[t] = x_t.detach()
-        return y + self._added[t]
+    def note(self, x: Tensor) -> None:
+        """Keep the inputs of all steps, (B, T, d), for the gradient; once, before the backward pass."""
+        if self.added is not None:
+            self._inputs.append(x)

@@ -1,11 +1,12 @@
 """Says recurrent layers and cells in plain operations: `nn.LSTM`, `nn.GRU`, `nn.RNN`, and one step of each.
 
 The products with the inputs of all steps are one linear map, those with the states one "late" map whose gradient is
-found for the whole sequence at once. Sequences are batch-first inside. Packed sequences are padded; a step beyond an
-example's end leaves its state as it is, so that nothing flows through it, forth or back.
+found for the whole sequence at once (`recurrence.py`); a cell's step is two linear layers. Sequences are batch-first
+inside. Packed sequences are padded; a step beyond an example's end leaves its state as it is, so that nothing flows
+through it, forth or back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from groupwise.clipping.rules.recurrence import State, run_sequence
 from groupwise.clipping.rules.weights import Forward, Weights, refuse_unbatched
 from groupwise.errors import UserError
 
-State = tuple[Tensor, ...]
-"""(h,) with h (B, H); of an LSTM (h, c), h (B, H or proj_size) and c (B, H)."""
 Cell = Callable[[Tensor, Tensor, State], State]
 """(W_ih x + b_ih, W_hh h + b_hh, the old state) -> the new state."""
 
@@ -98,24 +98,14 @@ RECURRENT: dict[type[nn.Module], Forward] = {
 
 
 def _run(
-    weights: Weights, module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Sequence[Tensor | None]
+    weights: Weights, module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor | None
 ) -> tuple[Tensor, State]:
     """One layer in one direction: x (B, T, d) -> outputs (B, T, h) and the last state."""
-    steps, cell = x.shape[1], _cell_of(module)
     bias_ih, bias_hh = (f"bias_ih{suffix}", f"bias_hh{suffix}") if module.bias else (None, None)
-    inputs = weights.linear(x, f"weight_ih{suffix}", bias_ih).unbind(1)
-    late = weights.late_linear(f"weight_hh{suffix}", bias_hh, steps, x)
-    project = weights.late_linear(f"weight_hr{suffix}", None, steps, x) if module.proj_size else None
-    outputs: list[Tensor] = []
-    order = range(steps - 1, -1, -1) if suffix.endswith("_reverse") else range(steps)
-    for t in order:
-        new = cell(inputs[t], late.step(t, state[0]), state)
-        if project is not None:
-            new = project.step(t, new[0]).to(state[0].dtype), new[1]
-        mask = alive[t]
-        state = new if mask is None else tuple(torch.where(mask, *pair) for pair in zip(new, state, strict=True))
-        outputs.append(state[0])
-    return torch.stack(outputs if order.step > 0 else outputs[::-1], 1), state
+    by_input = weights.linear(x, f"weight_ih{suffix}", bias_ih)
+    late = weights.late_linear(f"weight_hh{suffix}", bias_hh, x.shape[1], x)
+    project = weights.late_linear(f"weight_hr{suffix}", None, x.shape[1], x) if module.proj_size else None
+    return run_sequence(module.mode, by_input, late, state, project, alive, suffix.endswith("_reverse"))
 
 
 def _cell(weights: Weights, module: nn.RNNCellBase, x: Tensor, state: State | None, parts: int) -> State:
@@ -130,10 +120,10 @@ def _cell(weights: Weights, module: nn.RNNCellBase, x: Tensor, state: State | No
 
 
 def _cell_of(module: nn.Module) -> Cell:
-    """The pointwise part of a step."""
-    if isinstance(module, nn.LSTM | nn.LSTMCell):
+    """The pointwise part of a cell's step."""
+    if isinstance(module, nn.LSTMCell):
         return lambda x, h, state: _LSTMStep.apply(x, h, state[1])
-    if isinstance(module, nn.GRU | nn.GRUCell):
+    if isinstance(module, nn.GRUCell):
         return lambda x, h, state: (_GRUStep.apply(x, h, state[0]),)
     squash = torch.tanh if module.nonlinearity == "tanh" else torch.relu
     return lambda x, h, state: (squash(x.to(state[0].dtype) + h.to(state[0].dtype)),)
@@ -216,13 +206,12 @@ def hx_like(module: nn.RNNBase, states: State) -> Any:
     return states if module.mode == "LSTM" else states[0]
 
 
-def _alive(ends: list[int] | None, x: Tensor) -> list[Tensor | None]:
-    """For each step, which examples have it, (B, 1); None where all have."""
+def _alive(ends: list[int] | None, x: Tensor) -> Tensor | None:
+    """Which examples have which steps, (B, T, 1); None where all have all."""
     steps = x.shape[1]
-    if ends is None:
-        return [None] * steps
-    masks = torch.arange(steps, device=x.device).view(-1, 1, 1) < torch.tensor(ends, device=x.device).view(-1, 1)
-    return [None if t < min(ends) else mask for t, mask in enumerate(masks)]
+    if ends is None or min(ends) == steps:
+        return None
+    return torch.arange(steps, device=x.device).view(1, -1, 1) < torch.tensor(ends, device=x.device).view(-1, 1, 1)
 
 
 def _pack_as(x: Tensor, packed: PackedSequence) -> PackedSequence:

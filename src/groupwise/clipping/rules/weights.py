@@ -15,10 +15,19 @@ from groupwise.errors import UserError
 
 
 class Late(Protocol):
-    """The uses of one weight, one in each time step, whose gradient is found for the whole sequence at once."""
+    """The uses of one weight, one in each time step, whose gradient is found for the whole sequence at once.
 
-    def step(self, t: int, x_t: Tensor) -> Tensor:
-        """x_t Wᵀ + b, (B, d) -> (B, p), as step t of 0 ... steps - 1; each step is used once."""
+    Attributes:
+        weight, bias: their values, W (p, d) and b (p,) or None.
+        added: zeros (B, T, p), whose gradient must become that of the products x Wᵀ + b; None where nothing trains.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    added: Tensor | None
+
+    def note(self, x: Tensor) -> None:
+        """Keep the inputs of all steps, (B, T, d), for the gradient; once, before the backward pass."""
         ...
 
 
