@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.pipeline.runner import StageRunner
-from groupwise.pipeline.torch_stage import SteppedStage, check_schedule, held_at_once, least_microbatches
+from groupwise.pipeline.runner import StageRunner, SteppedStage, check_schedule, held_at_once, least_microbatches
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.training.ranks import Alone, Ranks
 from tests.pipeline.ranks import run_ranks
