@@ -18,7 +18,8 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.models.hub import find_source
 from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
-from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut, measure_costs
+from groupwise.pipeline.split import Ranges, choose_ranges, cut, measure_costs
+from groupwise.pipeline.stage import Stage
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation

@@ -21,7 +21,7 @@ from torch import Tensor
 from groupwise.config.schema import GenerateConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
-from groupwise.pipeline.split import Stage
+from groupwise.pipeline.stage import Stage
 from groupwise.tasks.beam_search import generate
 from groupwise.training.task import Feed, Microbatch, Split, eval_mode
 

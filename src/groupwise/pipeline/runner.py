@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError, did_you_mean
-from groupwise.pipeline.split import Stage
+from groupwise.pipeline.stage import Stage
 from groupwise.training.task import Microbatch
 
 Around = Callable[[int], AbstractContextManager[object]]
