@@ -12,7 +12,7 @@ from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import Kind
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.planner import largest_microbatch, least_devices, make_plan
-from groupwise.planner.variants import per_device
+from groupwise.planner.timeline import per_device
 
 
 @pytest.fixture(scope="module")

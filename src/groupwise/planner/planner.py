@@ -10,8 +10,7 @@ from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.estimate import Estimate, Memory, kinds
 from groupwise.planner.footprint import Work
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.timeline import bubble_fraction
-from groupwise.planner.variants import Variant, flat_variants, per_device, two_passes
+from groupwise.planner.timeline import Variant, bubble_fraction, flat_variants, per_device, two_passes
 
 
 @dataclass(frozen=True)
