@@ -85,7 +85,7 @@ class Conjugates:
     def after_head(self, module: nn.Module, columns: int) -> None:
         """Around a head that is cut by its outputs, of which there are so many.
 
-        They stay cut, as a DTensor, where gradients are on, for a loss that takes that (`tasks.cut_losses`); any other
+        They stay cut, as a DTensor, where gradients are on, for a loss that takes that (`cut_losses` of `tasks.text_task`); any other
         operation on them either knows how to work on parts or fails. Elsewhere every process gets all of them.
         """
 
