@@ -116,13 +116,13 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     Logits of a model whose tensors are cut are a DTensor while it trains, and are never put together.
     """
     if hasattr(logits, "to_local"):
-        return cut_losses(logits.flatten(0, 1), labels.flatten(), IGNORED).view(labels.shape)  # type: ignore[arg-type]
+        return cut_losses(logits.flatten(0, 1), labels.flatten()).view(labels.shape)  # type: ignore[arg-type]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape)
 
 
-def cut_losses(logits: DTensor, labels: Tensor, ignored: int) -> Tensor:
-    """Cross-entropy of each token, 0 where the label is `ignored`: (n, V) cut along V, (n,) -> (n,).
+def cut_losses(logits: DTensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each token, 0 where the label is `IGNORED`: (n, V) cut along V, (n,) -> (n,).
 
     For logits x and label y, loss = log Σ_v exp(x_v - m) + m - x_y with m = max_v x_v: what is summed or maximised over
     the vocabulary is so over processes, by three numbers a token (Shoeybi et al., 2019, section 3), and none ever has
@@ -131,14 +131,14 @@ def cut_losses(logits: DTensor, labels: Tensor, ignored: int) -> Tensor:
     sizes: Any = logits.device_mesh
     step = -(-logits.shape[-1] // sizes.size())
     first = step * sizes.get_local_rank()
-    return _Losses.apply(logits.to_local(), labels, ignored, first, sizes.get_group())  # type: ignore[no-any-return]
+    return _Losses.apply(logits.to_local(), labels, first, sizes.get_group())  # type: ignore[no-any-return]
 
 
 class _Losses(torch.autograd.Function):
     """The losses; their gradient for the part of the logits that is here is softmax less one-hot."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, labels: Tensor, ignored: int, first: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
         most = x.amax(1)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         weights = (x - most.unsqueeze(1)).exp_()
@@ -148,7 +148,7 @@ class _Losses(torch.autograd.Function):
         target = x.gather(1, own.unsqueeze(1)).squeeze(1) - most
         sums = torch.stack([weights.sum(1), target.masked_fill(~here, 0)])
         dist.all_reduce(sums, group=group)
-        counts = labels != ignored
+        counts = labels != IGNORED
         ctx.save_for_backward(weights, sums[0], own, here, counts)
         return (sums[0].log() - sums[1]).masked_fill_(~counts, 0)
 
@@ -159,7 +159,7 @@ class _Losses(torch.autograd.Function):
         g = g.masked_fill(~counts, 0)
         gx = weights * (g / total).unsqueeze(1)
         gx.scatter_add_(1, own.unsqueeze(1), -(g * here).unsqueeze(1))
-        return gx, None, None, None, None
+        return gx, None, None, None
 
 
 def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:
