@@ -150,11 +150,6 @@ def held_at_once(name: str, stages: int, index: int, microbatches: int) -> int:
     return min(microbatches, stages - index) if name == "1f1b" else microbatches
 
 
-def make_schedule(name: str, stage: PipelineStage, microbatches: int) -> PipelineScheduleSingle:
-    """The schedule of one step on this stage; the last stage's output is one loss an example, and they are summed."""
-    return _SCHEDULES[name](stage, microbatches, loss_fn=lambda losses, _: losses.sum(), scale_grads=False)
-
-
 class StageRunner:
     """Takes one stage through the microbatches of a step; all processes of the pipeline call the same method at once.
 
@@ -268,7 +263,8 @@ class StageRunner:
         count = len(microbatches)
         held = held_at_once(self.schedule, self.stage.count, self.stage.index, count)
         stage = SteppedStage(self.stage, microbatches, held, around, self.device, self.group)
-        return make_schedule(self.schedule, stage, count).step(target=torch.empty(count))
+        schedule = _SCHEDULES[self.schedule](stage, count, loss_fn=lambda losses, _: losses.sum(), scale_grads=False)
+        return schedule.step(target=torch.empty(count))
 
     def _alone(self, microbatches: Sequence[Microbatch], around: tuple[Around, Around]) -> Tensor:
         found = []
