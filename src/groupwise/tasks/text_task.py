@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from groupwise.atomic import write_json
 from groupwise.config.schema import RunConfig
-from groupwise.data.text import Data, hold_out, keep
-from groupwise.data.text_examples import sha256_of_files
+from groupwise.data.text_examples import Data, hold_out, keep, sha256_of_files
 from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import MeanPooled, padding_token, position_limit
