@@ -25,7 +25,7 @@ from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import Kind, Work, cut_out, inputs
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.variants import Setting, per_device, two_passes
+from groupwise.planner.timeline import Setting, per_device, two_passes
 from groupwise.privacy import NoiseSource, release_gradients
 from groupwise.training.task import Microbatch
 

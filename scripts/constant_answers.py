@@ -14,7 +14,7 @@ from random import Random
 from groupwise.atomic import write_text
 from groupwise.data.cifar10 import load_cifar10
 from groupwise.data.glue import load_glue
-from groupwise.data.paired_text import load_dart, load_e2e, load_samsum
+from groupwise.data.text import load_dart, load_e2e, load_samsum
 from groupwise.metrics import corpus_bleu, e2e_rouge_l, rouge
 from groupwise.rows import csv_text
 

@@ -18,16 +18,16 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.models.hub import find_source
 from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
-from groupwise.pipeline.split import Ranges, Stage, choose_ranges, cut, measure_costs
+from groupwise.pipeline.split import Ranges, choose_ranges, cut, measure_costs
+from groupwise.pipeline.stage import Stage
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
-from groupwise.training.averaging import WeightAverage
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.step import Trainer
+from groupwise.training.step import Trainer, WeightAverage
 from groupwise.training.task import Microbatch, Task
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.data.paired_text import load_samsum, read_samsum_json
+from groupwise.data.text import load_samsum, read_samsum_json
 from groupwise.data.text_examples import Request
 from groupwise.errors import UserError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.data.paired_text import (
+from groupwise.data.text import (
     linearise_mr,
     linearise_triples,
     load_dart,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from groupwise.config.schema import GenerateConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
-from groupwise.pipeline.generate import generate_on_stages
+from groupwise.pipeline.evaluation import generate_on_stages
 from groupwise.pipeline.split import cut
 from groupwise.tasks.beam_search import generate
 from tests.pipeline.ranks import run_ranks

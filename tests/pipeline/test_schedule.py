@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.pipeline.runner import StageRunner
-from groupwise.pipeline.torch_stage import SteppedStage, check_schedule, held_at_once, least_microbatches
+from groupwise.pipeline.runner import StageRunner, SteppedStage, check_schedule, held_at_once, least_microbatches
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.training.ranks import Alone, Ranks
 from tests.pipeline.ranks import run_ranks
@@ -45,6 +44,7 @@ def test_schedules_that_would_break_clipping_are_refused_with_the_reason(name, r
 def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():
     assert (least_microbatches("1f1b", 4), least_microbatches("gpipe", 4)) == (4, 1)
     assert [held_at_once("1f1b", 4, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert [held_at_once("1f1b", 4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     assert held_at_once("gpipe", 4, 1, 100) == 100
 
 

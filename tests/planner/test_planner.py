@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.planner.__main__ import main
+from groupwise.planner.__main__ import largest_microbatch, least_devices, main, make_plan
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import Kind
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.planner import largest_microbatch, least_devices, make_plan
-from groupwise.planner.variants import per_device
+from groupwise.planner.timeline import per_device
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,19 @@
-"""Schedules by hand: what is in flight, the bubble, processors that are shared."""
+"""Schedules by hand: what is held at once, the bubble, processors that are shared."""
 
 import pytest
 
-from groupwise.planner.timeline import Task, bubble_fraction, duration, in_flight, order, tasks
-
-
-def test_microbatches_in_flight_by_hand():
-    assert [in_flight("1f1b", 4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert [in_flight("1f1b", 4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
-    assert [in_flight("gpipe", 4, stage, 8) for stage in range(4)] == [8] * 4
+from groupwise.pipeline.runner import held_at_once
+from groupwise.planner.timeline import Task, bubble_fraction, duration, order, tasks
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("stage", range(3))
-def test_an_order_keeps_what_in_flight_says(schedule, stage):
+def test_an_order_holds_as_many_as_the_runner(schedule, stage):
     flying = most = 0
     for kind, _ in order(schedule, 3, stage, 7):
         flying += 1 if kind == "F" else -1
         most = max(most, flying)
-    assert (most, flying) == (in_flight(schedule, 3, stage, 7), 0)
+    assert (most, flying) == (held_at_once(schedule, 3, stage, 7), 0)
     assert sorted(order(schedule, 3, stage, 7)) == [(kind, j) for kind in "BF" for j in range(7)]
 
 

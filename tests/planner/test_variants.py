@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.planner.variants import Setting, flat_variants, per_device, two_passes
+from groupwise.planner.timeline import Setting, flat_variants, per_device, two_passes
 
 STAGES, COUNT = 4, 8
 EVEN = Setting(

@@ -21,7 +21,7 @@ from groupwise.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from groupwise.data.paired_text import instruct
+from groupwise.data.text import instruct
 from groupwise.errors import UserError
 from groupwise.metrics import corpus_bleu, e2e_rouge_l
 from groupwise.models.hub import load_tokenizer

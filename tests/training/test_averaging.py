@@ -9,8 +9,7 @@ from torch import nn
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
 from groupwise.run import run
-from groupwise.training.averaging import WeightAverage
-from groupwise.training.step import Trainer
+from groupwise.training.step import Trainer, WeightAverage
 
 ROOT = Path(__file__).resolve().parents[2]
 

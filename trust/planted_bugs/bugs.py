@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.clipping import ClippingEngine, Sensitivity, closing, microbatches
+from groupwise.clipping import ClippingEngine, Sensitivity, autograd, microbatches
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
@@ -110,7 +110,7 @@ def first_layer_unclipped() -> Iterator[None]:
     def together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
         return [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
 
-    with patch.object(ClippingGroup, "factors", factors), patch.object(closing, "factors_together", together):
+    with patch.object(ClippingGroup, "factors", factors), patch.object(autograd, "factors_together", together):
         yield
 
 

@@ -7,10 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import run_backward, run_norms
+from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
-from groupwise.clipping.closing import total_squares
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out
 from groupwise.clipping.groups import build_groups, one_each, share_thresholds

@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from groupwise.data.glue import GLUE
-from groupwise.data.paired_text import instruct, linearise_mr, linearise_triples
+from groupwise.data.text import instruct, linearise_mr, linearise_triples
 from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, Texts, sha256_of_examples
 from groupwise.errors import UserError
 

@@ -1,89 +1,245 @@
-"""Chooses among a task's texts (a held-out share, a smaller set), and reads public text to pretrain on.
+"""Reads texts from files: tables and dialogues with the texts that people wrote for them, and public text.
 
-Public text is text files, split into documents at blank lines, and files of tables and texts.
+Tables of E2E and DART are linearised as in Li & Liang (2021), and SAMSum's dialogues are in the paper's instruction
+format (appendix C). Public text, to pretrain on, is text files, split into documents at blank lines, and files of
+tables and texts.
 """
 
+import csv
 import gzip
+import io
 import lzma
-import random
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from groupwise.data.paired_text import read_dart_json, read_e2e_csv
-from groupwise.data.text_examples import Labelled, LabelledText, PairedText, by_source, keyed_fraction, sha256_of_files
+from groupwise.data.text_examples import (
+    PairedText,
+    Request,
+    by_source,
+    read_json_list,
+    read_text,
+    sha256_of_files,
+)
 from groupwise.errors import UserError, reason
 
-Data = TypeVar("Data", LabelledText, PairedText)
+E2E_TRAIN = ("trainset.csv", "trainset.reconstructed.csv")
+E2E_FILES = f"put the E2E data set's {E2E_TRAIN[0]}, devset.csv and testset_w_refs.csv there, or give paths.data=FOLDER"
+DART_TEST = ("dart-v1.1.1-full-test.json", "dart-v1.1.1-full-test.from_xml.json")
+DART_FILES = (
+    f"put DART's dart-v1.1.1-full-train.json, dart-v1.1.1-full-dev.json and {DART_TEST[0]} there, or give "
+    "paths.data=FOLDER; data.train_file names another training file of that folder"
+)
+
+_SLOT = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
+_SLOT_NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "family friendly"}
 
 
-def hold_out(data: Data, share: float, seed: int = 0) -> Data:
-    """Set a random `share` of the training set aside, and validate on it instead; for tuning (0.2 in appendix A.2).
+def load_e2e(root: Path, train_file: str | None = None) -> PairedText:
+    """Load E2E from `root`/e2e: trainset.csv (or trainset.reconstructed.csv), devset.csv, testset_w_refs.csv.
 
-    The split is fixed by `seed`, and what remains keeps its order. Labelled rows are chosen by their number alone,
-    exactly `share` of them. Where texts are paired, whole sources are, each by its own text alone, so that no source is
-    on both sides and no row decides on which side another one's source is; they make up about the share. The test set
-    stays as it is; of several validation sets only the new one is left.
+    A row of the training file is an example. For validation and test the rows of one MR are one request with several
+    references, in the order of the MRs' first rows.
 
     Raises:
-        UserError: a share that leaves one of the two sides empty.
+        UserError: a missing file or column, an empty cell, or an MR that cannot be parsed.
     """
-    count = len(data.train)
-    wanted = round(share * count)
-    if not 0 < wanted < count:
-        raise UserError(f"data.holdout={share} of {count} training examples leaves one side empty; give 0.2, say.")
-    source = f"{data.source}; {share:g} of the training set held out to validate on (seed {seed})"
-    if isinstance(data, LabelledText):
-        held = set(_order(count, seed)[:wanted])
-        rest = [i for i in range(count) if i not in held]
-        return replace(data, train=_rows(data.train, rest), valid={"": _rows(data.train, sorted(held))}, source=source)
-    requests = by_source(data.train)
-    sources = {request.source for request in requests if keyed_fraction(request.source, seed) < share}
-    if not 0 < len(sources) < len(requests):
-        raise UserError(
-            f"data.holdout={share} leaves no source to train on, or none to validate on, of {len(requests)}: give "
-            "another share, or leave it out."
-        )
-    return replace(
-        data,
-        train=[pair for pair in data.train if pair[0] not in sources],
-        valid=[request for request in requests if request.source in sources],
-        source=source,
+    folder = root / "e2e"
+    train = folder / (train_file or _first_there(folder, E2E_TRAIN))
+    files = [train, folder / "devset.csv", folder / "testset_w_refs.csv"]
+    rows = [read_e2e_csv(path) for path in files]
+    return PairedText(
+        train=rows[0],
+        valid=by_source(rows[1]),
+        test=by_source(rows[2]),
+        source=f"E2E, csv files (training: {train.name})",
+        sha256=sha256_of_files(files, root),
     )
 
 
-def keep(data: Data, limit: int, seed: int = 0) -> Data:
-    """Keep a random choice of `limit` training examples, fixed by `seed`, in their order; fewer are part of more.
+def load_dart(root: Path, train_file: str | None = None) -> PairedText:
+    """Load DART v1.1.1 from `root`/dart: dart-v1.1.1-full-train.json, -dev.json, -test.json (or -test.from_xml.json).
 
-    It goes by the rows' numbers, and never looks at what is in them.
+    One set of triples with one of its texts is a training example; one entry of the file, with all its texts, is a
+    request. Texts are taken as they are: one of the test set's references is empty.
 
     Raises:
-        UserError: a limit below 1.
+        UserError: a missing file, no JSON, or an entry of another form.
     """
-    count = len(data.train)
-    if limit < 1:
-        raise UserError(f"data.train_limit={limit} leaves no example: give at least 1, or null for all.")
-    if limit >= count:
-        return data
-    chosen = sorted(_order(count, seed)[:limit])
-    source = f"{data.source}; {limit:,} of {count:,} training examples kept (seed {seed})"
-    if isinstance(data, LabelledText):
-        return replace(data, train=_rows(data.train, chosen), source=source)
-    return replace(data, train=[data.train[i] for i in chosen], source=source)
+    folder = root / "dart"
+    train = folder / (train_file or "dart-v1.1.1-full-train.json")
+    files = [train, folder / "dart-v1.1.1-full-dev.json", folder / _first_there(folder, DART_TEST)]
+    entries = [read_dart_json(path) for path in files]
+    return PairedText(
+        train=[(entry.source, text) for entry in entries[0] for text in entry.references],
+        valid=entries[1],
+        test=entries[2],
+        source=f"DART v1.1.1, json files (training: {train.name})",
+        sha256=sha256_of_files(files, root),
+    )
 
 
-def _order(count: int, seed: int) -> list[int]:
-    """0..count - 1 shuffled, the same on every machine."""
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
+def linearise_mr(mr: str) -> str:
+    """Write an MR as text: "name[Alimentum], area[city centre], familyFriendly[no]" becomes
+    "name : Alimentum | area : city centre | family friendly : no".
+
+    The form is that of Li & Liang (2021), which Li et al. (2022) took over: eatType is called Type, priceRange price,
+    and familyFriendly family friendly; slots stay in the MR's own order. Values are left as they are, where those
+    authors' copy of the data is tokenised (£ 30).
+
+    Raises:
+        ValueError: the MR is not a list of slot[value].
+    """
+    slots, at = [], 0
+    while at < len(mr):
+        match = _SLOT.match(mr, at)
+        if match is None:
+            raise ValueError(mr)
+        slots.append((match[1].strip(), match[2].strip()))
+        at = match.end()
+    if not slots:
+        raise ValueError(mr)
+    return " | ".join(f"{_SLOT_NAMES.get(name, name)} : {value}" for name, value in slots)
 
 
-def _rows(part: Labelled, rows: list[int]) -> Labelled:
-    return Labelled([part.texts[i] for i in rows], [part.labels[i] for i in rows])
+def linearise_triples(triples: list[Any]) -> str:
+    """Write triples as text: "subject : predicate : object | ...", predicates in lower case (Li & Liang, 2021).
+
+    Raises:
+        ValueError: there is no triple, or one is not three strings.
+    """
+    for triple in triples:
+        if not isinstance(triple, list | tuple) or len(triple) != 3 or not all(isinstance(x, str) for x in triple):
+            raise ValueError(triple)
+    if not triples:
+        raise ValueError(triples)
+    return " | ".join(f"{subject} : {predicate.lower()} : {object_}" for subject, predicate, object_ in triples)
+
+
+def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
+    """Read the columns mr and ref of one file as (linearised MR, reference), a row each.
+
+    Raises:
+        UserError: the file or a column is missing, a cell is empty, or an MR cannot be parsed.
+    """
+    reader = csv.reader(io.StringIO(read_text(path, E2E_FILES), newline=""))
+    header = [name.strip().lower() for name in next(reader, [])]
+    missing = [name for name in ("mr", "ref") if name not in header]
+    if missing:
+        raise UserError(f"{path}: line 1 has no column {missing[0]}; expected the header mr,ref, so replace the file.")
+    mr_at, ref_at = header.index("mr"), header.index("ref")
+    try:
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num} is not CSV ({error}); mend its quotes.") from error
+    pairs = []
+    for number, row in rows:
+        if len(row) < len(header) or not row[ref_at].strip():
+            raise UserError(f"{path}: line {number} has no mr or no ref; expected both, so mend or remove the line.")
+        try:
+            pairs.append((linearise_mr(row[mr_at]), row[ref_at].strip()))
+        except ValueError as error:
+            raise UserError(
+                f"{path}: line {number} has the mr {row[mr_at]!r}; expected slots such as name[Alimentum], "
+                "area[city centre], so mend or remove the line."
+            ) from error
+    if not pairs:
+        raise UserError(f"{path} holds no row; at least one is needed, so replace the file.")
+    return pairs
+
+
+def read_dart_json(path: Path) -> list[Request]:
+    """Read one file: a list of {"tripleset": [[subject, predicate, object], ...], "annotations": [{"text"}, ...]}.
+
+    Raises:
+        UserError: the file is missing or no JSON, or an entry is of another form; the message has its number, from 0.
+    """
+    requests = []
+    for number, entry in enumerate(read_json_list(path, DART_FILES)):
+        try:
+            source = linearise_triples(entry["tripleset"])
+            texts = tuple(annotation["text"].strip() for annotation in entry["annotations"])
+            if not texts:
+                raise ValueError(entry)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path}: entry {number} is not of the form tripleset (lists of subject, predicate, object) and "
+                "annotations (each with a text); mend or remove it."
+            ) from error
+        requests.append(Request(source, texts))
+    return requests
+
+
+def _first_there(folder: Path, names: tuple[str, ...]) -> str:
+    """The first of the names that is a file in the folder; the first name when none is."""
+    return next((name for name in names if (folder / name).is_file()), names[0])
+
+
+SAMSUM_FILES = "put SAMSum's train.json, val.json and test.json there, or give paths.data=FOLDER"
+
+
+def load_samsum(root: Path, train_file: str | None = None) -> PairedText:
+    """Load SAMSum from `root`/samsum: train.json, val.json, test.json, lists of {"id", "summary", "dialogue"}.
+
+    A row without a dialogue, of which the published training file has one, is dropped and counted in `source`.
+
+    Raises:
+        UserError: a missing file, no JSON, a row without one of the three fields, or an empty summary.
+    """
+    folder = root / "samsum"
+    files = [folder / (train_file or "train.json"), folder / "val.json", folder / "test.json"]
+    pairs, notes = [], ""
+    for path in files:
+        rows, dropped = read_samsum_json(path)
+        pairs.append(rows)
+        notes += f"; {dropped:,} rows of {path.name} without a dialogue dropped" if dropped else ""
+    return PairedText(
+        train=pairs[0],
+        valid=[Request(source, (target,)) for source, target in pairs[1]],
+        test=[Request(source, (target,)) for source, target in pairs[2]],
+        source=f"SAMSum, json files (training: {files[0].name}){notes}",
+        sha256=sha256_of_files(files, root),
+    )
+
+
+def instruct(dialogue: str) -> str:
+    """The source of a dialogue: an instruction before it and the delimiter of the summary after it.
+
+    The paper prepends "Summarize the following dialogue" to inputs and "TL;DR" to outputs. The delimiter stands at the
+    end of our source, so that the loss and the generated text are of the summary alone.
+    """
+    return f"Summarize the following dialogue\n{dialogue}\nTL;DR"
+
+
+def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
+    """Read one file as (instructed dialogue, summary), and how many rows without a dialogue were dropped.
+
+    Raises:
+        UserError: the file is missing or no JSON, a row lacks a field, or a summary is empty.
+    """
+    pairs, dropped = [], 0
+    for number, row in enumerate(read_json_list(path, SAMSUM_FILES)):
+        name = row.get("id", f"number {number}")
+        for field in ("dialogue", "summary"):
+            if not isinstance(row.get(field), str):
+                raise UserError(f"{path}: row {name} has no {field}; every row has id, dialogue, summary, so mend it.")
+        dialogue, summary = (row[field].replace("\r\n", "\n").strip() for field in ("dialogue", "summary"))
+        if not summary:
+            raise UserError(f"{path}: row {name} has an empty summary; write one, or remove the row.")
+        if dialogue:
+            pairs.append((instruct(dialogue), summary))
+        else:
+            dropped += 1
+    if not pairs:
+        raise UserError(f"{path} holds no row with a dialogue; at least one is needed, so replace the file.")
+    return pairs, dropped
+
+
+PAIRED = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}
+"""What reads a task's files below a folder, training on another file of it where one is named."""
 
 
 ENDINGS = (".txt", ".txt.gz", ".txt.xz")

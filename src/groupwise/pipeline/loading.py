@@ -19,7 +19,8 @@ from groupwise.errors import UserError, reason
 from groupwise.models.hub import find_source, make_config
 from groupwise.models.trainable import choose_trainable
 from groupwise.pipeline.model_parts import check_known
-from groupwise.pipeline.split import Ranges, Stage, cut
+from groupwise.pipeline.split import Ranges, cut
+from groupwise.pipeline.stage import Stage
 
 
 def load_stage(

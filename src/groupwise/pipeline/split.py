@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
-from groupwise.pipeline.image_stage import ImageStage
 from groupwise.pipeline.model_parts import ModelParts, find_parts
-from groupwise.pipeline.stage import Stage
-from groupwise.pipeline.text_stage import TextStage
+from groupwise.pipeline.stage import ImageStage, Stage, TextStage
 from groupwise.training.task import Microbatch
 
-__all__ = ["Ranges", "Stage", "choose_ranges", "cut"]
 Ranges = tuple[tuple[int, int], ...]
 """Blocks [start, stop) of each stage."""
 

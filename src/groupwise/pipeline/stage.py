@@ -1,15 +1,24 @@
-"""Defines a stage of a cut model, whatever the model."""
+"""Defines a stage of a cut model: of a causal language model, or of a wide residual network (for small images)."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from groupwise.pipeline.model_parts import Family, ModelParts
+from groupwise.tasks.image_classification import image_outcomes
+from groupwise.tasks.text_task import at_least_float32, per_example, token_losses
 from groupwise.tensor.plan import Cut
 
 
@@ -37,7 +46,7 @@ class Stage(nn.Module, ABC):
 
         Args:
             x: token ids (b, T) or images (b, C, H, W) on the first stage, else what the stage before returned.
-            kwargs: as `feed.Microbatch` has them; a stage ignores those that it does not take.
+            kwargs: as `training.task.Microbatch` has them; a stage ignores those that it does not take.
 
         Returns:
             hidden activations, contiguous and of `dtype`; on the last stage one loss an example times its weight, (b,).
@@ -87,3 +96,182 @@ class Stage(nn.Module, ABC):
         for name in self.state_dict():
             module, _, leaf = name.rpartition(".")
             self._names[name] = f"{modules[id(self.get_submodule(module))]}.{leaf}".lstrip(".")
+
+
+class TextStage(Stage):
+    """`body` is the model's own module that runs blocks, so masks and rotary positions are made by transformers.
+
+    After the first stage it is called with embeddings that are the hidden activations: its table of positions then
+    gives zeros and its dropout does nothing. Before the last stage its final norm does nothing.
+    """
+
+    reads = ("attention_mask", "position_ids")
+
+    def __init__(
+        self,
+        anatomy: ModelParts,
+        ranges: tuple[tuple[int, int], ...],
+        index: int,
+        *,
+        rematerialize: bool,
+        token_loss: str,
+        precision: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__(index, len(ranges))
+        assert anatomy.family is not None
+        config = anatomy.network.config
+        self.body, self._width = anatomy.body, config.hidden_size
+        self.head = anatomy.network.get_output_embeddings() if self.last else None
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._token_loss, self._precision = token_loss, precision
+        _keep_blocks(self.body, anatomy.family, *ranges[index])
+        _neutralize(self.body, anatomy.family, first=self.first, last=self.last)
+        if rematerialize:
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_drops_out(self.body))
+            for block in getattr(self.body, anatomy.family.blocks):
+                block.gradient_checkpointing, block._gradient_checkpointing_func = True, again
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration of this piece, with its own number of layers; what a key-value cache needs."""
+        return self.body.config
+
+    def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """The pass without head and loss, (b, T, d).
+
+        Args:
+            x: as `forward` takes it.
+            kwargs: attention_mask, position_ids, and for generation past_key_values (layers counted from this stage's
+                first block) with use_cache=True; as transformers takes them.
+        """
+        given = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
+        with self._precision():
+            hidden = self.body(**given | kwargs).last_hidden_state
+        return hidden if self.last else hidden.to(self.dtype).contiguous()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token scores at hidden activations of the last stage: (..., d) -> (..., V), float32 at least."""
+        with self._precision():
+            logits = self.head(hidden)  # type: ignore[misc]
+            if self._softcap is not None:
+                logits = torch.tanh(logits / self._softcap) * self._softcap
+        return at_least_float32(logits)
+
+    def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
+        """Mean or sum over each example's own tokens, (b,), as in `tasks`; the head is asked at `places` alone."""
+        at_places = torch.take_along_dim(hidden, kwargs["places"].unsqueeze(-1), dim=1)
+        return per_example(token_losses(self.logits(at_places), kwargs["labels"]), kwargs["labels"], self._token_loss)
+
+    def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
+        """(b, T, d)."""
+        return (b, T, self._width)
+
+
+class NoPositions(nn.Module):
+    """In place of a table of positions: adds nothing to hidden activations."""
+
+    def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
+        """0 on the device of the first argument."""
+        return torch.zeros((), device=first.device)
+
+
+def _keep_blocks(body: Any, family: Family, start: int, stop: int) -> None:
+    """Keep blocks [start, stop), which count themselves from 0 then, as the configuration does."""
+    blocks = nn.ModuleList(getattr(body, family.blocks)[start:stop])
+    setattr(body, family.blocks, blocks)
+    for module in blocks.modules():
+        for name in ("layer_idx", "layer_id"):
+            if isinstance(number := getattr(module, name, None), int):
+                setattr(module, name, number - start)
+    body.config = copy.deepcopy(body.config)
+    types = getattr(body.config, "layer_types", None)
+    body.config.num_hidden_layers = stop - start
+    if types is not None:
+        body.config.layer_types = types[start:stop]
+
+
+def _neutralize(body: Any, family: Family, *, first: bool, last: bool) -> None:
+    """Take out what only the first or the last stage does."""
+    if not first:
+        for name in filter(None, (family.tokens, family.project_in)):
+            setattr(body, name, None)
+        if family.positions:
+            setattr(body, family.positions, NoPositions())
+        if family.dropout:
+            setattr(body, family.dropout, nn.Identity())
+    if not last:
+        if getattr(body, family.norm) is not None:
+            setattr(body, family.norm, nn.Identity())
+        if family.project_out:
+            setattr(body, family.project_out, None)
+
+
+def _drops_out(body: Any) -> bool:
+    """Whether a block may draw random numbers, so that they must be the same ones when it runs again."""
+    rates = [value for name, value in body.config.to_dict().items() if "drop" in name]
+    modules = [module.p for module in body.modules() if isinstance(module, nn.Dropout)]
+    return any(isinstance(rate, float | int) and rate > 0 for rate in rates + modules)
+
+
+class ImageStage(Stage):
+    """The stem, blocks, and what follows them to the cross-entropy of each image."""
+
+    def __init__(
+        self,
+        anatomy: ModelParts,
+        ranges: tuple[tuple[int, int], ...],
+        index: int,
+        *,
+        rematerialize: bool,
+        token_loss: str,
+        precision: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__(index, len(ranges))
+        network, (start, stop) = anatomy.network, ranges[index]
+        convolutions = [getattr(block.conv1, "conv", block.conv1) for block in anatomy.blocks]
+        self._shapes = _after(convolutions[:start]), _after(convolutions[:stop])
+        self._rematerialize, self._precision = rematerialize, precision
+        self.entry = nn.ModuleList(anatomy.entry if self.first else ())
+        self.blocks = nn.ModuleList(anatomy.blocks[start:stop])
+        self.final_norm = network.final_norm if self.last else None
+        self.classifier = network.classifier if self.last else None
+
+    def hidden(self, x: Tensor, **_: Any) -> Tensor:
+        """The pass without classifier and loss."""
+        with self._precision():
+            for module in self.entry:
+                x = module(x)
+            if len(self.entry) > 1:  # a stem with a norm ends with a ReLU
+                x = F.relu(x)
+            for block in self.blocks:
+                again = self._rematerialize and torch.is_grad_enabled()
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if again else block(x)
+        return x if self.last else x.to(self.dtype).contiguous()
+
+    def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
+        """Cross-entropy of each image, (b,)."""
+        return F.cross_entropy(self.logits(hidden), kwargs["labels"], reduction="none")
+
+    def outcomes(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
+        """Cross-entropy of each image, and whether its class was found, (b, 2)."""
+        return image_outcomes(self.logits(hidden), kwargs["labels"])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the classes from hidden activations of the last stage, (b, classes), float32 at least."""
+        assert self.classifier is not None
+        with self._precision():
+            if self.final_norm is not None:
+                hidden = self.final_norm(F.relu(hidden))
+            logits = self.classifier(torch.mean(hidden, dim=(2, 3)))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
+        """(b, channels, T / strides, T / strides), rounded up."""
+        channels, strides = self._shapes[0 if before else 1]
+        return (b, channels, -(-T // strides), -(-T // strides))
+
+
+def _after(convolutions: Sequence[Any]) -> tuple[int, int]:
+    """Channels, and how many times smaller an image is, after blocks whose first convolutions these are."""
+    channels = convolutions[-1].out_channels if convolutions else 0
+    return channels, prod(int(convolution.stride[0]) for convolution in convolutions)

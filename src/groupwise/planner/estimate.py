@@ -13,13 +13,13 @@ import torch
 from groupwise.clipping.cost_model import USUAL_RATES, machine_rates
 from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import find_parts
+from groupwise.pipeline.runner import held_at_once
 from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.accelerators import Rated, Speed, Timed
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.shapes import build, configuration
-from groupwise.planner.timeline import in_flight
-from groupwise.planner.variants import Setting
+from groupwise.planner.timeline import Setting
 
 MOMENTS = 2  # of Adam
 
@@ -72,7 +72,7 @@ def stage_memory(
         stages, stage, microbatches: S, s and J.
         all_at_once: whether the optimiser takes all parameters in one go, as on a GPU, and not one after the other.
     """
-    flying = in_flight(schedule, stages, stage, microbatches)
+    flying = held_at_once(schedule, stages, stage, microbatches)
     received = flying * (clipped.received + clipped.sent)
     under_way = clipped.received if microbatches > 1 else 0  # the gradient that was sent last
     state = (2 + MOMENTS) * clipped.trained

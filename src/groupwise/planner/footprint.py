@@ -18,7 +18,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.cost_model import USUAL_RATES, Rates
-from groupwise.pipeline.split import Stage, cut
+from groupwise.pipeline.split import cut
+from groupwise.pipeline.stage import Stage
 from groupwise.planner.shapes import build, with_blocks
 
 _aten = torch.ops.aten

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
-from groupwise.data.paired_text import PAIRED
 from groupwise.data.synthetic_text import synthetic_paired
+from groupwise.data.text import PAIRED
 from groupwise.data.text_examples import PairedText, Request
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import find_source

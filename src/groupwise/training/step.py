@@ -6,23 +6,67 @@ explicit sum is what DistributedDataParallel with `no_sync` would do, and a repl
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds, NoiseSource, PrivacyPlan
-from groupwise.training.averaging import WeightAverage
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import ran_out
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Split, Task
+
+
+class WeightAverage:
+    """The exponential moving average of trainable parameters, as De et al. (2022) evaluate it.
+
+    After step t (from 0) the average moves towards the weights by 1 - min(decay, (1 + t) / (10 + t)), so the first
+    steps weigh no more than they should. It is computed from released weights alone and costs no privacy.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._decay = decay
+        self._average = [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after step `step`."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self._average, [parameter.detach() for parameter in self._parameters], 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards its own again, to the bit."""
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._put(self._average)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)
+
+    def state_dict(self) -> list[Tensor]:
+        """The averages, in the order of the parameters."""
+        return list(self._average)
+
+    def load_state_dict(self, state: Sequence[Tensor]) -> None:
+        """Go on from what `state_dict` returned."""
+        for average, value in zip(self._average, state, strict=True):
+            average.copy_(value)
 
 
 @dataclass

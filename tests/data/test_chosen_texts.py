@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
-from groupwise.data.text import hold_out, keep
-from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, keyed_fraction
+from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, hold_out, keep, keyed_fraction
 from groupwise.errors import UserError
 
 
