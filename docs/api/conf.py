@@ -28,7 +28,7 @@ default_role = "code"  # `name` is code, as in Markdown
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!groupwise\.)[\s\S]*"),
-    ("py:class", r"groupwise\..*\.(Batch|Data|_\w+)"),
+    ("py:class", r"groupwise\..*\.(Backward|Batch|Data|_\w+)"),
 ]  # and TypeVars, and classes that are not shown
 suppress_warnings = ["ref.python"]  # a name that is re-exported has two homes: either will do
 

@@ -7,7 +7,6 @@ A block is fenced by three backticks and a language, and may have a mark: a comm
 | python | none | runs, in a namespace of its own; `<!-- slow -->` for one that takes more than seconds |
 | bash | none | every line is a command that exists and composes; nothing runs |
 | text | `<!-- printed by: COMMAND -->` | what the command prints (test_outputs.py) |
-| text | `<!-- files -->` | every name in it is a file or folder |
 | any | `<!-- file: PATH -->`, `<!-- edit: PATH -->` | a recipe: written, or changed, in a copy (test_recipes.py) |
 | console | `<!-- run -->` | a recipe: run in the copy |
 """

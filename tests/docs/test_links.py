@@ -70,3 +70,12 @@ def test_the_way_of_one_batch_names_files_that_are_there() -> None:
     named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
     assert len(rows) > 10 and len(named) > 15
     assert not [name for name in named if not (ROOT / "src" / "groupwise" / name).is_file()]
+
+
+def test_the_map_of_the_code_has_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    packages = [path.parent.name for path in (ROOT / "src" / "groupwise").glob("*/__init__.py")]
+    assert len(packages) > 10
+    assert not [name for name in packages if f"`{name}/" not in page]
+    table = page.partition("| in `src/groupwise/`, beside those |")[2].partition("\n\n")[0]
+    assert not [name for name in re.findall(r"`(\w+/)`", table) if not (ROOT / "src" / "groupwise" / name).is_dir()]

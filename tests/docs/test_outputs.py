@@ -57,22 +57,3 @@ def test_the_readme_shows_the_statement_and_the_folder_of_the_demo() -> None:
     assert plan.statement() in "\n".join(shown)
     config = compose_run(DEMO.split()[2:], ROOT / "conf")
     assert f"Record: results/runs/{RunRecord.open(config).folder.name}\n" in "\n".join(shown)
-
-
-@pytest.mark.parametrize("block", blocks("text"), ids=lambda block: block.name)
-def test_files_in_a_tree_exist(block: Block) -> None:
-    """In a block marked `files`: a name a line, or several parted by commas, two spaces deeper than their folder."""
-    if block.mark != "files":
-        pytest.skip("what is printed, not a tree")
-    folders: list[tuple[int, str]] = []
-    for line in block.text.splitlines():
-        depth = len(line) - len(line.lstrip())
-        if depth > 6:  # what is said of the line above goes on
-            continue
-        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
-        folders = [(d, folder) for d, folder in folders if d < depth]
-        parent = ROOT / "".join(folder for _, folder in folders)
-        for name in names:
-            assert (parent / name).exists(), name
-            if name.endswith("/"):
-                folders.append((depth, name))

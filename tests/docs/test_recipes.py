@@ -13,7 +13,7 @@ import pytest
 from tests.docs.documents import ROOT, Block, blocks
 
 pytestmark = pytest.mark.slow
-COPIED = ("src", "conf", "tests", "sweeps", "trust", "run.py", "pyproject.toml")
+COPIED = ("src", "conf", "examples", "tests", "sweeps", "trust", "run.py", "pyproject.toml")
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 HEADINGS = {PAGE.count("\n", 0, match.start()) + 1: match[1] for match in re.finditer(r"^## (.+)$", PAGE, re.M)}
 

@@ -1,11 +1,17 @@
-"""The examples of private training keep their budget and learn; a seed stands in for their noise key."""
+"""The examples of private training keep their budget and learn, a seed in the noise key's place; a rule is used."""
 
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from groupwise.clipping import attach, rules
+from groupwise.clipping.partition import per_layer
+from groupwise.clipping.reference import clipped_sums
 from groupwise.privacy import NoiseSource
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -45,3 +51,23 @@ def test_adapters_of_a_llama_learn_to_count(monkeypatch, capsys):
     epsilon, before, after = printed("lora.py", monkeypatch, capsys)
     assert 7.9 < epsilon <= 8
     assert before > 3 and after < 0.5
+
+
+@pytest.mark.parametrize("slopes", [1, 4])
+def test_a_rule_of_ones_own_is_used_once_it_is_imported(slopes, monkeypatch):
+    monkeypatch.setattr(rules.base, "_RULES", [*rules.base._RULES])  # for this test alone
+    own = runpy.run_path(str(EXAMPLES / "prelu_rule.py"))["PReLURule"]
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.PReLU(slopes), nn.Flatten(), nn.Linear(36, 3)).double()
+    x, y = torch.randn(6, 2, 5, 5, dtype=torch.float64), torch.arange(6) % 3
+    assert rules.base.find_rule(model[1]) is own
+    partition = per_layer(model)
+
+    def loop(thresholds):
+        return clipped_sums(model, lambda i: F.cross_entropy(model(x[[i]]), y[[i]]), range(6), partition, thresholds)
+
+    thresholds = loop([1.0] * 3).norms.median(1).values  # clips some, leaves others
+    told = loop(thresholds)
+    with attach(model, partition, thresholds) as engine:
+        engine.backward(F.cross_entropy(model(x), y, reduction="none"))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, told.sums[name], rtol=1e-9, atol=1e-12)

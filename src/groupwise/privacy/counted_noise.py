@@ -6,6 +6,7 @@ bits, in whole numbers of torch: equal bits everywhere. Entries 2j and 2j + 1 of
 the block (j, s, c2, c3), where c2, c3 and Philox's key of 64 bits are 128 secret bits. Radius and angle take 64 bits
 each and are computed in float64, whose last bits may differ between devices: so a draw is the same up to about 1e-15,
 and rounded to float32 it is the same number but once in some ten million times, when it differs by its last bit.
+The radius ends at 9.5 standard deviations, which a Gaussian passes with a chance of 2e-21.
 
 On a GPU one kernel does it all, where plain operations pass over memory a hundred times, if its draws agree with theirs
 here. The compiler is torch's own for elementwise kernels (`torch.cuda.jiterator`), which comes with torch for CUDA. The

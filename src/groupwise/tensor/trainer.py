@@ -1,8 +1,23 @@
 """Trains a model whose tensors are cut over processes: each clips and noises its own parts, by norms of the whole.
 
-All processes draw the same batch and run the same microbatches, with messages inside forward and backward pass; so each
-has every example's losses. A group's squared norms are summed over the processes before its factors are formed. What is
-whole in all of them, such as LayerNorms, the first one clips and noises, and the others take what it released.
+Formal guarantee: what P processes release together has the law of one process's release, at the same ε. Process p adds
+up f⁽ⁱ⁾·v_kp⁽ⁱ⁾, where v_kp⁽ⁱ⁾ is its part of example i's gradient in group k and f⁽ⁱ⁾ the clip factor.
+
+1. All draw the same batch and run the same microbatches, with messages inside forward and backward pass, so each has
+   every example's losses. A message is a sum over processes of one example's numbers, never over examples, so v⁽ⁱ⁾
+   depends on example i alone.
+2. A group's squared norms are summed over the processes before its factors are formed: n² = Σ_p ‖v_kp⁽ⁱ⁾‖² and
+   f = min(1, C_k/n) are the same in all. So an example's parts are together at most C_k. That asks nothing of what the
+   parts are parts of, only that the vectors which were measured are those that are added up.
+3. Every coordinate of the model is released by one process, once. What is whole in all of them (LayerNorms, positions,
+   biases of layers whose outputs are summed) the first one clips and noises, and it alone counts the square; the others
+   take what it released.
+4. Each process's noise is of a key of its own, derived from the run's, and std_k follows from all K thresholds and the
+   sizes of the whole groups, which all know: independent noise of the same scale in every coordinate.
+5. A group's count is that of n, taken from the first process, with one noise. Per device a group is what one process
+   owns: K = P, noise and counts of its own.
+6. Masks are the same where all have a copy of the activations; where each has some of the heads, they follow from the
+   secret generators' state and p. Examples' masks stay independent of each other.
 """
 
 from __future__ import annotations
