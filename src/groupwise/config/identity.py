@@ -66,7 +66,7 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
 def _plain(value: Any, kind: Any) -> Any:
     """What OmegaConf makes of a typed value, which takes it fifty times as long: sections as mappings, 1 as 1.0."""
     if is_dataclass(kind):
-        return {name: _plain(getattr(value, name), of) for name, of in _hints(kind).items()}
+        return {name: _plain(getattr(value, name), of) for name, of in _hints(kind).items()}  # type: ignore[arg-type]
     if get_origin(kind) is list:
         return [_plain(item, get_args(kind)[0]) for item in value]
     return float(value) if type(value) is int and float in (kind, *get_args(kind)) else value
