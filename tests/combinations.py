@@ -7,9 +7,8 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_dir
 
-from groupwise.config.compose import Composer, register, to_run_config
+from groupwise.config.compose import compose_run
 from groupwise.config.keys import groups
 from groupwise.config.schema import RunConfig
 from groupwise.config.tables import Tables
@@ -34,15 +33,11 @@ CELLS = [
 ]
 """Task, mode and scale that are valid together."""
 
-_composer = Composer(CONF)
-
 
 @cache  # composing costs a tenth of a second, and no test changes what it gets
 def run(*overrides: str) -> RunConfig:
     """The configuration of `overrides`, as the command line has it; equal choices of options are composed once."""
-    register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_run_config(_composer.compose(overrides))
+    return compose_run(list(overrides), CONF)
 
 
 def pairwise(cells: Iterable[Cell]) -> list[Cell]:

@@ -30,7 +30,7 @@ class Command:
     """A command of Python's in a process of its own, with as much of `subprocess.Popen` as tests use."""
 
     def __init__(self, *arguments: str, cwd: Path, environment: Mapping[str, str] = os.environ) -> None:
-        """Start ``python script.py …``, given as ``script.py, …``, in the folder ``cwd``."""
+        """Start ``python script.py …`` or ``python -m module …``, given without Python, in the folder ``cwd``."""
         self._folder = tempfile.TemporaryDirectory()
         told = Path(self._folder.name)
         self._process = FORKS.Process(target=_live, args=(arguments, str(cwd), dict(environment), told), daemon=True)
@@ -66,7 +66,12 @@ def _live(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], tol
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-    script = Path(arguments[0])
-    sys.argv = list(arguments)
-    sys.path[:0] = [str(script.parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    runpy.run_path(str(script), run_name="__main__")
+    multiprocessing.current_process()._config["daemon"] = False  # its own: a command may start processes
+    module = arguments[0] == "-m"
+    sys.argv = list(arguments[module:])
+    script = Path(sys.argv[0])
+    sys.path[:0] = [cwd if module else str(script.parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    if module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(script), run_name="__main__")

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 import run
+from tests.forks import Command
 
 ROOT = Path(__file__).parents[1]
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def command(folder: Path, *arguments: str, script: Path = ROOT / "run.py") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, str(script), *arguments], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    ended = Command(str(script), *arguments, cwd=folder, environment=ENVIRONMENT).finish()
+    return subprocess.CompletedProcess(arguments, *ended)
 
 
 def test_help_shows_groups_and_everyday_keys(tmp_path: Path) -> None:
@@ -31,9 +33,8 @@ def test_help_shows_groups_and_everyday_keys(tmp_path: Path) -> None:
 
 
 def test_a_reader_may_leave_before_the_end(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     words = [sys.executable, str(ROOT / "run.py"), "--help"]
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stderr
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 0
@@ -46,7 +47,9 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
     )
-    assert command(tmp_path, "privacy.epsilon=-1", script=script).stdout.split() == ["2", "False"]
+    words = [sys.executable, str(script), "privacy.epsilon=-1"]  # not a fork, which has torch from the beginning
+    done = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "False"]
 
 
 @pytest.fixture

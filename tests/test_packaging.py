@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from packaging.utils import canonicalize_name
 
 import groupwise
 
+distributions_of_packages = cache(packages_distributions)  # it reads what all that is installed says of itself
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 LIGHT = (
@@ -57,7 +59,7 @@ def imported(files: list[Path]) -> set[str]:
 
 def undeclared(packages: set[str], distributions: set[str]) -> set[str]:
     """Those of `packages` that none of `distributions` brings."""
-    known = packages_distributions()
+    known = distributions_of_packages()
     return {name for name in packages if not {canonicalize_name(d) for d in known.get(name, [name])} & distributions}
 
 
@@ -167,7 +169,9 @@ print("trained", plan.spent(1).epsilon)
 def modules_beyond_the_library() -> set[str]:
     """Import names of what the extras bring, and the library itself does not."""
     beyond = declared("suite", "language", "secure", "dev") - declared() - {"groupwise", "packaging", "setuptools"}
-    return {name for name, given in packages_distributions().items() if {canonicalize_name(d) for d in given} <= beyond}
+    return {
+        name for name, given in distributions_of_packages().items() if {canonicalize_name(d) for d in given} <= beyond
+    }
 
 
 def run(code: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:

@@ -83,5 +83,5 @@ def a_third_of_the_noise() -> Iterator[None]:
 @pytest.mark.parametrize("bug", [a_third_of_the_noise, bugs.no_noise, bugs.no_clipping], ids=lambda bug: bug.__name__)
 def test_the_attacker_catches_a_planted_bug(bug):
     with bug():
-        bound, claimed = proven(plays=120)
+        bound, claimed = proven(plays=60)
     assert bound > claimed

@@ -39,7 +39,8 @@ def configurations(name: str) -> Iterator[tuple[str, ...]]:
     """All valid choices of task, mode and scale that take the part in, and any other option by itself."""
     kind, *rest = name.split("/")
     if "own" in rest and kind != "model":  # the family of a task of the user's own, which no option of conf/ takes
-        scales, modes = (*Tables(CONF).parts("scales/own"),), (*Tables(CONF).parts("recipe/own"),)
+        scales = [rest[1]] if kind in ("scales", "exceptions") else Tables(CONF).parts("scales/own")
+        modes = [rest[-1]] if kind in ("recipe", "exceptions") else Tables(CONF).parts("recipe/own")
         yield from (("family=own", f"clip={clip}", f"scale={scale}") for scale in scales for clip in modes)
     elif kind in ("clip", "task", "config", "family", "recipe", "scales", "exceptions"):
         for task, clip, scale in CELLS:
@@ -61,13 +62,16 @@ def never_win(conf: Path) -> list[str]:
     for name, part in parts(conf):
         said = {f"{part.file.relative_to(conf)}:{line} {keys[-1]}" for keys, _, line in part.statements()}
         left[name] = {place for place in said if not place.startswith("config.yaml:") or place.endswith(" data")}
-    won: set[str] = set()
+    won, composed = set[str](), set[tuple[str, ...]]()
     register()
     with initialize_config_dir(str(conf), version_base="1.3"):
         for name, said in left.items():
             for overrides in configurations(name):
                 if said <= won:
                     break
+                if overrides in composed:
+                    continue
+                composed.add(overrides)
                 last = {statement.key: statement for statement in statements(overrides, conf)}
                 for key, winner in last.items():
                     won.add(f"{winner.place.removeprefix(f'{conf.name}/')} {key.rpartition('.')[2]}")

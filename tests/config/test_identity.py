@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from groupwise.config.identity import (
     config_hash,
@@ -22,6 +23,8 @@ from groupwise.config.schema import (
     NoiseConfig,
     OptimConfig,
     PathsConfig,
+    PipelineConfig,
+    PrivacyConfig,
     RunConfig,
     TrackerConfig,
     TrainConfig,
@@ -107,6 +110,21 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str | None
         path.write_text(content)
     with pytest.raises(UserError, match="is no run's configuration"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(),
+        RunConfig(train=TrainConfig(keep=[1, 2.5], steps=3), optim=OptimConfig(learning_rate=2)),
+        RunConfig(privacy=PrivacyConfig(epsilon=3, noise_multiplier=1), pipeline=PipelineConfig(blocks=[1, 2])),
+        RunConfig(model=ModelConfig(shape={"n_layer": 2, "rate": 1}), clip=ClipConfig(mapping={"b*": "x", "*": "a"})),
+        RunConfig(own_task={"_target_": "a.b", "deep": {"list": [1, None]}}),
+    ],
+)
+def test_a_flat_configuration_is_what_the_typed_one_holds(config: RunConfig) -> None:
+    typed = OmegaConf.to_container(OmegaConf.structured(config))
+    assert json.dumps(flat_config(config)) == json.dumps(flatten(typed))  # 1 and 1.0 are other texts
 
 
 def test_a_flat_row_holds_plain_values_only() -> None:

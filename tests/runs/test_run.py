@@ -245,7 +245,8 @@ def killed_after(step: int, process: Command, runs: Path) -> bool:
     return process.wait() == -signal.SIGKILL
 
 
-def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path, times):
     settings = [
         "clip=adaptive_layer",
         "train.steps=12",
@@ -260,14 +261,14 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path):
     kills, chance = 0, random.Random(0)
     for chain in itertools.count():  # on a busy machine a run may be done before its time has come: then another
         runs = tmp_path / f"killed-{chain}" / "runs"
-        for step in sorted(chance.choices(range(1, 9), k=2)):
+        for step in sorted(chance.choices(range(1, 9), k=times)):
             kills += killed_after(step, command(runs.parent, *settings), runs)
         code, _, told = command(runs.parent, *settings).finish()
         assert code == 0, told
         model, thresholds, plan = finished(next(runs.iterdir()))
         assert all(torch.equal(model[name], expected[0][name]) for name in expected[0])
         assert thresholds == expected[1] and plan == expected[2]
-        if kills >= 2:
+        if kills >= times:
             break
     steps = [json.loads(line)["step"] for line in next(runs.glob("*/metrics.jsonl")).read_text().splitlines()]
     assert steps == [*range(1, 13), 12]  # no step twice, none missing; the last line is the final evaluation

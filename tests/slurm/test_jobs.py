@@ -50,7 +50,7 @@ def test_a_run_that_heeds_sigterm_ends_its_step_first():
 
 
 def test_a_step_that_takes_too_long_is_given_up_before_the_time_is_over():
-    code, told = ended("signal.signal(signal.SIGTERM, signal.SIG_IGN)", seconds=2)
+    code, told = ended("signal.signal(signal.SIGTERM, signal.SIG_IGN)", seconds=1)
     assert code == -14 and not told  # SIGALRM; 142 for srun
 
 

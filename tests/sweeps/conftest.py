@@ -5,14 +5,13 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from groupwise.sweeps import status
-from tests.waiting import PATIENCE
+from tests.forks import Command
 
 ROOT = Path(__file__).parents[2]
 SWEEP = """
@@ -80,15 +79,12 @@ class Checkout:
         (root / "src/groupwise/processes/start.py").write_text(START)
         (root / "src/groupwise/version.py").write_text("VERSION = 'old'\n")
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> Command:
         environment = {**os.environ, "PYTHONPATH": str(self.root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen([sys.executable, *arguments], cwd=self.root, env=environment, text=True, **pipes)
+        return Command(*arguments, cwd=self.root, environment=environment)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=PATIENCE)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return subprocess.CompletedProcess(arguments, *self.start(*arguments).finish())
 
     def sweep(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.command("run.py", "-m", "+sweep=table", "scale=smoke", *arguments)

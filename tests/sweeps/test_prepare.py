@@ -13,7 +13,6 @@ from groupwise.config.identity import config_hash
 from groupwise.errors import UserError
 from groupwise.sweeps.prepare import plan_sweep
 from tests.sweeps.conftest import Checkout
-from tests.waiting import PATIENCE
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -116,8 +115,8 @@ def test_jobs_run_the_code_and_the_configuration_of_the_submission(checkout):
         file.write_text("broken [")
     (checkout.root / "sweeps" / "table.yaml").unlink()
     (checkout.root / "wait").unlink()
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, rows(out)) == (0, ["ran flat 8.0 0 old", "ran flat 8.0 1 old"]), err
+    code, out, err = process.finish()
+    assert (code, rows(out)) == (0, ["ran flat 8.0 0 old", "ran flat 8.0 1 old"]), err
 
 
 def test_the_folder_says_what_was_asked_for_and_which_code_it_was(swept):

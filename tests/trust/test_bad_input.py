@@ -77,7 +77,7 @@ def test_what_never_ends_is_stopped(monkeypatch, tmp_path):
     import time
 
     plant = refusing(lambda: time.sleep(600))
-    assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant, patience=1.0) == "stopped"
+    assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant, patience=0.2) == "stopped"
 
 
 def test_success_without_a_run_is_told(monkeypatch, tmp_path):

@@ -56,7 +56,7 @@ def test_ten_thousand_folders_are_read_in_seconds(tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     results = tmp_path_factory.mktemp("whole") / "results"
-    process = complete(results, *SEEDED)
+    process = complete(results, *SEEDED, "train.steps=4")
     assert process.code == 0, process.errors
     return results, left(results)
 

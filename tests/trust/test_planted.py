@@ -56,14 +56,14 @@ def test_many_plays_catch(name):
 
 def test_without_a_bug_nothing_is_caught():
     for name in ("no_noise", "last_microbatch"):
-        row = measure(replace(BY_NAME[name], plant=nullcontext), 100)
+        row = measure(replace(BY_NAME[name], plant=nullcontext), 60)
         assert row.sound and not row.caught
         assert "NOT CAUGHT" in as_markdown([row]) and ",no," in as_csv([row])
 
 
 def test_a_bug_in_the_code_itself_is_seen():
     with BY_NAME["no_noise"].plant():
-        row = measure(replace(BY_NAME["no_noise"], plant=nullcontext), 100)
+        row = measure(replace(BY_NAME["no_noise"], plant=nullcontext), 40)
     assert not row.sound and "ABOVE THE CLAIM" in as_markdown([row])
 
 

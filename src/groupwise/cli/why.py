@@ -103,9 +103,10 @@ def statements(overrides: Sequence[str], conf: Path) -> Iterator[Statement]:
             root = next((root for root in roots(conf) if (root / f"{path}.yaml").is_file()), conf)
             part = tables.part(path) or file_part(root, path)
             package = () if default.package in (None, "", "_global_") else tuple(default.package.split("."))
+            shown = _shown(part.file, conf)
             for keys, value, line in part.statements():
                 key = ".".join((*package, *keys))
-                place = f"{_shown(part.file, conf)}:{line}"
+                place = f"{shown}:{line}"
                 if path.startswith("scale/") and "scale" in chosen:
                     place = _argument(chosen["scale"])
                 if key in key_types() or key.startswith(FREE_KEYS):
@@ -118,9 +119,9 @@ def statements(overrides: Sequence[str], conf: Path) -> Iterator[Statement]:
 
 
 def _schema(conf: Path) -> Iterator[Statement]:
-    file = Path(inspect.getfile(schema))
+    shown, lines = _shown(Path(inspect.getfile(schema)), conf), _schema_lines()
     for keys, value in leaves(asdict(schema.RunConfig())):
-        yield Statement(".".join(keys), value, f"{_shown(file, conf)}:{_schema_lines()['.'.join(keys)]}")
+        yield Statement(".".join(keys), value, f"{shown}:{lines['.'.join(keys)]}")
 
 
 @cache

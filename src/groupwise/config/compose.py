@@ -27,7 +27,7 @@ from omegaconf.errors import (
 )
 
 from groupwise.config.checks import validate, value_at
-from groupwise.config.keys import FREE_KEYS, expected, fits, key_types
+from groupwise.config.keys import FREE_KEYS, expected, fits, key_types, roots
 from groupwise.config.schema import RunConfig
 from groupwise.config.tables import Tables
 from groupwise.errors import UserError, did_you_mean, told
@@ -195,15 +195,23 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 def compose_run(overrides: list[str], conf: Path) -> RunConfig:
     """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks."""
     register()
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        return to_run_config(composer_of(conf).compose(overrides))
+
+
+def composer_of(conf: Path) -> Composer:
+    """Of the folder as it was last written: options that were chosen once are not composed again.
+
+    Where there is a folder of the user's own beside it, a new one: that may be too large to look through for changes.
+    """
+    if len(roots(conf)) > 1:
+        return Composer(conf)
     conf = conf.resolve()
-    written = max((path.stat().st_mtime_ns for path in conf.rglob("*.yaml")), default=0)
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        return to_run_config(_composer(conf, written).compose(overrides))
+    return _composer(conf, max((path.stat().st_mtime_ns for path in conf.rglob("*.yaml")), default=0))
 
 
 @functools.lru_cache(maxsize=8)
-def _composer(conf: Path, written: int) -> Composer:
-    """Of the folder as it was last written: options that were chosen once are not composed again."""
+def _composer(conf: Path, _written: int) -> Composer:
     return Composer(conf)
 
 

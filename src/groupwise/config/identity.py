@@ -3,8 +3,10 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -58,7 +60,19 @@ FREE_MAPPINGS = ("clip.mapping", "model.shape", "own_task")
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> plain value, types as the schema has them (1 and 1.0 are the same rate)."""
-    return flatten(OmegaConf.to_container(OmegaConf.structured(config)))  # type: ignore[arg-type]
+    return flatten(_plain(config, type(config)))
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """What OmegaConf makes of a typed value, which takes it fifty times as long: sections as mappings, 1 as 1.0."""
+    if is_dataclass(kind):
+        return {name: _plain(getattr(value, name), of) for name, of in _hints(kind).items()}  # type: ignore[arg-type]
+    if get_origin(kind) is list:
+        return [_plain(item, get_args(kind)[0]) for item in value]
+    return float(value) if type(value) is int and float in (kind, *get_args(kind)) else value
+
+
+_hints = cache(get_type_hints)
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

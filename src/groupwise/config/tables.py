@@ -133,7 +133,7 @@ class Tables:
 def file_part(conf: Path, path: str) -> Part:
     """A whole file of `conf/`, such as ``clip/flat``, without its defaults list; raises `UserError` for no YAML."""
     file = conf / f"{path}.yaml"
-    return Part(file, (), {key: value for key, value in _load(file).items() if key != "defaults"})
+    return Part(file, (), {key: value for key, value in _load(file, _changed(file)).items() if key != "defaults"})
 
 
 def leaves(values: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -164,13 +164,14 @@ def _lines(file: Path, _state: int) -> dict[tuple[str, ...], int]:
 @lru_cache(maxsize=64)
 def _read(file: Path, _state: int, by_scale: bool, modes: frozenset[str], models: frozenset[str]) -> dict[str, Any]:
     """A table, checked; once for each state of its file."""
-    table = _load(file)
+    table = _load(file, _state)
     for complaint, keys in _complaints(table, by_scale, modes, models):
         raise UserError(f"{_shown(file)}:{_lines(file, _state).get(keys, 1)}: {complaint}.")
     return table
 
 
-def _load(file: Path) -> dict[str, Any]:
+@lru_cache(maxsize=256)
+def _load(file: Path, _state: int) -> dict[str, Any]:
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(file))  # numbers as Hydra reads them: 1e-4 is one
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:

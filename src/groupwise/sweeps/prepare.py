@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from groupwise.config.compose import COMPOSITION_ERRORS, Composer, in_one_sentence, to_run_config
+from groupwise.config.compose import COMPOSITION_ERRORS, Composer, composer_of, in_one_sentence, to_run_config
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
@@ -70,7 +70,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         whole = compose("config", shared, return_hydra_config=True)
         name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
-        return PlannedSweep(name, str(whole.scale), folder, _cells(Composer(conf), whole, given, shared, name))
+        return PlannedSweep(name, str(whole.scale), folder, _cells(composer_of(conf), whole, given, shared, name))
 
 
 def check_sweep(overrides: Sequence[str], conf: Path) -> int:
@@ -88,7 +88,7 @@ def table_cells(sweep: Sweep, scale: str, conf: Path) -> list[tuple[Cell, Planne
 
     cells = sweep.cells(scale)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        composer = Composer(conf)
+        composer = composer_of(conf)
         planned = [_checked(composer, _full_name(cell), [f"+sweep={sweep.name}", *cell.overrides]) for cell in cells]
     _refuse_twins(sweep.name, planned)
     return list(zip(cells, planned, strict=True))

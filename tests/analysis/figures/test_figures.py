@@ -1,11 +1,18 @@
 """Every figure is drawn from its rows, the same each time, and says what is reduced."""
 
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
 from groupwise.analysis.figure_style import CLIP, WEAK, Beside, content, with_settings
-from groupwise.analysis.figures import FIGURES, KINDS, main, make
+from groupwise.analysis.figures import FIGURES, KINDS, Drawn, main, make
+from groupwise.analysis.results import Folders
 from groupwise.analysis.run_figures import chosen_layers
+
+PAPER = Path(__file__).resolve().parents[3] / "results" / "paper"
 
 
 def words(figure) -> str:
@@ -20,9 +27,15 @@ def run(folders, out, *names: str) -> int:
     return main([*names, *places])
 
 
+@pytest.fixture(scope="session")
+def drawn(made_up) -> Callable[[str], Drawn]:
+    """Each figure of all rows as they are, made once; to be looked at, not changed."""
+    return cache(partial(make, folders=Folders(PAPER, made_up / "measured", made_up / "sweeps")))
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_a_reduced_figure_says_so(folders, name):
-    drawn = make(name, folders)
+def test_a_reduced_figure_says_so(drawn, name):
+    drawn = drawn(name)
     assert drawn.scale == "mini"
     assert "Reduced, no reproduction: scale=mini" in words(drawn.figure)
     assert "reduced" in words(drawn.figure).split()
@@ -69,22 +82,22 @@ def test_all_lists_what_it_leaves_out_and_a_name_is_refused(folders, tmp_path, c
     assert (tmp_path / "out" / "target_quantile.png").is_file()
 
 
-def test_every_method_and_budget_is_there(folders):
+def test_every_method_and_budget_is_there(drawn):
     assert {"flat", "fixed per layer", "adaptive per layer", "no noise", "ε = 3"} <= {
-        text.get_text() for text in make("adaptive_vs_fixed", folders).figure.axes[0].findobj(_text)
+        text.get_text() for text in drawn("adaptive_vs_fixed").figure.axes[0].findobj(_text)
     }
-    figure = make("target_quantile", folders).figure
+    figure = drawn("target_quantile").figure
     assert [axes.get_title() for axes in figure.axes] == ["CIFAR-10", "SST-2"]
     assert [len(line.get_xdata()) for line in figure.axes[0].containers[0].lines[:1]] == [7]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_text_is_cut_off(folders, name):
+def test_no_text_is_cut_off(drawn, name):
     """What is drawn lies within the figure, and no words are smaller than six points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    figure = make(name, folders).figure
+    figure = drawn(name).figure
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     (left, bottom), (right, top) = figure.get_tightbbox(canvas.get_renderer()).get_points()
@@ -94,10 +107,10 @@ def test_no_text_is_cut_off(folders, name):
 
 
 @pytest.mark.parametrize("name", ["adaptive_vs_fixed", "runtime_nll", "runtime_metrics"])
-def test_a_mode_has_its_colour_in_every_figure(folders, name):
+def test_a_mode_has_its_colour_in_every_figure(drawn, name):
     colours = {series.label: series.colour for series in CLIP.values()}
     found = 0
-    for axes in make(name, folders).figure.axes:
+    for axes in drawn(name).figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         for handle, label in zip(handles, labels, strict=True):
             line = handle.lines[0] if hasattr(handle, "lines") else handle
@@ -129,10 +142,10 @@ def test_a_metric_that_nobody_learnt_is_called_uninformative(folders):
     assert "uninformative" not in [text.get_text() for text in rouge.texts]
 
 
-def test_the_papers_values_are_marks_of_their_own(folders):
-    here, paper = make("adaptive_vs_fixed", folders).figure.axes
-    drawn = sorted(float(y) for bars in paper.containers for y in bars.lines[0].get_ydata())
-    assert drawn == [60.6, 63.1, 63.7, 67.8, 73.5, 73.9]
+def test_the_papers_values_are_marks_of_their_own(drawn):
+    here, paper = drawn("adaptive_vs_fixed").figure.axes
+    values = sorted(float(y) for bars in paper.containers for y in bars.lines[0].get_ydata())
+    assert values == [60.6, 63.1, 63.7, 67.8, 73.5, 73.9]
     marks = {bars.lines[0].get_marker() for bars in paper.containers}
     assert marks.isdisjoint({bars.lines[0].get_marker() for bars in here.containers})
     assert all(bars.lines[0].get_linestyle() == "None" for bars in paper.containers)
@@ -150,8 +163,8 @@ def test_a_task_without_rows_is_an_empty_panel(folders):
     assert "not run" in words(make("target_quantile", folders).figure)
 
 
-def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(folders):
-    panels = [axes for axes in make("gradnorm_cifar", folders).figure.axes if axes.images]
+def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(drawn):
+    panels = [axes for axes in drawn("gradnorm_cifar").figure.axes if axes.images]
     assert [axes.get_title() for axes in panels] == ["epoch 0", "epoch 1", "epoch 3", "epoch 6"]
     assert panels[0].images[0].get_array().shape == (32, 12)
 
