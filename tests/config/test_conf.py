@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,9 @@ def configurations(name: str) -> Iterator[tuple[str, ...]]:
     kind, *rest = name.split("/")
     if "own" in rest and kind != "model":  # the family of a task of the user's own, which no option of conf/ takes
         scales, modes = (*Tables(CONF).parts("scales/own"),), (*Tables(CONF).parts("recipe/own"),)
-        yield from (("family=own", f"clip={clip}", f"scale={scale}") for scale in scales for clip in modes)
+        for scale, clip in product(scales, modes):
+            if rest[1:] in ([], [scale], [clip], [scale, clip]):
+                yield "family=own", f"clip={clip}", f"scale={scale}"
     elif kind in ("clip", "task", "config", "family", "recipe", "scales", "exceptions"):
         for task, clip, scale in CELLS:
             has = {
@@ -62,12 +65,15 @@ def never_win(conf: Path) -> list[str]:
         said = {f"{part.file.relative_to(conf)}:{line} {keys[-1]}" for keys, _, line in part.statements()}
         left[name] = {place for place in said if not place.startswith("config.yaml:") or place.endswith(" data")}
     won: set[str] = set()
+    seen: set[str] = set()
     register()
     with initialize_config_dir(str(conf), version_base="1.3"):
-        for name, said in left.items():
-            for overrides in configurations(name):
+        for name, said in reversed(left.items()):  # a recipe or scale brings its mode, task and family along
+            choices = sorted(configurations(name), key=lambda choice: len(seen.intersection(choice)))
+            for overrides in choices:
                 if said <= won:
                     break
+                seen.update(overrides)
                 last = {statement.key: statement for statement in statements(overrides, conf)}
                 for key, winner in last.items():
                     won.add(f"{winner.place.removeprefix(f'{conf.name}/')} {key.rpartition('.')[2]}")
