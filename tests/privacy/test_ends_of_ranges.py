@@ -12,6 +12,7 @@ from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds, epsilon_pr
 from groupwise.privacy.calibration import calibrate, split_noise
 from groupwise.privacy.plan import make_plan
 
+pytestmark = pytest.mark.usefixtures("cold")
 RATE, STEPS, DELTA = 0.1, 100, 1e-5
 
 
