@@ -18,7 +18,8 @@ from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
-from tests.training.data_parallel import Batches, checked_once
+from tests.checked import checked_once
+from tests.training.data_parallel import Batches
 
 EXAMPLES, WORDS, LENGTH = 16, 23, 7
 """A vocabulary that two processes share out unevenly."""

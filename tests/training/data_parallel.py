@@ -1,10 +1,8 @@
 """A small network in blocks, in float64, and its trainer on any number of processes: made as `run.py` makes it."""
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
+from tests.checked import checked_once
 
 EXAMPLES, WIDTH = 40, 8
 FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
@@ -83,19 +82,6 @@ class Batches:
 
     def indices(self, step: int) -> np.ndarray:
         return np.array(self.batches[step], dtype=np.int64)
-
-
-_CHECKED: set[Hashable] = set()
-
-
-@contextmanager
-def checked_once(kind: Hashable) -> Iterator[None]:
-    """The first trainer of its kind in this process is checked before training, which takes longer than its steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        if kind in _CHECKED:
-            patch.setattr("groupwise.build.verify", lambda *_, **__: 0.0)
-        yield
-    _CHECKED.add(kind)
 
 
 def build(
