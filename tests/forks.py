@@ -10,20 +10,15 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-LIBRARIES = [
-    "torch._dynamo",
-    "torch.distributed.pipelining",
-    "transformers",
-    "scipy.stats",
-    "sklearn.datasets",
-    "hydra",
-]
 FORKS = multiprocessing.get_context("forkserver")  # a plain fork would share torch's threads and a test's state
-FORKS.set_forkserver_preload(LIBRARIES)
+FORKS.set_forkserver_preload(["tests.libraries"])
 OURS = ("groupwise", "hydra_plugins", "tests")
+_forgotten: list[ModuleType] = []
+"""Ours that a fork began with; torchvision's operators are declared for as long as the module that did it lives."""
 
 
 class Command:
@@ -64,8 +59,8 @@ def _live(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], tol
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
-        del sys.modules[name]
+    ours = [name for name in sys.modules if name.partition(".")[0] in OURS]
+    _forgotten.extend(sys.modules.pop(name) for name in ours)
     multiprocessing.current_process()._config["daemon"] = False  # its own: a command may start processes
     module = arguments[0] == "-m"
     sys.argv = list(arguments[module:])

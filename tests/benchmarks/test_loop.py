@@ -12,8 +12,15 @@ from benchmarks.loop_rounds import BareStep
 from groupwise.errors import UserError
 from groupwise.training import train as session
 from groupwise.training.reports import FilesTracker
+from tests.checked import checked_once
 
 SMOKE = ["scale=smoke", "train.steps=40", "train.batch_size=8", "privacy.accountant=rdp"]
+
+
+@pytest.fixture(autouse=True)
+def _checked_once():
+    with checked_once("loop"):
+        yield
 
 
 def test_rounds_become_rows_and_nothing_of_the_run_stays(tmp_path, monkeypatch, capsys):

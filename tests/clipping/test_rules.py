@@ -18,7 +18,7 @@ from tests.clipping.conftest import CASES, make_case
 FALLBACKS = [name for name in CASES if name.startswith(("fallback", "parametrized"))]
 
 
-@pytest.mark.parametrize("make_partition", [flat, per_layer])
+@pytest.mark.parametrize("make_partition", [pytest.param(flat, marks=pytest.mark.slow), per_layer])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in {*FALLBACKS, "ws_conv_gain"}])
 def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partition):
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partit
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
-@pytest.mark.parametrize("mode", ["layer", "flat", "ghost"])
+@pytest.mark.parametrize("mode", ["layer", pytest.param("flat", marks=pytest.mark.slow), "ghost"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_pass_inside_autocast_keeps_to_float32_as_well(name, mode):
     torch.manual_seed(0)

@@ -12,10 +12,9 @@ from groupwise.clipping import attach, clip_factors, factors, microbatches, norm
 from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, squares_together
-from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import matrix
 from groupwise.errors import UserError
-from tests.clipping.test_against_reference import MODES, middle_thresholds
+from tests.clipping.test_against_reference import MODES, truth_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 
@@ -31,11 +30,8 @@ def together(monkeypatch):
 @pytest.mark.parametrize("mode", ["layer", "layer_gram", "layer_automatic", "block", "flat", "ghost"])
 def test_equal_to_single_examples(together, case, mode):
     make_partition, options = MODES[mode]
-    partition = make_partition(case.model)
-    thresholds = middle_thresholds(case, partition)
-    rule = options.get("clip_rule", clip_factors)
-    truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds, rule)
-    with attach(case.model, partition, thresholds, **options) as engine:
+    thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
+    with attach(case.model, make_partition(case.model), thresholds, **options) as engine:
         engine.backward(case.losses())
     for name, parameter in case.model.named_parameters():
         if parameter.requires_grad:

@@ -62,16 +62,18 @@ def never_win(conf: Path) -> list[str]:
     for name, part in parts(conf):
         said = {f"{part.file.relative_to(conf)}:{line} {keys[-1]}" for keys, _, line in part.statements()}
         left[name] = {place for place in said if not place.startswith("config.yaml:") or place.endswith(" data")}
-    won, composed = set[str](), set[tuple[str, ...]]()
+    won, composed, seen = set[str](), set[tuple[str, ...]](), set[str]()
     register()
     with initialize_config_dir(str(conf), version_base="1.3"):
-        for name, said in left.items():
-            for overrides in configurations(name):
+        for name, said in reversed(left.items()):  # a recipe or scale brings its mode, task and family along
+            choices = sorted(configurations(name), key=lambda choice: len(seen.intersection(choice)))
+            for overrides in choices:
                 if said <= won:
                     break
                 if overrides in composed:
                     continue
                 composed.add(overrides)
+                seen.update(overrides)
                 last = {statement.key: statement for statement in statements(overrides, conf)}
                 for key, winner in last.items():
                     won.add(f"{winner.place.removeprefix(f'{conf.name}/')} {key.rpartition('.')[2]}")

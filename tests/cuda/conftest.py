@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +14,39 @@ from benchmarks.emulated import guard
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
-from benchmarks.emulated import guard
-guard.load()
 import torch
 from benchmarks.emulated.device import EmulatedGPU, Refused, Waits, emulate, on_device
 """
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory) -> Callable[..., str]:
-    """Run Python with arguments from the checkout; its output."""
+def python(tmp_path_factory) -> Iterator[Callable[..., str]]:
+    """Run lines of Python with arguments, from the checkout, where torch has the emulated GPU; what they write."""
     if reason := guard.why_not():
         pytest.skip(reason)
-    cache = tmp_path_factory.getbasetemp() / "emulated"
+    folder = tmp_path_factory.mktemp("emulated")
+    environment = {"GROUPWISE_CACHE": str(folder), **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.cuda.server"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as server:
 
-    def run(*arguments: str) -> str:
-        environment = os.environ | {"GROUPWISE_CACHE": os.environ.get("GROUPWISE_CACHE", str(cache))}
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        def run(lines: str, *arguments: str) -> str:
+            told = folder / f"told-{len(list(folder.iterdir()))}"
+            print(json.dumps([lines, arguments, str(told)]), file=server.stdin, flush=True)
+            status = server.stdout.readline()
+            assert status == "0\n", told.read_text() if told.exists() else "The server of the emulated GPU ended."
+            return told.read_text()
 
-    return run
+        yield run
+        server.stdin.close()
 
 
 Rows = dict[tuple[str, ...], dict[str, Any]]
 SEVERAL = """
 import json, sys
-from benchmarks.emulated import guard
 from benchmarks.emulated.__main__ import main
 for options in json.loads(sys.argv[1]):
     assert main(options) == 0
-    guard.load = lambda: None  # it is loaded once a process
 """
 
 
@@ -56,33 +56,27 @@ def read(path: Path) -> Rows:
 
 
 @pytest.fixture(scope="session")
-def emulate(python, tmp_path_factory) -> Callable[..., Rows]:
-    """Steps on the emulated GPU, `key=value` as of `python -m benchmarks.emulated`: rows by (model, mode, layout,
-    precision)."""
-
-    def run(*options: str) -> Rows:
-        path = tmp_path_factory.mktemp("emulated") / "rows.json"
-        python("-m", "benchmarks.emulated", *options, f"json={path}")
-        return read(path)
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def emulate_several(python, tmp_path_factory) -> Callable[[list[list[str]]], list[Rows]]:
-    """The same for several lists of options, one after the other in one process."""
+    """Steps on the emulated GPU, for each list of `key=value` as of `python -m benchmarks.emulated`, in one process:
+    rows by (model, mode, layout, precision)."""
 
     def run(several: list[list[str]]) -> list[Rows]:
-        folder = tmp_path_factory.mktemp("emulated")
+        folder = tmp_path_factory.mktemp("rows")
         paths = [folder / f"{number}.json" for number in range(len(several))]
         given = [[*options, f"json={path}"] for options, path in zip(several, paths, strict=True)]
-        python("-c", SEVERAL, json.dumps(given))
+        python(SEVERAL, json.dumps(given))
         return [read(path) for path in paths]
 
     return run
 
 
 @pytest.fixture(scope="session")
+def emulate(emulate_several) -> Callable[..., Rows]:
+    """The same for one list of options."""
+    return lambda *options: emulate_several([list(options)])[0]
+
+
+@pytest.fixture(scope="session")
 def on_gpu(python) -> Callable[[str], str]:
-    """Run lines of Python in a process that has the emulated GPU's names; what they print."""
-    return lambda lines: python("-c", BEGIN + lines)
+    """Run lines of Python that have the emulated GPU's names; what they print."""
+    return lambda lines: python(BEGIN + lines)

@@ -94,7 +94,7 @@ def served(tmp_path, make_batches, monkeypatch):
     monkeypatch.setattr(cifar10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
     handler = functools.partial(QuietHandler, directory=archive.parent)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(cifar10, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
         yield archive
         server.shutdown()

@@ -124,7 +124,7 @@ def stub(monkeypatch):
 
 def test_a_hub_that_answers_is_asked(tmp_path, monkeypatch, stub):
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # it answers 501, which will do
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         data = load_glue("sst2", tmp_path, hub="nyu-mll/glue")
         server.shutdown()

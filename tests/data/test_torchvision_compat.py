@@ -1,9 +1,6 @@
 """torchvision imports beside this torch, whichever it is, and is left alone where it needs no help."""
 
 import importlib
-import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -11,8 +8,11 @@ import torch
 
 from groupwise.data import cifar10
 from groupwise.data.cifar10 import import_torchvision
+from tests.forks import Command
 
-FRESH_PROCESS = """
+FORK = """
+import sys
+assert "torchvision" in sys.modules
 from groupwise.data.cifar10 import import_torchvision
 torchvision = import_torchvision()
 assert torchvision.datasets.CIFAR10 and torchvision.transforms.functional.hflip
@@ -23,12 +23,13 @@ print("imported", torchvision.__version__)
 """
 
 
-def test_it_imports_in_a_fresh_process_beside_the_installed_torch():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", FRESH_PROCESS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("imported")
+def test_it_imports_in_a_fresh_process_beside_the_installed_torch(tmp_path):
+    """The one that forks come from, which imports it first (`tests/libraries.py`)."""
+    script = tmp_path / "fork.py"
+    script.write_text(FORK)
+    code, told, errors = Command(str(script), cwd=tmp_path).finish()
+    assert code == 0, errors
+    assert told.startswith("imported")
 
 
 def test_nothing_is_declared_where_it_imports_by_itself(monkeypatch):

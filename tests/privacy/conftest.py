@@ -1,4 +1,4 @@
-"""Shared by the privacy tests: a cache of their own, and the law that released noise must follow."""
+"""Shared by the privacy tests: an empty cache, and the law that released noise must follow."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,9 @@ settings.register_profile("groupwise", deadline=None)
 settings.load_profile("groupwise")
 
 
-@pytest.fixture(autouse=True)
-def _cold(own_cache):
-    """Every test starts with an empty cache, and with nothing remembered."""
+@pytest.fixture
+def cold(own_cache):
+    """The test starts with an empty cache, and with nothing remembered."""
     accounting._composed.cache_clear()
 
 

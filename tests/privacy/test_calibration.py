@@ -30,6 +30,8 @@ CELLS = {
 }
 FAST = {("cifar10", 3), ("sst2", 3), ("samsum", 1)}
 
+pytestmark = pytest.mark.usefixtures("cold")
+
 
 def _cells() -> list:
     cells = []

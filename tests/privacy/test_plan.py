@@ -24,7 +24,7 @@ SETTING = {"dataset_size": 5000, "expected_batch_size": 100, "steps": 200, "delt
 @pytest.fixture(scope="module")
 def plan() -> PrivacyPlan:
     """ε = 3 with 16 groups and 1 % of the budget for their quantiles."""
-    return make_plan(**SETTING, epsilon=3.0, num_groups=16, quantile_budget=0.01, cache=False)
+    return make_plan(**SETTING, epsilon=3.0, num_groups=16, quantile_budget=0.01)
 
 
 def make(**changes) -> PrivacyPlan:
@@ -226,7 +226,7 @@ def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
         make(delta=0.9 / 5000)
 
 
-def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(monkeypatch):
+def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(cold, monkeypatch):
     plan = make_plan(**SETTING, noise_multiplier=1.0)
     composed = []
     compose = accounting._compose
@@ -235,7 +235,7 @@ def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(monkeypatch):
     assert plan.spent(100).epsilon < plan.epsilon and set(composed) == {100}
 
 
-def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(monkeypatch):
+def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(cold, monkeypatch):
     def fail(*_):
         raise RuntimeError("Discrete mean differs from continuous mean significantly.")
 

@@ -18,6 +18,7 @@ from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
+from tests.checked import checked_once
 from tests.training.data_parallel import Batches
 
 EXAMPLES, WORDS, LENGTH = 16, 23, 7
@@ -128,7 +129,8 @@ def build(
         quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
         accountant="rdp",
     )
-    trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
+    with checked_once((mode, kind) if isinstance(ranks, Alone) else "one of several processes"):
+        trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
     trainer.mechanism.sampler = Batches(batches)
     return trainer
 

@@ -14,6 +14,7 @@ from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
+from tests.checked import checked_once
 
 EXAMPLES, WIDTH = 40, 8
 FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
@@ -113,7 +114,8 @@ def build(
         quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
         accountant="rdp",
     )
-    trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
+    with checked_once((clip.name, type(task)) if isinstance(ranks, Alone) else "one of several processes"):
+        trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
     trainer.mechanism.sampler = Batches(batches)
     return trainer
 

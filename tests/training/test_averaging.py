@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from groupwise.config.compose import compose_run
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.run import run
 from groupwise.training.step import Trainer, WeightAverage
+from tests.checked import checked_once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,14 +41,19 @@ def smoke(folder: Path, *overrides: str):
     return compose_run([*settings, f"paths.results={folder}", *overrides], ROOT / "conf")
 
 
+def run_smoke(config: RunConfig):
+    with checked_once("smoke"):
+        return run(config)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(next(folder.glob("runs/*/model.pt")), weights_only=True)
 
 
 def test_a_run_evaluates_and_saves_the_average_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     plain, whole, parts = (tmp_path / name for name in ("plain", "whole", "parts"))
-    row = run(smoke(plain))
-    averaged = run(smoke(whole, "train.ema=0.9"))
+    row = run_smoke(smoke(plain))
+    averaged = run_smoke(smoke(whole, "train.ema=0.9"))
     assert averaged["valid/loss"] != row["valid/loss"]
     assert averaged["hash"] != row["hash"]
     real = Trainer.step
@@ -59,8 +66,8 @@ def test_a_run_evaluates_and_saves_the_average_and_resumes_to_the_same_bits(tmp_
     again = smoke(parts, "train.ema=0.9", "train.checkpoint_every=0")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "step", stops)
-        run(again)
-    assert run(again)["valid/loss"] == averaged["valid/loss"]
+        run_smoke(again)
+    assert run_smoke(again)["valid/loss"] == averaged["valid/loss"]
     assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
     assert any(not torch.equal(value, weights(plain)[name]) for name, value in weights(whole).items())
 

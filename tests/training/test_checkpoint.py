@@ -4,8 +4,6 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ import torch
 
 from groupwise.errors import UserError
 from groupwise.training.checkpoint import load_checkpoint, load_newest, previous, save_checkpoint
+from tests.forks import Command
 from tests.waiting import until
-
-ROOT = Path(__file__).parents[2]
 
 
 class Unwritable:
@@ -114,14 +111,13 @@ def test_code_in_a_checkpoint_is_not_run(path: Path) -> None:
 
 
 def test_killed_at_any_moment_a_whole_checkpoint_remains(path: Path) -> None:
-    writer = (
-        "import sys, torch\nfrom groupwise.training.checkpoint import save_checkpoint\n"
+    writer = path.parent / "writer.py"
+    writer.write_text(
+        "import sys, torch\nfrom pathlib import Path\nfrom groupwise.training.checkpoint import save_checkpoint\n"
         "for step in range(10**6):\n"
-        "    save_checkpoint(sys.argv[1], {'step': step, 'weights': torch.full((200_000,), float(step))})\n"
-    ).replace("sys.argv[1]", "__import__('pathlib').Path(sys.argv[1])")
-    process = subprocess.Popen(
-        [sys.executable, "-c", writer, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        "    save_checkpoint(Path(sys.argv[1]), {'step': step, 'weights': torch.full((200_000,), float(step))})\n"
     )
+    process = Command(str(writer), str(path), cwd=path.parent)
     until(path.exists, "a checkpoint")
     time.sleep(0.137)  # some more; how many does not matter
     process.send_signal(signal.SIGKILL)

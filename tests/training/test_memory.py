@@ -3,9 +3,8 @@
 import gc
 import platform
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groupwise.errors import UserError
 from groupwise.training import memory
 from groupwise.training.memory import choose_microbatch, memory_told, ran_out
+from tests.forks import Command
 from tests.training.test_step import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
 
 ERRORS = {
@@ -219,10 +219,14 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is told by glibc's mallopt")
-def test_freed_blocks_are_filled_with_zeros_once():
+def test_freed_blocks_are_filled_with_zeros_once(tmp_path: Path):
+    script = tmp_path / "faults.py"
+    script.write_text(FAULTS)
+
     def faults(word: str) -> tuple[str, int]:
-        told = subprocess.run([sys.executable, "-c", FAULTS, word], capture_output=True, text=True, check=True)
-        kept, count = told.stdout.split()
+        code, told, errors = Command(str(script), word, cwd=tmp_path).finish()
+        assert code == 0, errors
+        kept, count = told.split()
         return kept, int(count)
 
     pages = 2 * (124 << 20) // resource.getpagesize()

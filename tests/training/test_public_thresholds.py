@@ -23,6 +23,7 @@ from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
+from tests.checked import checked_once
 
 EXAMPLES, COUNT, STEPS, C = 24, 7, 5, 0.8
 CLIP = ClipConfig("public_layer", policy="public", threshold=C, public_examples=COUNT, public_every=2)
@@ -74,7 +75,8 @@ def make_trainer(clip: ClipConfig = CLIP, data: int = 0, sigma: float = 1.0) -> 
         quantile_budget=0.0,
         accountant="rdp",
     )
-    return build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
+    with checked_once(clip.policy):
+        return build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
 
 
 def weights(trainer: Trainer) -> Tensor:
