@@ -30,6 +30,23 @@ def test_a_bypass_is_found_on_either_side_of_a_gate(first, make_partition):
         engine.backward(extra + losses if first else losses + extra)
 
 
+class LastOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1]
+
+
+@pytest.mark.parametrize("make_model", [lambda: nn.Linear(3, 2), LastOutput, lambda: nn.LayerNorm(3)])
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_partition):
+    model = make_model()
+    with attach(model, make_partition(model), 1.0), pytest.raises(UserError, match="create_graph"):
+        torch.autograd.grad(model(torch.randn(4, 5, 3)).sum(), list(model.parameters()), create_graph=True)
+
+
 def test_parameters_that_do_not_train_may_be_used_by_anybody():
     other = nn.Parameter(torch.ones(2))
     check_paths(torch.ones(3, 2) @ other, {})
