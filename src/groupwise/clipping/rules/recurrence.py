@@ -17,7 +17,7 @@ State = tuple[Tensor, ...]
 """(h,) with h (B, H); of an LSTM (h, c), h (B, H or proj_size) and c (B, H)."""
 Kept = tuple[Tensor, ...]
 
-_sigmoid_backward, _tanh_backward = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
+sigmoid_backward, tanh_backward = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
 
 
 def run_sequence(
@@ -215,14 +215,14 @@ def _lstm_back(
     i, f, g, o = gates.chunk(4, 2)
     rates = torch.stack(
         [
-            _sigmoid_backward(g, i),
-            _sigmoid_backward(_before(c, first, reverse), f),
-            _tanh_backward(i, g),
-            _sigmoid_backward(squashed, o),
+            sigmoid_backward(g, i),
+            sigmoid_backward(_before(c, first, reverse), f),
+            tanh_backward(i, g),
+            sigmoid_backward(squashed, o),
         ],
         2,
     )  # of c' by the first three gates, and of h' by the last
-    by_c = _tanh_backward(o, squashed)
+    by_c = tanh_backward(o, squashed)
     if steps.alive is not None:
         rates *= steps.alive.unsqueeze(3)
         by_c *= steps.alive
@@ -246,8 +246,8 @@ def _lstm_back(
 def _gru_back(steps: _StepsBack, before: Tensor, by_state: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x (B, T, 3H), of what the states gave (B, T, 3H), and of the first h."""
     r, z, h_n = by_state.chunk(3, 2)
-    by_n = _tanh_backward(1.0 - z, n)
-    rates = torch.stack([_sigmoid_backward(by_n * h_n, r), _sigmoid_backward(before - n, z), by_n * r, by_n], 2)
+    by_n = tanh_backward(1.0 - z, n)
+    rates = torch.stack([sigmoid_backward(by_n * h_n, r), sigmoid_backward(before - n, z), by_n * r, by_n], 2)
     if steps.alive is not None:
         rates *= steps.alive.unsqueeze(3)
         z = torch.where(steps.alive, z, 1.0)

@@ -14,14 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from groupwise.clipping.rules.recurrence import State, run_sequence
+from groupwise.clipping.rules.recurrence import State, run_sequence, sigmoid_backward, tanh_backward
 from groupwise.clipping.rules.weights import Forward, Weights, refuse_unbatched
 from groupwise.errors import UserError
 
 Cell = Callable[[Tensor, Tensor, State], State]
 """(W_ih x + b_ih, W_hh h + b_hh, the old state) -> the new state."""
-
-_sigmoid_backward, _tanh_backward = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
 
 
 def recurrent(
@@ -154,11 +152,11 @@ class _LSTMStep(torch.autograd.Function):
     def backward(ctx: Any, to_h: Tensor, to_c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gates, c, t = ctx.saved_tensors
         i, f, g, o = gates.chunk(4, 1)
-        to_c = to_c + _tanh_backward(to_h * o, t)
+        to_c = to_c + tanh_backward(to_h * o, t)
         along = torch.cat([to_c * g, to_c * c, to_c * i, to_h * t], 1)
-        before = _sigmoid_backward(along, gates)
+        before = sigmoid_backward(along, gates)
         size = c.shape[1]
-        before[:, 2 * size : 3 * size] = _tanh_backward(along[:, 2 * size : 3 * size], g)
+        before[:, 2 * size : 3 * size] = tanh_backward(along[:, 2 * size : 3 * size], g)
         return before, before, to_c * f
 
 
@@ -186,9 +184,9 @@ class _GRUStep(torch.autograd.Function):
         gates, n, h, old = ctx.saved_tensors
         r, z = gates.chunk(2, 1)
         through = to_h * z
-        to_n = _tanh_backward(to_h - through, n)
+        to_n = tanh_backward(to_h - through, n)
         along = torch.cat([to_n * h[:, 2 * old.shape[1] :], to_h * (old - n)], 1)
-        both = _sigmoid_backward(along, gates)
+        both = sigmoid_backward(along, gates)
         return torch.cat([both, to_n], 1), torch.cat([both, to_n * r], 1), through
 
 
