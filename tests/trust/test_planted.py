@@ -76,6 +76,16 @@ def test_replicas_release_what_one_process_does():
         assert three.play() != pytest.approx(one.play(), rel=1e-3)
 
 
+def test_parts_release_what_one_process_does():
+    worst = BY_NAME["part_norms"].worst
+    worst = replace(worst, others=torch.linspace(-2, 2, worst.others.numel()).double().view_as(worst.others))
+    one, five = (replace(worst, parts=parts).worlds(1.0, 1e-5, 0)[1] for parts in (1, 5))
+    with BY_NAME["no_noise"].plant():
+        assert five.play() == pytest.approx(one.play(), rel=1e-9)
+        with BY_NAME["part_norms"].plant():
+            assert five.play() > 1.5 * one.play()
+
+
 def test_the_patches_leave_nothing_behind():
     before = {name: measure(BY_NAME[name], 20).correct for name in ("no_clipping", "mean_loss")}
     assert before == {name: measure(BY_NAME[name], 20).correct for name in before}
@@ -97,6 +107,10 @@ def test_the_command_measures_and_writes_only_whole_tables(tmp_path, monkeypatch
     monkeypatch.setattr(planted, "CASES", (replace(BY_NAME["no_clipping"], plays=40),))
     assert main([]) == 0
     assert len(planted.RESULT.read_text().splitlines()) == 2
+    monkeypatch.setattr(planted, "CASES", [replace(BY_NAME[name], plays=40) for name in ("mean_loss", "no_clipping")])
+    (before,) = planted.RESULT.read_text().splitlines()[1:]
+    assert main(["--only", "mean_loss"]) == 0  # what was measured of others stays
+    assert [line[:9] for line in planted.RESULT.read_text().splitlines()[1:]] == ["mean_loss", before[:9]]
     with pytest.raises(SystemExit, match="2"):
         main(["--plays", "1"])
 

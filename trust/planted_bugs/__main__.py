@@ -6,12 +6,14 @@ below the claimed ε, and every bug must come out above it; exit code 1 otherwis
 """
 
 import argparse
+import csv
 import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,17 +61,18 @@ class Row:
         return self.correct.epsilon <= self.claimed
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """One header, one line a bug, by name."""
-    lines = []
-    for row in sorted(rows, key=lambda row: row.name):
+def as_csv(rows: Sequence[Row], earlier: str = "") -> str:
+    """One header, one line a bug, by name; what an `earlier` text has of other bugs stays."""
+    measured = {row.name for row in rows}
+    lines: list[list[Any]] = [line for line in csv.reader(earlier.splitlines()[1:]) if line[0] not in measured]
+    for row in rows:
         epsilons = [row.planted.epsilon, row.correct.epsilon]
         if row.true is not None:
             epsilons += [row.planted.gaussian_epsilon, row.correct.gaussian_epsilon, row.true]
         told = [*(f"{epsilon:.3f}" for epsilon in epsilons), "", "", ""][:5]
-        end = [row.planted.plays, "yes" if row.caught else "no", row.how]
+        end = [str(row.planted.plays), "yes" if row.caught else "no", row.how]
         lines.append([row.name, row.bug, f"{row.claimed:g}", f"{row.delta:g}", *told, *end])
-    return csv_text(HEAD, lines)
+    return csv_text(HEAD, sorted(lines))
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -108,7 +111,7 @@ def _true(case: Case) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the table when all bugs were measured; 1 where a bound is on the wrong side."""
+    """Measure, print, and write into the table what had all its plays; 1 where a bound is on the wrong side."""
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(prog="python -m trust.planted_bugs", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some bugs: {', '.join(names)}")
@@ -125,9 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(measure(case, options.plays, options.seed))
             print(f"{case.name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     print(as_markdown(rows))
-    if not options.only and options.plays is None:
+    if options.plays is None:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
-        write_text(RESULT, as_csv(rows))
+        write_text(RESULT, as_csv(rows, RESULT.read_text() if options.only and RESULT.exists() else ""))
     return 0 if all(row.caught and row.sound for row in rows) else 1
 
 
