@@ -81,6 +81,7 @@ class Ours(NonPrivate):
             )
         self._adaptive = adaptive
         self._engine = attach(workload.model, groups, start, norms=norms)  # type: ignore[arg-type]
+        self._engine.masks_rows = False  # as a run has it
         self._noise = NoiseSource.from_seed(0)
         self._steps = 0
 

@@ -36,7 +36,7 @@ PARTS = {
     "factors_together": "factors",
     "ClippingGroup.factors": "factors",
     "Counts.add": "counts",
-    "ClippingEngine.counts": "counts",
+    "Counts._on_host": "counts",
     "Counts.reset": "counts",
     "set_thresholds": "thresholds",
     "add_gaussians_": "noise",

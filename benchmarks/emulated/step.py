@@ -94,6 +94,7 @@ def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU
         with engine.forward_of("another size"):  # as the check before training has it: a step need not ask whose
             loss(more=1)  # rows are whose
         engine.reset()
+        engine.masks_rows = False  # as a run has it
         with gpu.counted() as passed:
             engine.backward(loss())
         with gpu.counted() as rest:

@@ -83,6 +83,8 @@ def build_trainer(
 
             engine = shard(task.model, engine, config.clip, device)
             make = ShardedTrainer
+    if engine is not None and make is Trainer:
+        engine.masks_rows = False  # a process that computes alone begins a batch again, should it have to
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     mechanism = _mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks)
     mechanism.copied = copied

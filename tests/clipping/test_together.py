@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, clip_factors, factors, microbatches, norm_terms, per_layer
+from groupwise.clipping import attach, clip_factors, factors, per_layer
 from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, squares_together
-from groupwise.clipping.rules import matrix
 from groupwise.errors import UserError
 from tests.clipping.test_against_reference import MODES, truth_of
 
@@ -20,11 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 
 
 @pytest.fixture
-def together(monkeypatch):
+def together(as_on_a_gpu, monkeypatch):
     """Three groups at a time, with all that is done on a GPU alone."""
     monkeypatch.setattr(groups_file, "MOST_TOGETHER", 3)
-    for module in (norm_terms, groups_file, matrix, microbatches):
-        monkeypatch.setattr(module, "starts_kernels", lambda t: True)
 
 
 @pytest.mark.parametrize("mode", ["layer", "layer_gram", "layer_automatic", "block", "flat", "ghost"])

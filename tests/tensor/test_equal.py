@@ -157,6 +157,7 @@ def _on_two(rank, world, folder):
         "planted": {mode: _sums_alone(ranks, mode, _not_added_up) for mode in SENSITIVE},
         "resumed": {mode: _resumed(ranks, mode, Path(folder)) for mode in RESUMED},
         "masks": _masks(ranks),
+        "masks rows": build("flat", ranks).engine.masks_rows,
         "noise norms": {mode: _noise_norm(ranks, mode) for mode in WEIGHTED},
     }
 
@@ -233,6 +234,10 @@ def test_messages_are_those_of_the_model_and_one_small_one_for_each_group(two, m
     foretold = foretell(make_model("gpt2"), 2, FORETOLD.get(mode, clip.grouping), [3, 3, 1], LENGTH)
     sums = Counter({("allreduce", size): often for size, often in (foretold.activations + foretold.norms).items()})
     assert sums == +expected and Counter({("broadcast", s): n for s, n in foretold.released.items()}) == released
+
+
+def test_one_of_several_processes_cannot_begin_a_batch_again_by_itself(two):
+    assert all(process["masks rows"] for process in two) and not build("flat", Alone()).engine.masks_rows
 
 
 def test_groups_that_close_together_send_their_norms_together(two):

@@ -151,8 +151,10 @@ class ClippingEngine:
             relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
 
         Raises:
-            UserError: a relation for which no bound is proven.
+            UserError: a relation for which no bound is proven; sums that are `spoiled`.
         """
+        if self.spoiled:
+            raise UserError("An example's norm is not finite and masks_rows is False: begin the batch again with True.")
         if relation not in RELATIONS:
             raise UserError(
                 f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
@@ -168,7 +170,7 @@ class ClippingEngine:
     @property
     def counts(self) -> Tensor:
         """b̄_k: how many examples since `reset` had ‖g_k‖ <= the count threshold, (K,) float64 on the CPU."""
-        return self._counts.within.double().cpu()
+        return self._counts.within.double()
 
     @property
     def examples(self) -> int:
@@ -179,6 +181,25 @@ class ClippingEngine:
     def nonfinite(self) -> int:
         """Examples left out since `reset` because a norm was not finite (the most over groups)."""
         return int(self._counts.left_out.max())
+
+    @property
+    def masks_rows(self) -> bool:
+        """Whether rows of examples that are left out become zeros before they are multiplied: 0 · NaN is NaN.
+
+        On a GPU, where nobody looks whether there are any, that copies all rows of all layers. A caller that can begin
+        a batch again sets it to False, and to True for good once a batch was `spoiled`. A CPU looks.
+        """
+        return self.groups[0].masks
+
+    @masks_rows.setter
+    def masks_rows(self, masks: bool) -> None:
+        for group in self.groups:
+            group.masks = masks
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
+        return not self.masks_rows and self.nonfinite > 0
 
     @property
     def products_reused(self) -> int:
@@ -238,7 +259,9 @@ class ClippingEngine:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
         with torch.no_grad():
             factors = self.factors(squares)
-        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, left_out(factors), {0: squares})
+        current = BackwardPass(
+            Phase.SUMS, len(squares), self._passes.open, left_out(factors, self.masks_rows), {0: squares}
+        )
         self._passes.backward_pass = current
         return current, torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
 

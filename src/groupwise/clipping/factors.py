@@ -93,26 +93,26 @@ def gone_rows(factors: Tensor | None) -> Tensor | None:
     """Which examples are left out (factor 0), (B,); None where it is known that nobody is.
 
     On a CPU that is the common case, and costs a look at B numbers; elsewhere rows are masked without asking, so that
-    the host never waits for the device.
+    the host never waits for the device, or not at all (`ClippingEngine.masks_rows`).
     """
     if factors is None or (is_sync_free(factors) and bool(factors.all())):
         return None
-    known: Tensor | None = getattr(factors, "gone", None)  # of several groups' factors, from one kernel
-    return factors == 0 if known is None else known
+    return factors.gone if hasattr(factors, "gone") else factors == 0  # type: ignore[no-any-return]
 
 
-def with_gone(factors: Tensor) -> Tensor:
-    """The same factors (B,), of which `gone_rows` is computed once for all layers."""
-    factors.gone = factors == 0  # type: ignore[attr-defined]
+def with_gone(factors: Tensor, masks: bool = True) -> Tensor:
+    """The same factors (B,), of which `gone_rows` is computed once for all layers; nobody, unless it `masks`."""
+    factors.gone = factors == 0 if masks else None  # type: ignore[attr-defined]
     return factors
 
 
-def unbind_factors(factors: Tensor) -> list[Tensor]:
+def unbind_factors(factors: Tensor, masks: bool = True) -> list[Tensor]:
     """Each group's own factors (B,) of (K, B), of which `gone_rows` knows what it would have to compute."""
     rows = list(factors.unbind())
     if not is_sync_free(factors):
-        for row, gone in zip(rows, (factors == 0).unbind(), strict=True):
-            row.gone = gone  # type: ignore[attr-defined]
+        gone = (factors == 0).unbind() if masks else [None] * len(rows)
+        for row, out in zip(rows, gone, strict=True):
+            row.gone = out  # type: ignore[attr-defined]
     return rows
 
 
@@ -163,13 +163,13 @@ def _sum_of_rows(rows: Tensor, weights: Tensor, gone: Tensor | None) -> Tensor:
     return total.nan_to_num_(0.0, math.inf, -math.inf)
 
 
-def left_out(factors: Tensor) -> Tensor | None:
+def left_out(factors: Tensor, masks: bool = True) -> Tensor | None:
     """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
     keep = (factors != 0).to(factors.dtype)
     if is_sync_free(keep) and bool(keep.all()):
         return None
     keep.only_leaves_out = True  # type: ignore[attr-defined]
-    return keep if is_sync_free(keep) else with_gone(keep)
+    return keep if is_sync_free(keep) else with_gone(keep, masks)
 
 
 def only_leaves_out(factors: Tensor) -> bool:
@@ -216,8 +216,9 @@ class Counts:
         self.examples = 0
         self.at = torch.ones(groups, dtype=like.dtype, device=like.device)
         """The thresholds that counts are taken at, (K,)."""
-        self.within = torch.zeros(groups, dtype=torch.int64, device=like.device)
-        self.left_out = torch.zeros_like(self.within)
+        self._table = torch.zeros(2, groups, dtype=torch.int64, device=like.device)
+        self._within, self._left_out = self._table.unbind()
+        self._read: Tensor | None = None
         self._clip = torch.ones(groups, dtype=torch.float64)
         self._clipped: Tensor | None = None
 
@@ -235,12 +236,29 @@ class Counts:
         """The largest thresholds (K,) that clipped since `reset`; those in force, if none did."""
         return (self._clip if self._clipped is None else self._clipped).clone()
 
+    @property
+    def within(self) -> Tensor:
+        """How many norms were within the thresholds, (K,) on the CPU."""
+        return self._on_host()[0]
+
+    @property
+    def left_out(self) -> Tensor:
+        """How many were not finite, (K,) on the CPU."""
+        return self._on_host()[1]
+
+    def _on_host(self) -> Tensor:
+        """The host waits for the device once, whatever is asked."""
+        if self._read is None:
+            self._read = self._table.cpu()
+        return self._read
+
     def add(self, squared_norms: Mapping[int, Tensor], examples: int) -> None:
         """Count the squared norms (examples,) of all K groups at once."""
         squares = self._stack(squared_norms)
         norms = squares.clamp_min(0).sqrt_()
-        self.within += (norms <= self.at.to(norms.dtype).unsqueeze(1)).sum(1)
-        self.left_out += (~(squares.to(self.at.dtype) < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
+        self._read = None
+        self._within += (norms <= self.at.to(norms.dtype).unsqueeze(1)).sum(1)
+        self._left_out += (~(squares.to(self.at.dtype) < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
         self.examples += examples
 
     def check_fillers(self, squared_norms: Mapping[int, Tensor], absent: int, wait: bool) -> None:
@@ -254,18 +272,18 @@ class Counts:
 
     def reset(self) -> None:
         """Begin again."""
-        self.examples, self._clipped = 0, None
-        self.within.zero_()
-        self.left_out.zero_()
+        self.examples, self._clipped, self._read = 0, None, None
+        self._table.zero_()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """What is counted inside is forgotten."""
-        before = self.examples, self._clipped, self.within.clone(), self.left_out.clone()
+        before, table = (self.examples, self._clipped, self._read), self._table.clone()
         try:
             yield
         finally:
-            self.examples, self._clipped, self.within, self.left_out = before
+            self.examples, self._clipped, self._read = before
+            self._table.copy_(table)
 
     def _stack(self, squared_norms: Mapping[int, Tensor]) -> Tensor:
-        return torch.stack([squared_norms[k].to(self.within.device) for k in range(len(self.within))])
+        return torch.stack([squared_norms[k].to(self._table.device) for k in range(len(self._within))])

@@ -62,6 +62,8 @@ class ClippingGroup:
     """The groups that close with it, itself included; () where it closes alone."""
     parts: Parts | None = None
     """What adds its squared norms up over the processes that hold parts of it; None where this one holds it all."""
+    masks: bool = True
+    """Whether rows of examples that are left out become zeros, where that is not looked up (see `gone_rows`)."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -87,13 +89,14 @@ def factors_together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor])
     if len(groups) < 2 or not getattr(rule, "elementwise", False):
         each = [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
         return [
-            with_gone(rows.to(group.threshold.dtype)) if starts_kernels(rows) else rows
+            with_gone(rows.to(group.threshold.dtype), group.masks) if starts_kernels(rows) else rows
             for group, rows in zip(groups, each, strict=True)
         ]
     thresholds = torch.stack([group.threshold for group in groups]).unsqueeze(1)
     every = torch.stack(list(squares))
     factors = groups[0].clip_rule(every.clamp_min(LEAST_SQUARE).sqrt_(), thresholds)
-    return unbind_factors(keep_finite(factors, every, thresholds.dtype, groups[0].wide[1]).to(thresholds.dtype))
+    factors = keep_finite(factors, every, thresholds.dtype, groups[0].wide[1]).to(thresholds.dtype)
+    return unbind_factors(factors, groups[0].masks)
 
 
 def close_together(groups: Sequence[ClippingGroup], most: int) -> None:

@@ -191,7 +191,9 @@ class GroupPass:
         """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
         factors = self.group.factors(squares)
-        return with_gone(factors.to(self.group.threshold.dtype)) if starts_kernels(factors) else factors
+        if not starts_kernels(factors):
+            return factors
+        return with_gone(factors.to(self.group.threshold.dtype), self.group.masks)
 
     def begin_closing(self) -> bool:
         """Whether the group takes part in the backward pass that runs, of which it is marked as closed.

@@ -143,8 +143,9 @@ class Trainer:
     def _accumulate(self, examples: np.ndarray, step: int) -> None:
         """Sum the clipped gradients of this replica's share of the batch, as many examples at a time as fit.
 
-        Where memory runs out, the same examples are begun again with half as many at a time; nothing has been released
-        yet, and the step's noise is what it would have been.
+        Where memory runs out, the same examples are begun again with half as many at a time, and where one of them has
+        to be left out and rows were not masked, with masks; nothing has been released yet, and the step's noise is what
+        it would have been.
         """
         share = self.ranks.share(examples)
         while True:
@@ -153,10 +154,14 @@ class Trainer:
                 for start in range(0, len(share), self.microbatch):
                     with self.mechanism.microbatch(step, start):
                         self._backward(share[start : start + self.microbatch])
-                return
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
+            else:
+                if self.engine is None or not self.engine.spoiled:
+                    return
+                self.engine.masks_rows = True
+                continue
             self._halve()  # once the error is gone, and what it held
 
     def _halve(self) -> None:

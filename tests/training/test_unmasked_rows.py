@@ -1,0 +1,69 @@
+"""Rows of examples that are left out need no zeros as long as none is; a batch with one is begun again, with zeros."""
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.errors import UserError
+from tests.training.test_step import ADAPTIVE_LAYER, FIXED_LAYER, GHOST, after, make_trainer
+
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
+WAYS = [(per_layer, "bookkeeping"), (flat, "bookkeeping"), (flat, "ghost")]
+
+
+def network(bad: float) -> tuple[nn.Module, torch.Tensor]:
+    """Convolutions and layers that see several positions; the first of four images holds a `bad` number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.Flatten(2), nn.Linear(4, 5), nn.LayerNorm(5))
+    x = torch.randn(4, 2, 4, 4).double()
+    x[0, 0, 0, 0] = bad
+    return model.double(), x
+
+
+def sums(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize(("partition", "norms"), WAYS)
+def test_sums_without_masks_are_those_with_them_or_spoiled(partition, norms, bad):
+    model, x = network(bad)
+    found = {}
+    with attach(model, partition(model), 0.3, norms=norms) as engine:
+        for masks in (True, False):
+            for last in (1, 0):  # without the first image, and with it
+                engine.masks_rows = masks
+                model.zero_grad()
+                engine.reset()
+                engine.backward(model(x[last:]).flatten(1).square().sum(1))
+                found[masks, last] = sums(model)
+                assert engine.spoiled == (engine.nonfinite > 0 and not masks)
+                if last and masks is False:
+                    assert torch.equal(found[False, 1], found[True, 1])  # where nobody is left out, nothing is lost
+        with pytest.raises(UserError, match="masks_rows is False: begin the batch again"):
+            engine.sensitivity("add_remove")
+        assert engine.nonfinite == 1
+        engine.reset()
+        assert not engine.spoiled and engine.sensitivity("add_remove").total > 0
+    assert not found[False, 0].isfinite().all() or bad == 1e200
+    torch.testing.assert_close(found[True, 0], found[True, 1], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("clip", [ADAPTIVE_LAYER, FIXED_LAYER, GHOST], ids=lambda clip: clip.name)
+def test_a_spoiled_batch_is_begun_again_with_masks(clip):
+    def run(masks: bool, bad: bool) -> tuple[torch.Tensor, list[int], bool]:
+        trainer, seen = make_trainer(clip, microbatch=8), []
+        if bad:
+            trainer.task.x[int(trainer.mechanism.sampler.indices(1)[9])] = float("nan")
+        trainer.engine.masks_rows = masks
+        losses = trainer.task.losses
+        trainer.task.losses = lambda examples: seen.append(len(examples)) or losses(examples)
+        steps = after(trainer)
+        return steps, seen, trainer.engine.masks_rows
+
+    (always, once, _), (later, again, masks) = run(True, True), run(False, True)
+    assert torch.equal(later, always) and later.isfinite().all()
+    assert masks and len(again) > len(once)
+    (always, once, _), (later, again, masks) = run(True, False), run(False, False)
+    assert torch.equal(later, always) and again == once and not masks
