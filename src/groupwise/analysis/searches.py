@@ -1,4 +1,7 @@
-"""Writes what each search measured, and which settings it chose:  python -m groupwise.analysis.searches"""
+"""Writes what sweeps measured that are no table of the paper, and what searches chose:
+
+python -m groupwise.analysis.searches
+"""
 
 import argparse
 import sys
@@ -10,12 +13,16 @@ from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
 from groupwise.errors import command
 from groupwise.rows import markdown, read_table, table_path
-from groupwise.sweeps.best import HEADLINES, best, candidates
+from groupwise.sweeps.best import HEADLINES, Candidate, best, candidates
+
+
+OURS = ("public_thresholds", "scatter_cnn")
+"""Sweeps that compare what the paper does not."""
 
 
 def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
-    """The files of rows of the sweeps that choose settings, by sweep and scale."""
-    names = sorted(path.stem for path in sweeps.glob(f"{SEARCH}*.yaml"))
+    """The files of rows of the sweeps that choose settings or compare what the paper does not, by sweep and scale."""
+    names = sorted(path.stem for path in sweeps.glob("*.yaml") if path.stem.startswith(SEARCH) or path.stem in OURS)
     found = {(name, scale): table_path(measured, name, scale) for name in names for scale in SHOWN}
     return {at: path for at, path in found.items() if path.is_file()}
 
@@ -27,21 +34,26 @@ def page(sweeps: Path, measured: Path) -> str:
         UserError: rows that do not parse, or have no headline metric.
     """
     parts = [
-        "# Searches: what was tried before settings were fixed",
+        "# Searches, and comparisons that are not the paper's",
         "Made by `python -m groupwise.analysis.searches`. Rivals share task, model, mode and budget. A search on a "
         "holdout of the training set (`data.holdout`) does not see the test set. Its privacy cost is not counted "
-        "([errata](../../docs/errata.md)).",
+        "([errata](../../docs/errata.md)). Other cells are of the test set.",
     ]
     for (name, scale), path in searches(sweeps, measured).items():
         rows = read_table(path).rows
         metric = next((metric for metric in HEADLINES if any(row.get(metric) for row in rows)), HEADLINES[0])
-        chosen = {candidate.name for candidate in best(rows, metric)[0]}
+        chosen = {candidate.name for candidate in best(rows, metric)[0]} if name.startswith(SEARCH) else set()
         lines = [
-            [f"`{candidate.name}`", number(candidate.mean), str(candidate.seeds), "best" * (candidate.name in chosen)]
+            [f"`{candidate.name}`", _mean(candidate), str(candidate.seeds), "best" * (candidate.name in chosen)]
             for candidate in candidates(rows, metric)
         ]
         parts += [f"## {name}, scale={scale}", markdown(["cell", metric, "seeds", "among its rivals"], lines)]
     return "\n\n".join(parts) + "\n"
+
+
+def _mean(candidate: Candidate) -> str:
+    """With the standard deviation over seeds, where there are several."""
+    return number(candidate.mean) + ("" if candidate.std is None else f" ± {candidate.std:.2f}")
 
 
 @command
