@@ -15,7 +15,6 @@ from groupwise.errors import command
 from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, Candidate, best, candidates
 
-
 OURS = ("public_thresholds", "scatter_cnn")
 """Sweeps that compare what the paper does not."""
 
