@@ -194,8 +194,9 @@ class NoiseSource:
 
 
 def _cpu_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.Tensor], int]:
-    # SFC64 is a quarter faster here than Philox, and numpy seeds it with 128 bits of the hash; torch's own CPU
-    # generator is twice as fast still in float32 but keeps only 32 bits of its seed, few enough to try them all.
+    # SFC64 is a quarter faster here than Philox, and numpy seeds it with 128 bits of the hash. torch's own normals on a
+    # CPU take a third of the time in float32, but end at 5.77 standard deviations, as their radius has 24 bits: a
+    # Gaussian passes that once in 10⁸ draws, and a model has millions. numpy's end at 8.2, passed once in 10¹⁵.
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
     dtype: Any = np.float32 if like.dtype == torch.float32 else np.float64
     scratch: Any = np.empty(min(CHUNK, like.numel()), dtype)
