@@ -1,7 +1,9 @@
-"""One private step of WRN16-4 by microbatch and precision, with profiles:  python -m benchmarks.device_steps out=FOLDER
+"""One private step of WRN16-4 by microbatch, precision and layout, with profiles:
 
-Each row is the forward and clipped backward pass of one microbatch (adaptive per layer, channels_last): seconds, peak
-memory, kernels or operations. The profile of the operations lies beside the rows. What is in the file is not measured
+python -m benchmarks.device_steps out=FOLDER
+
+Each row is the forward and clipped backward pass of one microbatch (adaptive per layer): seconds, peak memory, kernels
+or operations. The profile of the operations lies beside the rows. What is in the file is not measured
 again. `--help` lists the options.
 """
 
@@ -18,9 +20,19 @@ from typing import Any
 from benchmarks.options import check_above_zero, check_device, command, read, split
 
 FILE = "device_steps.csv"
-KEY = ("microbatch", "precision", "method", "device", "hardware")
+KEY = ("microbatch", "precision", "layout", "method", "device", "hardware")
 COLUMNS = (
-    *("workload", "microbatch", "precision", "method", "device", "hardware", "seconds", "examples_per_second"),
+    *(
+        "workload",
+        "microbatch",
+        "precision",
+        "layout",
+        "method",
+        "device",
+        "hardware",
+        "seconds",
+        "examples_per_second",
+    ),
     *("peak_bytes", "launches", "status", "commit", "dirty", "torch", "python", "date"),
 )
 HELP = """python -m benchmarks.device_steps [key=value ...]
@@ -29,6 +41,7 @@ HELP = """python -m benchmarks.device_steps [key=value ...]
   device=cuda      or cpu
   microbatch=256,512,1024           examples
   precision=float32,tf32,bfloat16   tf32 is on a GPU alone
+  layout=channels_last,contiguous   of images and convolutions
   method=adaptive_layer             or none, flat, ghost; several by commas
   repeats=5        timed steps, after two to warm up; the median counts
   limit=240        seconds; what is not begun by then is left out
@@ -43,13 +56,16 @@ class StepOptions:
     device: str = "cuda"
     microbatch: str = "256,512,1024"
     precision: str = "float32,tf32,bfloat16"
+    layout: str = "channels_last,contiguous"
     method: str = "adaptive_layer"
     repeats: int = 5
     limit: float = 240.0
     tiny: bool = False
 
 
-def step_row(microbatch: int, precision: str, method: str, options: StepOptions, folder: Path) -> dict[str, Any]:
+def step_row(
+    microbatch: int, precision: str, layout: str, method: str, options: StepOptions, folder: Path
+) -> dict[str, Any]:
     """Measure one combination and write its profile; a refusal is a row too."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -63,8 +79,8 @@ def step_row(microbatch: int, precision: str, method: str, options: StepOptions,
 
     device = torch.device(options.device)
     row: dict[str, Any] = {"workload": "wrn16_4_ws (tiny)" if options.tiny else "wrn16_4_ws", "microbatch": microbatch}
-    row |= {"precision": precision, "method": method, "device": options.device}
-    job = Job("wrn16_4_ws", method, "channels_last", microbatch, device=options.device, tiny=options.tiny)
+    row |= {"precision": precision, "layout": layout, "method": method, "device": options.device}
+    job = Job("wrn16_4_ws", method, layout, microbatch, device=options.device, tiny=options.tiny)
     try:
         precise = autocast(precision, device)
         with arithmetic(device):
@@ -94,7 +110,7 @@ def step_row(microbatch: int, precision: str, method: str, options: StepOptions,
     found = profiler.key_averages()
     order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
     told = found.table(sort_by=order, row_limit=40, max_name_column_width=70)
-    (folder / f"profile-{method}-{microbatch}-{precision}.txt").write_text(told)
+    (folder / f"profile-{method}-{microbatch}-{precision}-{layout}.txt").write_text(told)
     seconds = statistics.median(taken)
     launches = sum(
         each.count for each in found if each.key in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
@@ -122,17 +138,18 @@ def run(options: StepOptions) -> None:
         with path.open(newline="") as lines:
             done = {tuple(row[name] for name in KEY) for row in csv.DictReader(lines)}
     sizes = [int(size) for size in split(options.microbatch)]
-    for microbatch, precision, method in product(sizes, split(options.precision), split(options.method)):
-        if (str(microbatch), precision, method, options.device, str(source["hardware"])) in done:
+    ways = product(split(options.layout), sizes, split(options.precision), split(options.method))
+    for layout, microbatch, precision, method in ways:
+        if (str(microbatch), precision, layout, method, options.device, str(source["hardware"])) in done:
             continue
         if time.monotonic() - began > options.limit:
-            print(f"time is up before microbatch={microbatch} precision={precision}", file=sys.stderr)
+            print(f"time is up before microbatch={microbatch} precision={precision} layout={layout}", file=sys.stderr)
             return
-        row = step_row(microbatch, precision, method, options, folder)
+        row = step_row(microbatch, precision, layout, method, options, folder)
         row |= {name: source[name] for name in COLUMNS if name in source}
         merge(path, [row], COLUMNS, KEY)
         told = row["status"] if row["status"] != "ok" else f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches"
-        print(f"microbatch {microbatch:5d}  {precision:9s} {method:15s} {told}", flush=True)
+        print(f"microbatch {microbatch:5d}  {precision:9s} {layout:13s} {method:15s} {told}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,12 +39,14 @@ def test_the_first_step_leaves_the_tests_the_rows_and_a_profile(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "device_steps.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    assert [(row["microbatch"], row["precision"], row["status"][:7]) for row in rows] == [
-        ("2", "float32", "ok"),
-        ("2", "tf32", "refused"),
+    assert [(row["layout"], row["microbatch"], row["precision"], row["status"][:7]) for row in rows] == [
+        ("channels_last", "2", "float32", "ok"),
+        ("channels_last", "2", "tf32", "refused"),
+        ("contiguous", "2", "float32", "ok"),
+        ("contiguous", "2", "tf32", "refused"),
     ]
     assert 'failures="0"' in (tmp_path / "cuda-tests.xml").read_text()
-    assert "aten::" in (tmp_path / "profile-adaptive_layer-2-float32.txt").read_text()
+    assert "aten::" in (tmp_path / "profile-adaptive_layer-2-float32-contiguous.txt").read_text()
     before = (tmp_path / "device_steps.csv").read_bytes()
     assert command("1", tmp_path, **settings).returncode == 0
     assert (tmp_path / "device_steps.csv").read_bytes() == before, "what is there is not measured again"
