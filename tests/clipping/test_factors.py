@@ -1,5 +1,7 @@
 """Clip rules: pure functions that never let factor · norm exceed the threshold."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from groupwise.clipping import automatic_factors, clip_factors
 from groupwise.clipping import factors as factors_module
 from groupwise.clipping.factors import (
     CLIP_RULES,
+    Counts,
     add_weighed_rows,
     drop_zero_rows,
     is_sync_free,
@@ -62,6 +65,14 @@ def test_rows_of_any_shape_are_scaled_and_added_up(shape):
         total = torch.ones_like(expected)
         assert add_weighed_rows(total, factors, rows) is total
         torch.testing.assert_close(total, 1 + expected)
+
+
+def test_a_square_that_overflowed_either_way_is_left_out():
+    squares = torch.tensor([-math.inf, math.inf, math.nan, -1e-3, 0.0, 2.0], dtype=torch.float64)
+    assert keep_finite(torch.ones(6), squares).tolist() == [0, 0, 0, 1, 1, 1]
+    counts = Counts(1, torch.zeros(()))
+    counts.add({0: squares}, 6)
+    assert counts.left_out.tolist() == [3]
 
 
 def test_where_nobody_is_left_out_rows_are_as_they_were():

@@ -294,3 +294,21 @@ def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wa
     with attach(model, per_layer(model), 1.0) as engine:
         engine.backward(model(x).sum(1))
         torch.testing.assert_close(engine.per_example_norms, exact, rtol=1e-9, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize("name", CASES)
+def test_however_large_one_example_is_it_is_clipped_or_left_out(name, formula):
+    """In float32, whose numbers end at 3e38: what a norm is made of must not overflow where the norm does not."""
+    torch.manual_seed(0)
+    case = make_case(name)
+    with attach(case.model, per_layer(case.model), 1.0, formula=formula) as engine:
+        for big in (1e17, 1e19, 3e19, 1e37):
+            case.model.zero_grad()
+            engine.reset()
+            losses = case.model(case.inputs).flatten(1).square().sum(1)
+            engine.backward(losses * torch.tensor([big, *[1.0] * (len(losses) - 1)]))
+            for group in engine.groups:
+                sums = [p.grad.double().flatten() for p in group.parameters]
+                assert float(torch.cat(sums).norm()) <= len(losses) * (1 + 1e-5), (group.name, big)

@@ -186,3 +186,25 @@ def test_a_norm_of_sums_that_cancel_is_not_under_stated(cached, monkeypatch):
         truth = (scale.double().unsqueeze(1) * (exact - mean - along * filters)).square().sum((1, 2))
         found = rule.measure(saved, (True, False, False))(rows)
         assert bool((found >= truth).all()) and bool((found < 1e-3 * scale.double().square().sum()).all())
+
+
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize("gain", [False, True])
+def test_an_example_whose_sums_overflow_is_left_out_or_clipped(gain, formula):
+    """In float32 what is taken out of the norm ends before the norm itself, which is float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(WSConv2d(64, 64, 3, padding=1, bias=False, gain=gain))
+    with torch.no_grad():
+        model[0].weight.mul_(30)
+    x = torch.rand(4, 64, 4, 4) * 0.1 + 1
+    left_out = []
+    with attach(model, per_layer(model), 1.0, formula=formula) as engine:
+        for big in torch.logspace(15, 38, 47).tolist():
+            model.zero_grad()
+            engine.reset()
+            scales = torch.tensor([big, 1, 1, 1]).view(-1, 1)
+            engine.backward((model(x).flatten(1) * scales).sum(1))
+            total = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
+            assert float(total) <= (4 - engine.nonfinite) * (1 + 1e-6)
+            left_out.append(engine.nonfinite)
+    assert left_out[0] == 0 and left_out[-1] == 1 and left_out == sorted(left_out)

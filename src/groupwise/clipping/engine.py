@@ -154,7 +154,9 @@ class ClippingEngine:
             UserError: a relation for which no bound is proven; sums that are `spoiled`.
         """
         if self.spoiled:
-            raise UserError("An example's norm is not finite and masks_rows is False: begin the batch again with True.")
+            raise UserError(
+                "An example's norm is not finite and masks_rows was False: begin the batch again with True."
+            )
         if relation not in RELATIONS:
             raise UserError(
                 f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
@@ -187,7 +189,7 @@ class ClippingEngine:
         """Whether rows of examples that are left out become zeros before they are multiplied: 0 · NaN is NaN.
 
         On a GPU, where nobody looks whether there are any, that copies all rows of all layers. A caller that can begin
-        a batch again sets it to False, and to True for good once a batch was `spoiled`. A CPU looks.
+        a batch again sets it to False, and to True for a batch that was `spoiled`. A CPU looks, whatever is set.
         """
         return self.groups[0].masks
 
@@ -199,7 +201,7 @@ class ClippingEngine:
     @property
     def spoiled(self) -> bool:
         """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
-        return not self.masks_rows and self.nonfinite > 0
+        return self._counts.spoiled
 
     @property
     def products_reused(self) -> int:
@@ -274,7 +276,7 @@ class ClippingEngine:
         """Inside, layers report; afterwards the passes that took part are over."""
         try:
             with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
-                self._counts.begin_clipping()
+                self._counts.begin_clipping(self.masks_rows)
                 if self.asks_order:
                     refuse_doubts(current.passes.values(), examples)
                 with self._patches.recomputing():

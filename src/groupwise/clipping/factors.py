@@ -68,7 +68,7 @@ def keep_finite(
     dtype = dtype or squared_norms.dtype
     wider = torch.promote_types(squared_norms.dtype, dtype) != dtype
     limit = FIRST_INFINITE[dtype] if wider else math.inf
-    return torch.where(squared_norms < limit, factors, zero)  # NaN is not
+    return torch.where(squared_norms.abs() < limit, factors, zero)  # NaN is not
 
 
 FIRST_INFINITE = {
@@ -219,6 +219,7 @@ class Counts:
         self._table = torch.zeros(2, groups, dtype=torch.int64, device=like.device)
         self._within, self._left_out = self._table.unbind()
         self._read: Tensor | None = None
+        self._unmasked = False
         self._clip = torch.ones(groups, dtype=torch.float64)
         self._clipped: Tensor | None = None
 
@@ -227,8 +228,9 @@ class Counts:
         self._clip = clip
         self.at.copy_(count)
 
-    def begin_clipping(self) -> None:
-        """A backward pass with the thresholds in force adds to the parameters' gradients."""
+    def begin_clipping(self, masks: bool = True) -> None:
+        """A backward pass with the thresholds in force adds to the parameters' gradients; whether it `masks` rows."""
+        self._unmasked |= not masks and not is_sync_free(self._table)
         self._clipped = self._clip if self._clipped is None else torch.maximum(self._clipped, self._clip)
 
     @property
@@ -246,6 +248,11 @@ class Counts:
         """How many were not finite, (K,) on the CPU."""
         return self._on_host()[1]
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether an example was left out since `reset`, while rows were not masked."""
+        return self._unmasked and bool(self.left_out.any())
+
     def _on_host(self) -> Tensor:
         """The host waits for the device once, whatever is asked."""
         if self._read is None:
@@ -258,7 +265,7 @@ class Counts:
         norms = squares.clamp_min(0).sqrt_()
         self._read = None
         self._within += (norms <= self.at.to(norms.dtype).unsqueeze(1)).sum(1)
-        self._left_out += (~(squares.to(self.at.dtype) < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
+        self._left_out += (~(squares.to(self.at.dtype).abs() < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
         self.examples += examples
 
     def check_fillers(self, squared_norms: Mapping[int, Tensor], absent: int, wait: bool) -> None:
@@ -272,17 +279,17 @@ class Counts:
 
     def reset(self) -> None:
         """Begin again."""
-        self.examples, self._clipped, self._read = 0, None, None
+        self.examples, self._clipped, self._read, self._unmasked = 0, None, None, False
         self._table.zero_()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """What is counted inside is forgotten."""
-        before, table = (self.examples, self._clipped, self._read), self._table.clone()
+        before, table = (self.examples, self._clipped, self._read, self._unmasked), self._table.clone()
         try:
             yield
         finally:
-            self.examples, self._clipped, self._read = before
+            self.examples, self._clipped, self._read, self._unmasked = before
             self._table.copy_(table)
 
     def _stack(self, squared_norms: Mapping[int, Tensor]) -> Tensor:

@@ -147,7 +147,7 @@ class Trainer:
         to be left out and rows were not masked, with masks; nothing has been released yet, and the step's noise is what
         it would have been.
         """
-        share = self.ranks.share(examples)
+        share, masks = self.ranks.share(examples), self.engine is None or self.engine.masks_rows
         while True:
             try:
                 self._clear()
@@ -159,10 +159,12 @@ class Trainer:
                     raise
             else:
                 if self.engine is None or not self.engine.spoiled:
-                    return
+                    break
                 self.engine.masks_rows = True
                 continue
             self._halve()  # once the error is gone, and what it held
+        if self.engine is not None:
+            self.engine.masks_rows = masks
 
     def _halve(self) -> None:
         """Go on with half as many examples at a time, since memory has run out.

@@ -167,9 +167,9 @@ class WSConv2dRule(ConvRule):
         if wanted[0]:
             weighed = rows * scale
             whole = norms_from_products(between, self_products(weighed), False, longest)
-            removed = (total.abs() / k**0.5 - slack).clamp_min(0).square()
-            removed = removed + taken[:, 0] * (along.abs() - slack).clamp_min(0).square()
-            squares = (whole - removed @ scale.square()).clamp_min(0)
+            removed = (total.abs() / k**0.5 - slack).clamp_min(0).double().square()
+            removed = removed + taken[:, 0] * (along.abs() - slack).clamp_min(0).double().square()
+            squares = _what_is_left(whole, removed @ scale.double().square())
         return squares + squared_row_norms(along.abs() + slack) if wanted[2] else squares
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
@@ -217,5 +217,10 @@ def _squares(directions: Tensor, of_whole: Tensor, of_along: Tensor, rows: Tenso
     else:
         along = inner_products(directions, rows.transpose(0, 1))
     whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2])
-    squares = torch.addmv(whole @ of_whole, along.double().square_().flatten(0, 1).t(), of_along, alpha=-1)
-    return squares.clamp_min_(0)
+    return _what_is_left(whole @ of_whole, along.double().square_().flatten(0, 1).t() @ of_along)
+
+
+def _what_is_left(whole: Tensor, removed: Tensor) -> Tensor:
+    """whole - removed, squared norms (n,), at least 0; infinite where what is removed overflowed before the whole did,
+    so that the example is left out."""
+    return torch.where(removed.abs() < math.inf, (whole - removed).clamp_min(0), math.inf)
