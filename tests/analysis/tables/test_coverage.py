@@ -120,6 +120,18 @@ def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
     assert "no row has valid/accuracy" in capsys.readouterr().err
 
 
+def test_a_comparison_of_our_own_shows_means_and_spread_and_no_best(tmp_path):
+    (tmp_path / "public_thresholds.yaml").write_text("")
+    (tmp_path / "cifar.yaml").write_text("")
+    lines = [f"public_thresholds,clip=flat task=cifar,{seed},midi,{40 + 2 * seed}" for seed in range(3)]
+    head = "sweep,cell,seed,scale,valid/accuracy"
+    for name in ("public_thresholds", "cifar"):
+        (tmp_path / f"{name}_midi.csv").write_text("\n".join([head, *lines, ""]).replace("public_thresholds", name))
+    text = searches_page(tmp_path, tmp_path)
+    assert "## public_thresholds, scale=midi" in text and "## cifar" not in text
+    assert "| `clip=flat task=cifar` | 42.00 ± 2.00 | 3 |  |" in text
+
+
 def test_the_projects_searches_are_listed():
     listed = ROOT / "results" / "tables" / "searches.md"
     assert searches_page(ROOT / "sweeps", ROOT / "results" / "measured") == listed.read_text(), "make tables"
