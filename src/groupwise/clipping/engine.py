@@ -64,17 +64,9 @@ def attach(
             thresholds, a layer that cannot be clipped with `direct`.
     """
     return ClippingEngine(
-        model,
-        partition,
-        thresholds,
-        norms=norms,
-        clip_rule=clip_rule,
-        formula=formula,
-        rates=rates,
-        batch_axis=batch_axis,
-        direct=direct,
-        parts=parts,
-    )
+        model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula, rates=rates,
+        batch_axis=batch_axis, direct=direct, parts=parts,
+    )  # fmt: skip
 
 
 class ClippingEngine:
@@ -98,8 +90,7 @@ class ClippingEngine:
         layers = find_layers(model)
         check_partition(layers, partition)
         self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
-        self.model, self.partition, self.norms = model, partition, norms
-        self.parts = parts
+        self.model, self.partition, self.norms, self.parts = model, partition, norms, parts
         self.groups = build_groups(layers, partition, clip_rule, self._context, direct, parts)
         self._tables = share_thresholds(self.groups)
         self._counts = Counts(len(partition), self.groups[0].threshold)
@@ -114,8 +105,6 @@ class ClippingEngine:
         calls = LayerCalls(model, self.groups, self._passes, self._context, batch_axis)
         self._patches = Patches(model, layers, self.groups, calls, batch_axis, direct)
         warn_of_copies(layers)
-
-    # -- thresholds and counts ------------------------------------------------------------------------------------
 
     @property
     def thresholds(self) -> Tensor:
@@ -154,9 +143,7 @@ class ClippingEngine:
             UserError: a relation for which no bound is proven; sums that are `spoiled`.
         """
         if self.spoiled:
-            raise UserError(
-                "An example's norm is not finite and masks_rows was False: begin the batch again with True."
-            )
+            raise UserError("A norm is not finite and masks_rows was False: begin the batch again with True.")
         if relation not in RELATIONS:
             raise UserError(
                 f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
@@ -186,11 +173,8 @@ class ClippingEngine:
 
     @property
     def masks_rows(self) -> bool:
-        """Whether rows of examples that are left out become zeros before they are multiplied: 0 · NaN is NaN.
-
-        On a GPU, where nobody looks whether there are any, that copies all rows of all layers. A caller that can begin
-        a batch again sets it to False, and to True for a batch that was `spoiled`. A CPU looks, whatever is set.
-        """
+        """Whether rows of examples that are left out become zeros first (0 · NaN is NaN), which copies all rows on a
+        GPU; a CPU looks. Who can begin a batch again sets it to False, and to True for one that was `spoiled`."""
         return self.groups[0].masks
 
     @masks_rows.setter
@@ -224,8 +208,6 @@ class ClippingEngine:
         """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
         with self._counts.kept():
             yield
-
-    # -- the backward pass ----------------------------------------------------------------------------------------
 
     def backward(self, losses: Tensor) -> None:
         """Add the clipped sums of one microbatch to the parameters' .grad, and its counts to `counts`.
@@ -261,9 +243,8 @@ class ClippingEngine:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
         with torch.no_grad():
             factors = self.factors(squares)
-        current = BackwardPass(
-            Phase.SUMS, len(squares), self._passes.open, left_out(factors, self.masks_rows), {0: squares}
-        )
+        kept = left_out(factors, self.masks_rows)
+        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, kept, {0: squares})
         self._passes.backward_pass = current
         return current, torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
 
@@ -357,9 +338,7 @@ class ClippingEngine:
 
     @contextmanager
     def sums_of(self, microbatch: Hashable, examples: int, factors: Tensor | None = None) -> Iterator[None]:
-        """A backward pass inside adds Σ_i ∂loss_i to .grad, for losses that the caller has multiplied by the factors.
-
-        Nothing is counted.
+        """A backward pass inside adds Σ_i ∂loss_i to .grad, of losses that were multiplied by the factors; uncounted.
 
         Args:
             microbatch: the name that `forward_of` got.
@@ -396,14 +375,10 @@ class ClippingEngine:
             )
         self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
 
-    # -- checks ---------------------------------------------------------------------------------------------------
-
     def _check_reached(self, current: BackwardPass) -> None:
         check_groups(self.groups, current, self._direct)
         self._attached.check_gradients()
         self._checked = True
-
-    # -- leaving no trace -----------------------------------------------------------------------------------------
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
