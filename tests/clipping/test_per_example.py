@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
+from groupwise.clipping.calls import LayerCalls
+from groupwise.clipping.per_example import _for_all
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, release_gradients
@@ -82,6 +84,50 @@ EXACT = {
     "folded rows": ((5,), lambda p, layer, x: (layer(x.flatten(0, 1)) * p).unflatten(0, (-1, 3))),
     "attention": ((3, 3), lambda p, layer, x: ((layer(x) @ x.mT) + p).softmax(-1) @ x),
 }
+
+
+PRODUCTS = {
+    "from the right": ((5, 4), lambda p, layer, x: layer(x) @ p),
+    "from the left": ((4, 3), lambda p, layer, x: torch.matmul(p, layer(x))),
+    "from the left of rows": ((4, 5), lambda p, layer, x: (p @ layer(x[:, 0]).T).T),
+    "mm": ((5, 4), lambda p, layer, x: torch.mm(layer(x[:, 0]), p)),
+    "transposed": ((4, 5), lambda p, layer, x: layer(x) @ p.T),
+    "transposed twice": ((5, 4), lambda p, layer, x: layer(x) @ p.t().transpose(-1, 0)),
+    "linear, transposed": ((5, 4), lambda p, layer, x: F.linear(layer(x), p.mT)),
+    "tied": ((4, 5), lambda p, layer, x: F.linear(F.linear(layer(x), p).relu(), p.t())),
+    "one number for all": ((1, 5), lambda p, layer, x: F.linear(layer(x), p)),
+    "addmm": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x).flatten(0, 1), p).unflatten(0, (-1, 3))),
+}
+EXACT |= PRODUCTS | {
+    "transpose that is none": ((5, 4), lambda p, layer, x: layer(x) @ p.transpose(0, -2)),
+    "transpose by names": ((4, 5), lambda p, layer, x: layer(x) @ p.transpose(dim0=0, dim1=1)),
+    "a transpose by itself": ((4, 5), lambda p, layer, x: layer(x) @ p.T.sin()),
+    "addmm, scaled": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p, alpha=2)),
+    "addmm, rows": ((5, 5), lambda p, layer, x: torch.addmm(x[:, 1], layer(x[:, 0]), p)),
+    "addmm, one number": ((1,), lambda p, layer, x: torch.addmm(p, layer(x[:, 0]), layer.weight)),
+    "one vector": ((5,), lambda p, layer, x: layer(x) @ p),
+    "bilinear": ((4, 5, 5), lambda p, layer, x: F.bilinear(layer(x), x, p)),
+    "without a batching rule": ((4, 5), lambda p, layer, x: F.linear(layer(x), torch._weight_norm(p, p[:, :1], 0))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
+    monkeypatch.setattr(LayerCalls, "copies", None)
+    shape, use = PRODUCTS[name]
+    assert_exact(Uses(shape, use), torch.randn(4, 3, 5), "flat")
+
+
+def test_gradients_of_what_has_no_batching_rule_are_written_once():
+    v, g = torch.randn(6, 4, 5, requires_grad=True), torch.rand(6, 4, 1, requires_grad=True)
+    (made,) = _for_all(lambda v, g: (torch._weight_norm(v, g, 0),), [v, g])
+    torch.testing.assert_close(made, v * (g / v.norm(dim=2, keepdim=True)))
+    stack, kinds = [made.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        kinds.add(node.name())
+        stack += [following for following, _ in node.next_functions if following is not None]
+    assert "UnbindBackward0" in kinds and "SelectBackward0" not in kinds  # its gradient is as large as all examples'
 
 
 @pytest.mark.parametrize("mode", MODES)

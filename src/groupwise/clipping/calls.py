@@ -19,7 +19,7 @@ from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, RuleContext
 from groupwise.clipping.rules.embedding import EmbeddingRule
-from groupwise.clipping.rules.linear import LinearRule
+from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
@@ -129,10 +129,10 @@ class LayerCalls:
         return self._places.get(id(parameter))
 
     def product(self, kind: str, group: ClippingGroup, uses: tuple[Use | None, ...]) -> Member:
-        """A "linear" or "embedding" layer of a group's parameters: its weight and its bias, if that trains.
+        """A layer of a group's parameters: its weight and its bias, if that trains.
 
         Args:
-            kind: what it does with them.
+            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)) or "embedding".
             group: whose parameters they are.
             uses: one for each parameter; None where there is none, or it does not train.
         """
@@ -149,7 +149,8 @@ class LayerCalls:
                 if kind == "embedding":
                     rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
                 else:
-                    rule = LinearRule(nn.Linear(weight.shape[1], weight.shape[0], uses[1] is not None))
+                    kinds = {"linear": LinearRule, "transposed": HFConv1DRule}
+                    rule = kinds[kind](nn.Linear(weight.shape[1], weight.shape[0], any(uses[1:])))
             places = tuple(None if u is None else u.place for u in uses)
             name = next(group.names[place] for place in places if place is not None)
             rows = tuple(None if u is None else u.rows for u in uses)
@@ -254,7 +255,7 @@ class LayerOutput:
         """See `per_example.Origin`."""
         self.calls.doubt(self.group, self.label, x, place)
 
-    def linear(self, x: Tensor, bias: PerExample | None) -> None:
+    def linear(self, x: Tensor, bias: PerExample | None, transposed: bool) -> None:
         """It is no parameter."""
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> None:

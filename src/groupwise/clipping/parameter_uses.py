@@ -40,18 +40,19 @@ class ParameterUse:
         """See `per_example.Origin`."""
         self.calls.doubt(self.group, self.label, x, place)
 
-    def linear(self, x: Tensor, bias: PerExample | None) -> Tensor | None:
+    def linear(self, x: Tensor, bias: PerExample | None, transposed: bool) -> Tensor | None:
         """See `per_example.Origin`."""
         other = None if bias is None else bias.origin
         if self.parameter.dim() != 2 or not (
             other is None or (isinstance(other, ParameterUse) and other.group is self.group)
         ):
             return None
+        kind = "transposed" if transposed else "linear"
         uses: list[Use | None] = [Use(self.place, self.parameter.shape), None]
         values: list[Tensor | None] = [self.parameter.detach(), None]
         if isinstance(other, ParameterUse):
             uses[1], values[1] = Use(other.place, other.parameter.shape), other.parameter.detach()
-        return self.calls.run(self.group, self.calls.product("linear", self.group, tuple(uses)), x, values)
+        return self.calls.run(self.group, self.calls.product(kind, self.group, tuple(uses)), x, values)
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
         """See `per_example.Origin`."""

@@ -9,7 +9,7 @@ copy. The gradient of the copies, (B, *shape), then is the per-example gradient,
 The same holds for what a layer makes of an input without a batch axis, such as `wpe(torch.arange(T))`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +33,8 @@ class Origin(Protocol):
     def doubt(self, x: Tensor, place: BatchAxis) -> None:
         """The axis of x that was taken for the batch must be shown by gradients to be it."""
 
-    def linear(self, x: Tensor, bias: "PerExample | None") -> Tensor | None:
-        """x Wᵀ + b with this parameter as W, by the rule of such layers; None: not possible."""
+    def linear(self, x: Tensor, bias: "PerExample | None", transposed: bool) -> Tensor | None:
+        """x Wᵀ + b with this parameter as W (transposed: x W + b), by the rule of such layers; None: not possible."""
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
         """This parameter's rows, by the rule of such layers; None: not possible."""
@@ -48,21 +48,28 @@ class PerExample(torch.Tensor):
         like: a tensor with the shape, dtype and device that it shows.
         origin: where it comes from.
         source: it is a parameter itself rather than something computed from one.
+        transposed: it is a matrix that is a parameter's transpose.
     """
 
     make: Callable[[], Tensor]
     origin: Origin
     like: Tensor
     source: bool
+    transposed: bool
 
     @staticmethod
     def __new__(
-        cls: type["PerExample"], make: Callable[[], Tensor], like: Tensor, origin: Origin, source: bool = False
+        cls: type["PerExample"],
+        make: Callable[[], Tensor],
+        like: Tensor,
+        origin: Origin,
+        source: bool = False,
+        transposed: bool = False,
     ) -> "PerExample":
         self: PerExample = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=True
         )  # so that a torch.autograd.Function, which no operation here takes apart, leads to it in the graph
-        self.make, self.origin, self.like, self.source = make, origin, like, source
+        self.make, self.origin, self.like, self.source, self.transposed = make, origin, like, source, transposed
         if source:
             self._is_param = True  # isinstance(..., nn.Parameter) holds, as it does for what it stands for
         return self
@@ -176,6 +183,9 @@ _BROADCASTS = {
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
 """Products of matrices, which match all axes but the last two where they have such."""
 
+_TRANSPOSES = {"t", "get T", "get mT", "get H", "get mH", "adjoint", "transpose", "swapaxes", "swapdims"}
+"""Operations that swap the axes of a matrix of real numbers; some get the axes, some not."""
+
 
 def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
     """An operation on parameters and constants: done with each example's copy."""
@@ -186,11 +196,24 @@ def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
 
 def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """What layers with a rule do as well is done by that rule: it needs no copy's gradient."""
+    name = _name_of(func)
+    if name in _TRANSPOSES and _is_matrix(args[0]) and not kwargs and len({axis % 2 for axis in args[1:]}) != 1:
+        return _transposed(args[0])
     if func is F.linear:
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        weight, bias = given["weight"], given.get("bias")
-        if _is_source(weight) and (bias is None or _is_source(bias)):
-            return weight.origin.linear(given["input"], bias)
+        return _product(given["input"], given["weight"], given.get("bias"), turned=False)
+    if name in ("matmul", "mm", "__matmul__") and len(args) == 2 and not kwargs:
+        left, right = args
+        if _is_matrix(left) and not isinstance(right, PerExample) and right.dim() > 1:
+            made = _product(right.mT, left, None, turned=False)
+            return None if made is None else made.mT
+        return _product(left, right, None, turned=True)
+    if name == "addmm" and len(args) == 3 and not kwargs:
+        return _product(args[1], args[2], args[0], turned=True)
+    if func is F.bilinear and len(args) > 2 and isinstance(args[2], PerExample):  # it has no batching rule
+        pairs = (args[0].unsqueeze(-1) * args[1].unsqueeze(-2)).flatten(-2)
+        sums: Tensor = F.linear(pairs, args[2].flatten(1), *args[3:], **kwargs)
+        return sums
     if func is F.embedding and _is_source(args[1]):
         names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -199,8 +222,30 @@ def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return None
 
 
+def _product(x: Any, weight: Any, bias: Any, turned: bool) -> Tensor | None:
+    """x Wᵀ + b (turned: x W + b) by the rule of linear layers, if W and b are parameters; None: not possible."""
+    if not _is_matrix(weight) or x.dim() < 2 or not (bias is None or (_is_source(bias) and bias.dim() == 1)):
+        return None
+    if bias is not None and len(bias) != weight.shape[1 if turned else 0]:  # one number for all outputs
+        return None
+    return weight.origin.linear(x, bias, turned != weight.transposed)
+
+
 def _is_source(value: Any) -> bool:
     return isinstance(value, PerExample) and value.source
+
+
+def _is_matrix(value: Any) -> bool:
+    """Whether it is a parameter of two axes, or its transpose."""
+    if not isinstance(value, PerExample) or value.dim() != 2:
+        return False
+    return (value.source or value.transposed) and not value.like.is_complex()
+
+
+def _transposed(matrix: PerExample) -> PerExample:
+    """A parameter's transpose, or the transpose's."""
+    turned = matrix.transposed
+    return PerExample(lambda: matrix.rows.mT, matrix.like.mT, matrix.origin, source=turned, transposed=not turned)
 
 
 def _aligned(leaves: list[Any], places: list[BatchAxis | None], name: str) -> list[Any]:
@@ -270,7 +315,7 @@ def _mapped(func: Any, leaves: list[Any], spec: Any, parts: dict[int, Tensor], o
         return tuple(leaf for leaf in made if isinstance(leaf, Tensor))
 
     try:
-        made = iter(torch.vmap(one, randomness="different")(*parts.values()))
+        made = iter(_for_all(one, list(parts.values())))
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -285,3 +330,23 @@ def _mapped(func: Any, leaves: list[Any], spec: Any, parts: dict[int, Tensor], o
         ) from error
     shown, shown_spec = nest
     return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in shown], shown_spec)
+
+
+def _for_all(one: Callable[..., tuple[Tensor, ...]], parts: list[Tensor]) -> Iterable[Tensor]:
+    """A function of one example's parts for all examples, by vmap.
+
+    What has no batching rule is called for one example after the other: vmap would do so too, but by `select`, whose
+    gradients are as large as all examples' together, so that its time grows with their square.
+    """
+    vmap: Any = torch._C._functorch
+    allowed = vmap._is_vmap_fallback_enabled()
+    vmap._set_vmap_fallback_enabled(False)
+    try:
+        return torch.vmap(one, randomness="different")(*parts)
+    except RuntimeError as error:
+        if "vmap fallback" not in str(error):
+            raise
+    finally:
+        vmap._set_vmap_fallback_enabled(allowed)
+    each = [one(*own) for own in zip(*(part.unbind(0) for part in parts), strict=True)]
+    return [torch.stack(made) for made in zip(*each, strict=True)]
