@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.job import Job
-from benchmarks.methods import formats
-from benchmarks.peers import is_peer
+from benchmarks.methods import SUMS_OF, formats, is_peer
 from benchmarks.process import Process
 from benchmarks.workloads import WORKLOADS
 from groupwise.errors import UserError
@@ -77,7 +76,7 @@ def run(
             case = replace(case, **sizes)
             measured = [Measured(replace(one.job, **sizes), one.facts) for one in measured]
         chosen += [_faster(measured)] if is_peer(method) else measured
-    return _rounds(chosen, rounds, steps, limit, say, start, until)
+    return _rounds(_sound(chosen), rounds, steps, limit, say, start, until)
 
 
 def _measure(job: Job, limit: float, start: Start) -> Measured:
@@ -95,6 +94,19 @@ def _faster(formats: list[Measured]) -> Measured:
         and (first.refused or abs(candidate.facts["sums"] / first.facts["sums"] - 1) < SAME_SUMS)
     ]
     return min(running, key=lambda candidate: candidate.facts["seconds"], default=first)
+
+
+def _sound(chosen: list[Measured]) -> list[Measured]:
+    """A peer whose clipped sums are not those of our method with the same groups is refused: it is no comparison."""
+    ours = {one.job.method: one.facts["sums"] for one in chosen if not one.refused}
+    kept = []
+    for one in chosen:
+        truth = ours.get(SUMS_OF.get(one.job.method, ""))
+        if truth and not one.refused and abs(difference := one.facts["sums"] / truth - 1) >= SAME_SUMS:
+            wrong = f"the norm of its clipped sums is {difference:+.1%} off"
+            one = Measured(one.job, {"refused": wrong, "peer": one.facts.get("peer")})
+        kept.append(one)
+    return kept
 
 
 def _rounds(
@@ -140,6 +152,7 @@ def _row(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> dict
         "peak_bytes": facts.get("peak_bytes"),
         "flops": facts.get("flops"),
         "status": f"refused: {refused}" if refused else "ok",
+        "peer": facts.get("peer"),
     }
 
 

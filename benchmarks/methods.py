@@ -1,4 +1,4 @@
-"""Takes one step of each way to train, ours here and Opacus's in `peers`.
+"""Takes one step of each way to train, ours here and others' in `peers` and `research_peers`.
 
 A step clears the gradients, runs forward and backward and leaves the clipped sums (plain sums for `none`) in `.grad`.
 Noise is apart, as it comes once per logical batch; there is no update of the parameters.
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from benchmarks import peers
+from benchmarks import peers, research_peers
 from benchmarks.job import Job
 from benchmarks.workloads import Workload, build
 from groupwise.clipping import attach, flat, per_block, per_layer
@@ -120,7 +120,23 @@ METHODS: dict[str, Callable[[Workload], Method]] = {
     "opacus_functorch": lambda workload: peers.functorch(workload, THRESHOLD, NOISE_MULTIPLIER),
     "opacus_ghost": lambda workload: peers.ghost(workload, THRESHOLD, NOISE_MULTIPLIER),
     "opacus_per_layer": lambda workload: peers.per_layer(workload, THRESHOLD, NOISE_MULTIPLIER),
+    "fastdp_layer": lambda workload: research_peers.fastdp_layer(workload, THRESHOLD, NOISE_MULTIPLIER),
+    "fastdp_flat": lambda workload: research_peers.fastdp_flat(workload, THRESHOLD, NOISE_MULTIPLIER),
+    "private_transformers": lambda workload: research_peers.private_transformers(workload, THRESHOLD, NOISE_MULTIPLIER),
 }
+
+
+SUMS_OF = {
+    **dict.fromkeys(("opacus_hooks", "opacus_functorch", "opacus_ghost"), "flat"),
+    **dict.fromkeys(("fastdp_flat", "private_transformers"), "flat"),
+    "fastdp_layer": "fixed_layer",
+}
+"""The peers' methods, and ours that clip the same groups to the same thresholds."""
+
+
+def is_peer(method: str) -> bool:
+    """Whether a method's name is a peer's."""
+    return peers.is_peer(method) or research_peers.package_of(method) is not None
 
 
 def check(name: str) -> None:
@@ -137,7 +153,7 @@ def formats(method: str, channels_last: bool) -> tuple[str, ...]:
     """The memory formats in which to measure a method: none in both, ours in channels_last, a peer in its faster."""
     if not channels_last:
         return ("contiguous",)
-    return ("contiguous", "channels_last") if method == "none" or peers.is_peer(method) else ("channels_last",)
+    return ("contiguous", "channels_last") if method == "none" or is_peer(method) else ("channels_last",)
 
 
 def make(name: str, workload: Workload) -> Method:

@@ -19,6 +19,7 @@ HELP = """python -m benchmarks.throughput [key=value ...]
                    several by commas; gpt2_64 (64 tokens) and lora_gpt2_xl only when they are named
   method=all       none, flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks, opacus_functorch,
                    opacus_ghost, opacus_per_layer; several by commas (none always runs: ratios are to it);
+                   fastdp_layer, fastdp_flat, private_transformers, where peers= says where they are;
                    none_again, only when it is named: none in a second process, so its spread is the clock's
   batch=4,8        batch sizes; default the workload's own
   layers=4         transformer blocks of the language models; 12 is the full shape
@@ -29,6 +30,7 @@ HELP = """python -m benchmarks.throughput [key=value ...]
   dtype=float32    or bfloat16 (autocast), float64
   limit=900        seconds that one turn may take
   out=results/measured/benchmarks   the folder of throughput.csv
+  peers=FOLDER     whose subfolders are checkouts of fast-differential-privacy and private-transformers
   tiny=false       true: the smallest sizes, to see that everything runs
 
   python -m benchmarks.throughput workload=gpt2_untied
@@ -51,6 +53,7 @@ class Options:
     dtype: str = "float32"
     limit: float = 900.0
     out: str = "results/measured/benchmarks"
+    peers: str | None = None
     tiny: bool = False
 
     @property
@@ -65,8 +68,10 @@ class Options:
     def methods(self) -> list[str]:
         """The names asked for, `none` first."""
         from benchmarks.methods import METHODS
+        from benchmarks.research_peers import package_of
 
-        every = [name for name in METHODS if name != "none_again"]
+        named = {"none_again"} if self.peers else {"none_again", *filter(package_of, METHODS)}
+        every = [name for name in METHODS if name not in named]
         return every if self.method == "all" else list(dict.fromkeys(["none", *split(self.method)]))
 
     @property
@@ -134,13 +139,15 @@ def cases(options: Options) -> list[Job]:
 
 
 def _check(options: Options) -> None:
-    from benchmarks import methods, workloads
+    from benchmarks import methods, research_peers, workloads
 
     check_above_zero(options, "layers", "rounds", "steps", "threads", "limit")
     for name in options.workloads:
         workloads.check(name, batch=None, layers=None, dtype=options.dtype)
     for name in options.methods:
         methods.check(name)
+    if options.peers:
+        research_peers.put_on_path(options.peers)
     _ = options.batches
     check_device(options.device)
 

@@ -25,7 +25,7 @@ PREFIX = "opacus_"
 
 
 def is_peer(method: str) -> bool:
-    """Whether a method's name is a peer's."""
+    """Whether a method is Opacus's."""
     return method.startswith(PREFIX)
 
 

@@ -22,6 +22,7 @@ import torch
 from benchmarks.job import Job
 from benchmarks.meters import Seconds, Step, Stopwatch, count_operations, peak_bytes
 from benchmarks.methods import Method, prepare
+from benchmarks.research_peers import version_of
 from benchmarks.workloads import Workload
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.memory import keep_freed_blocks
@@ -55,6 +56,7 @@ class Bench:
             "parameters": sum(p.numel() for p in workload.trainable),
             "batch": workload.batch,
             "layers": workload.layers,
+            "peer": version_of(self.job.method),
         }
 
     def round(self, steps: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +51,9 @@ class Workload:
     channels_last: bool
     tokens: int | None = None
 
-    @property
+    @cached_property
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that train, each once."""
+        """The parameters that train, each once; a peer that freezes some while it works changes nothing."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 

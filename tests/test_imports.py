@@ -1,4 +1,4 @@
-"""Imports point one way, and the two libraries inside can be taken alone."""
+"""Imports point one way, the two libraries inside can be taken alone, and no file is longer than one sitting."""
 
 import ast
 import subprocess
@@ -70,6 +70,11 @@ def test_imports_point_one_way(package):
 def test_no_circle_of_imports_not_even_a_lazy_or_type_only_one(package):
     files = {module_of(file, package): file for file in package.rglob("*.py")}
     TopologicalSorter({module: needs(module, files) for module in files}).prepare()  # raises CycleError
+
+
+def test_no_file_has_more_than_400_lines():
+    lengths = {file: len(file.read_text().splitlines()) for file in SOURCE.rglob("*.py")}
+    assert len(lengths) > 100 and not [str(file) for file, lines in lengths.items() if lines > 400]
 
 
 def module_of(file: Path, package: Path) -> str:

@@ -11,6 +11,7 @@ PROVENANCE = {
     "transformers": "5.23.0",
     "python": "3.11.7",
     "date": "2026-01-02",
+    "peer": None,
 }
 SPEED = {"none": 100.0, "none_again": 99.0, "adaptive_layer": 96.0, "ghost": 60.0, "flat": 88.0, "opacus_hooks": 40.0}
 MEMORY = {"none": 1.0, "none_again": 1.0, "adaptive_layer": 1.01, "ghost": 1.05, "flat": 1.5, "opacus_hooks": 4.0}

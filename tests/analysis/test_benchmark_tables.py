@@ -65,8 +65,11 @@ def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus
     text = throughput_summary(pd.concat([throughput, slower]))
     assert "| GPT-2 shape, tied, 100 tokens, batch 4 | Made-up CPU, 1 thread, float32 | 0.97 / 1.01 |" in text
     assert text.count("GPT-2 shape") == 2 and "0.10 /" not in text
-    unmeasured = throughput[throughput["method"] != "ghost"]
-    assert " – |" in throughput_summary(unmeasured) and " – |" not in text
+    assert text.splitlines()[2].endswith(" | – | – | 2.40 × |")
+    peer = throughput[throughput["method"] == "opacus_hooks"].assign(method="fastdp_flat", ratio=0.5, peer="fastDP abc")
+    beside = pd.concat([throughput, peer])
+    assert throughput_summary(beside).splitlines()[2].endswith("0.50 / 3.00 | – | 1.94 × |")
+    assert "opacus 1.6.0, fastDP abc;" in throughput_tables(beside)
 
 
 def test_a_training_beside_opacus_has_a_line_a_method_of_its_results_alone(beside):

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.methods import METHODS
 from benchmarks.options import HELP, Options, cases, parse
+from benchmarks.research_peers import package_of
 from benchmarks.workloads import WORKLOADS
 from groupwise.errors import UserError
 
@@ -12,7 +13,7 @@ def test_the_defaults_are_everything_at_reduced_depth() -> None:
     options = parse([])
     assert options == Options()
     assert set(WORKLOADS) - set(options.workloads) == {"gpt2_64", "lora_gpt2_xl"}  # only when they are named
-    assert set(METHODS) - set(options.methods) == {"none_again"}
+    assert set(METHODS) - set(options.methods) == {"none_again", *filter(package_of, METHODS)}
     depths = {case.workload: case.layers for case in cases(options)}
     assert depths["gpt2"] == 4 and depths["mlp"] is None
     assert options.rounds >= 5

@@ -17,7 +17,7 @@ THROUGHPUT = (
     *("device", "hardware", "threads", "dtype", "round", "steps"),
     *("cpu_seconds", "wall_seconds", "examples_per_second", "noise_seconds", "peak_bytes", "flops"),
     *("ratio", "memory_ratio", "floor", "status"),
-    *("commit", "dirty", "torch", "opacus", "transformers", "python", "date"),
+    *("commit", "dirty", "torch", "opacus", "transformers", "python", "date", "peer"),
 )
 """The columns of throughput.csv: one row a round."""
 GROWTH = (
@@ -45,6 +45,9 @@ METHODS = {
     "opacus_functorch": "Opacus, functorch",
     "opacus_ghost": "Opacus, ghost",
     "opacus_per_layer": "Opacus, per layer",
+    "fastdp_layer": "fastDP, per layer",
+    "fastdp_flat": "fastDP, flat",
+    "private_transformers": "private-transformers, ghost",
 }
 """Methods in the order of tables, with what they are called there."""
 
@@ -79,7 +82,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     table["ratio_least"], table["ratio_most"] = groups["ratio"].min(), groups["ratio"].max()
     table["rounds"] = groups["ratio"].count()
     table["status"] = groups["status"].agg(lambda column: next((text for text in column if text != "ok"), "ok"))
-    last = ["commit", "dirty", "torch", "opacus", "transformers", "python", "date"]
+    last = ["commit", "dirty", "torch", "opacus", "transformers", "python", "date", "peer"]
     table[last] = groups[last].agg(lambda column: column.iloc[-1])
     table = table.reset_index()
     place = {name: number for number, name in enumerate(in_order(table["method"].unique()))}

@@ -50,7 +50,11 @@ KINDS = {
     "flat": "flat, book-keeping",
     "ghost": "flat, ghost",
     "opacus": "fastest of Opacus",
+    "fastdp": "fastest of fastDP",
+    "private_transformers": "private-transformers",
 }
+PEERS = ("opacus", "fastdp", "private_transformers")
+
 """How names of methods begin, and what the summary calls the fastest that begins so."""
 FIGURES = {
     "throughput": "Memory and throughput against batch size",
@@ -76,8 +80,10 @@ def throughput_summary(rows: pd.DataFrame) -> str:
             f"{one['ratio'].item():.2f} / {one['memory_ratio'].item():.2f}" if len(one) else "–"
             for one in best.values()
         ]
-        lines.append([name, machine, *ratios])
-    return markdown(["workload", "on", *KINDS.values()], lines)
+        others = max((best[peer]["ratio"].item() for peer in PEERS if len(best[peer])), default=None)
+        ours = best["adaptive_layer"]["ratio"].item() if len(best["adaptive_layer"]) else None
+        lines.append([name, machine, *ratios, f"{ours / others:.2f} ×" if ours and others else "–"])
+    return markdown(["workload", "on", *KINDS.values(), "per layer / the fastest of others"], lines)
 
 
 def _workloads(rows: pd.DataFrame) -> list[pd.DataFrame]:
@@ -116,6 +122,7 @@ def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
         parts.append(f"reduced to {first['layers']:g} of {FULL_DEPTH} layers")
     parts.append(f"{lines['rounds'].max()} rounds")
     versions = [f"{name} {first[name]}" for name in ("torch", "opacus") if isinstance(first[name], str)]
+    versions += sorted({name for name in lines["peer"] if isinstance(name, str)})
     commits = sorted({f"`{str(line.commit)[:7]}`{' + changes' if line.dirty else ''}" for line in lines.itertuples()})
     where = in_words(tuple(first[name] for name in MACHINE))
     title = WORKLOADS.get(first["workload"], first["workload"])
