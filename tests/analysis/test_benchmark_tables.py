@@ -68,7 +68,7 @@ def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus
     assert text.splitlines()[2].endswith(" | – | – | 2.40 × |")
     peer = throughput[throughput["method"] == "opacus_hooks"].assign(method="fastdp_flat", ratio=0.5, peer="fastDP abc")
     beside = pd.concat([throughput, peer])
-    assert throughput_summary(beside).splitlines()[2].endswith("0.50 / 3.00 | – | 1.94 × |")
+    assert throughput_summary(beside).splitlines()[2].endswith("0.50 / 4.00 | – | 1.94 × |")
     assert "opacus 1.6.0, fastDP abc;" in throughput_tables(beside)
 
 
