@@ -96,6 +96,8 @@ PRODUCTS = {
     "linear, transposed": ((5, 4), lambda p, layer, x: F.linear(layer(x), p.mT)),
     "tied": ((4, 5), lambda p, layer, x: F.linear(F.linear(layer(x), p).relu(), p.t())),
     "one number for all": ((1, 5), lambda p, layer, x: F.linear(layer(x), p)),
+    "of the input": ((4, 3), lambda p, layer, x: layer(p @ x)),
+    "sequences first": ((5, 5), lambda p, layer, x: layer((x.transpose(0, 1) @ p).transpose(0, 1))),
     "addmm": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x).flatten(0, 1), p).unflatten(0, (-1, 3))),
 }
 EXACT |= PRODUCTS | {
@@ -105,6 +107,8 @@ EXACT |= PRODUCTS | {
     "addmm, scaled": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p, alpha=2)),
     "addmm, rows": ((5, 5), lambda p, layer, x: torch.addmm(x[:, 1], layer(x[:, 0]), p)),
     "addmm, one number": ((1,), lambda p, layer, x: torch.addmm(p, layer(x[:, 0]), layer.weight)),
+    "twice, and in part": ((5, 5), lambda p, layer, x: layer(x @ p) @ p.T + p[0]),
+    "of itself": ((5, 5), lambda p, layer, x: layer(x) @ (p @ p.T)),
     "one vector": ((5,), lambda p, layer, x: layer(x) @ p),
     "bilinear": ((4, 5, 5), lambda p, layer, x: F.bilinear(layer(x), x, p)),
     "without a batching rule": ((4, 5), lambda p, layer, x: F.linear(layer(x), torch._weight_norm(p, p[:, :1], 0))),
