@@ -122,6 +122,21 @@ def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
     assert_exact(Uses(shape, use), torch.randn(4, 3, 5), "flat")
 
 
+OVER_THE_BATCH = {
+    "from the left": lambda p, layer, x: p @ layer(x[:, 0]),
+    "transposed": lambda p, layer, x: (layer(x[:, 0]).T @ p).T,
+    "linear": lambda p, layer, x: F.linear(layer(x[:, 0]).T, p).T,
+}
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+@pytest.mark.parametrize("name", OVER_THE_BATCH)
+def test_a_product_over_the_batch_is_refused_even_where_it_is_as_long_as_the_features(name, batch):
+    model = Uses((batch, batch), OVER_THE_BATCH[name])
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="batch"):
+        engine.backward(losses_of(model, torch.randn(batch, 3, 5), list(range(batch))))
+
+
 def test_gradients_of_what_has_no_batching_rule_are_written_once():
     v, g = torch.randn(6, 4, 5, requires_grad=True), torch.rand(6, 4, 1, requires_grad=True)
     (made,) = _for_all(lambda v, g: (torch._weight_norm(v, g, 0),), [v, g])

@@ -52,7 +52,11 @@ class ParameterUse:
         values: list[Tensor | None] = [self.parameter.detach(), None]
         if isinstance(other, ParameterUse):
             uses[1], values[1] = Use(other.place, other.parameter.shape), other.parameter.detach()
-        return self.calls.run(self.group, self.calls.product(kind, self.group, tuple(uses)), x, values)
+        place = None if isinstance(x, PerExample) else self.batch_axis_of(x)
+        product = self.calls.run(self.group, self.calls.product(kind, self.group, tuple(uses)), x, values)
+        if place is not None and not place.certain:  # x may be a transpose, and its features the batch
+            self.doubt(x, place)
+        return product
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
         """See `per_example.Origin`."""
