@@ -14,7 +14,7 @@ from benchmarks.messages import Messages
 from groupwise.clipping import ClippingEngine, attach
 from groupwise.clipping.engine import Norms
 from groupwise.config.schema import RunConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.planner.parts import PARTITIONS, Parts, foretell
 from groupwise.privacy import NoiseSource, release_gradients
 from groupwise.processes.environment import Place
@@ -41,7 +41,7 @@ class TensorOptions:
 
 def model_of(options: TensorOptions) -> nn.Module:
     """The whole GPT-2, in float32, on torch's default device."""
-    import_torchvision()
+    mend_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

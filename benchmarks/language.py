@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 
 TINY_VOCABULARY = 97
 IGNORED = -100
@@ -154,7 +154,7 @@ def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
 
 def _transformers() -> Any:
     """The transformers library, also beside a CPU-only torch; imported here, as it takes seconds."""
-    import_torchvision()
+    mend_torchvision()
     import transformers
 
     return transformers

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.workloads import Workload
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError
 
 PACKAGES = {"fastdp": "fastDP", "private_transformers": "private_transformers"}
@@ -173,7 +173,7 @@ def _keep(parameter: Any, clipped_sum: torch.Tensor, accumulate_private_grad: bo
 
 
 def _load(package: str) -> Any:
-    import_torchvision()
+    mend_torchvision()
     try:
         library = importlib.import_module(package)
     except ImportError as error:

@@ -20,7 +20,7 @@ import torch.multiprocessing
 from benchmarks.meters import Step, peak_bytes
 from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import Kind, Work, cut_out, inputs
@@ -74,7 +74,7 @@ class Staged:
     """
 
     def __init__(self, shape: Shape, cores: int) -> None:
-        import_torchvision()
+        mend_torchvision()
         from transformers import GPT2Config
 
         torch.set_num_threads(1)

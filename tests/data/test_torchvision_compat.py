@@ -1,13 +1,14 @@
 """torchvision imports beside this torch, whichever it is, and is left alone where it needs no help."""
 
-import importlib
+import importlib.util
+import sys
 import types
 
 import pytest
 import torch
 
 from groupwise.data import cifar10
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import import_torchvision, mend_torchvision
 from tests.forks import Command
 
 FORK = """
@@ -49,3 +50,13 @@ def test_another_failure_is_not_hidden(monkeypatch, error):
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(type(error), match=str(error)):
         import_torchvision()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_before_transformers_it_is_imported_where_it_is_installed(monkeypatch, there):
+    imported = []
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there or None)
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    mend_torchvision()
+    assert imported == ["torchvision"] * there

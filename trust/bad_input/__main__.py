@@ -89,9 +89,9 @@ def warm(cache: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from groupwise.data.cifar10 import import_torchvision
+    from groupwise.data.cifar10 import mend_torchvision
 
-    import_torchvision()
+    mend_torchvision()
     import datasets  # noqa: F401
     import dp_accounting  # noqa: F401
     import peft  # noqa: F401

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from trust.models.architecture import Architecture, Batch, Size, Subject, classified, in_eval, tokens_classified
 
 FAMILY = "transformers"
@@ -14,7 +14,7 @@ FAMILY = "transformers"
 
 def configure(kind: str, size: Size, **own: Any) -> Any:
     """A small configuration; its dropouts are the size's, and whole layers are never dropped. None leaves a key out."""
-    import_torchvision()  # transformers imports it, and where it is broken only this import mends it
+    mend_torchvision()  # transformers imports it, and where it is broken only this import mends it
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()  # of kernels that are not installed, of tokens outside a small vocabulary
@@ -204,7 +204,7 @@ def adapted(name: str, kind: str, config: str, **own: Any) -> Architecture:
     """A line of the list: the model below, the configuration's class in peft, and what it is given."""
 
     def make(size: Size) -> Subject:
-        import_torchvision()
+        mend_torchvision()
         import peft
 
         settings = values(size, own)

@@ -136,9 +136,9 @@ class Codes(nn.Module):
 
 def lora(canaries: int, level: float, dropout: float = 0.0) -> nn.Module:
     """`Frozen` with peft's adapters of rank 2, none of them zero, behind peft's own dropout."""
-    from groupwise.data.cifar10 import import_torchvision
+    from groupwise.data.cifar10 import mend_torchvision
 
-    import_torchvision()
+    mend_torchvision()
     import peft
 
     config = peft.LoraConfig(r=2, target_modules=["square"], init_lora_weights=False, lora_dropout=dropout)

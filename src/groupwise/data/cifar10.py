@@ -2,7 +2,7 @@
 
 import hashlib
 import http.client
-import importlib
+import importlib.util
 import io
 import pickle
 import shutil
@@ -52,6 +52,12 @@ def import_torchvision() -> ModuleType:
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _declared.append(library)
     return importlib.import_module("torchvision")
+
+
+def mend_torchvision() -> None:
+    """Import torchvision where there is one, before transformers or peft do, which then find it in working order."""
+    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision"):
+        import_torchvision()
 
 
 NETWORK_PATIENCE = 30.0  # seconds without an answer after which a download is given up

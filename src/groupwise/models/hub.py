@@ -7,7 +7,7 @@ from typing import Any
 
 import groupwise
 from groupwise.config.schema import ModelConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, command, did_you_mean, reason
 
 PATIENCE = 5.0
@@ -74,7 +74,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         UserError: nothing of the kind there; the hub cannot be reached.
     """
-    import_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, which falls without it
     from transformers import AutoTokenizer
 
     folder = Path(find_source(name))
@@ -111,7 +111,7 @@ def read_gpt2(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 def gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     """A fast GPT-2 tokeniser from what `read_gpt2` gives; raises `UserError` where the two do not match."""
-    import_torchvision()
+    mend_torchvision()
     from transformers import GPT2Tokenizer
 
     try:
@@ -147,7 +147,7 @@ def mini_roberta(folder: Path, count: int = MERGES) -> Any:
     numbered = {token: number for number, token in enumerate(special)}
     numbered |= {token: number + len(special) for token, number in vocabulary.items()}
     numbered["<mask>"] = len(numbered)
-    import_torchvision()
+    mend_torchvision()
     from transformers import RobertaTokenizer
 
     return RobertaTokenizer(vocab=numbered, merges=merges)  # type: ignore[arg-type]

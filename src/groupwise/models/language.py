@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import locate, make_config, named
 
@@ -32,7 +32,7 @@ def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: 
     Raises:
         UserError: as `make_config` does; weights that cannot be read, are no safetensors, or lack more than the head.
     """
-    import_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, which falls without it
     config = make_config(settings, tokenizer)
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: label for label, name in enumerate(classes)}
@@ -47,7 +47,7 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     Raises:
         UserError: as `load_classifier` does; an encoder, which sees the tokens to come.
     """
-    import_torchvision()
+    mend_torchvision()
     return _load(settings, make_config(settings, tokenizer), tokenizer, "CausalLM")
 
 
@@ -59,7 +59,7 @@ def load_masked(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     """
     if settings.untie:
         raise UserError("model.untie is for causal language models: leave it out of masked pretraining.")
-    import_torchvision()
+    mend_torchvision()
     return _load(settings, make_config(settings, tokenizer), tokenizer, "MaskedLM")
 
 

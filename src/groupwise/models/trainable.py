@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import LoraConfig, ModelConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError
 from groupwise.models.language import is_head
 
@@ -95,7 +95,7 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
         UserError: a target that is no layer which could take an adapter, or none given for a model that peft knows no
             targets of; settings that peft refuses.
     """
-    import_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, which falls without it
     import peft
 
     layers = _layers(model)

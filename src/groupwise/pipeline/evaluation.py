@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from groupwise.config.schema import GenerateConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.beam_search import generate
 from groupwise.training.task import Feed, Microbatch, Split, eval_mode
 
-import_torchvision()  # before transformers, which falls without it
+mend_torchvision()  # before transformers, which falls without it
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 

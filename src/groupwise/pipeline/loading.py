@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import find_source, make_config
 from groupwise.models.trainable import choose_trainable
@@ -82,7 +82,7 @@ def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     Raises:
         UserError: see `load_stage`.
     """
-    import_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, which falls without it
     import transformers
     from accelerate import init_empty_weights
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, did_you_mean
 from groupwise.models.trainable import add_adapters
 
@@ -35,7 +35,7 @@ def configuration(name: str) -> Any:
     Raises:
         UserError: neither; a folder that transformers cannot read.
     """
-    import_torchvision()
+    mend_torchvision()
     from transformers import AutoConfig
 
     if name in SHAPES:
@@ -83,7 +83,7 @@ def build(
     Raises:
         UserError: no causal language model; a target that names no layer.
     """
-    import_torchvision()
+    mend_torchvision()
     from transformers import AutoModelForCausalLM
 
     chosen = getattr(torch, dtype) if rank else torch.float32
