@@ -89,7 +89,6 @@ EXACT = {
 PRODUCTS = {
     "from the right": ((5, 4), lambda p, layer, x: layer(x) @ p),
     "from the left": ((4, 3), lambda p, layer, x: torch.matmul(p, layer(x))),
-    "from the left of rows": ((4, 5), lambda p, layer, x: (p @ layer(x[:, 0]).T).T),
     "mm": ((5, 4), lambda p, layer, x: torch.mm(layer(x[:, 0]), p)),
     "transposed": ((4, 5), lambda p, layer, x: layer(x) @ p.T),
     "transposed twice": ((5, 4), lambda p, layer, x: layer(x) @ p.t().transpose(-1, 0)),
@@ -97,12 +96,17 @@ PRODUCTS = {
     "tied": ((4, 5), lambda p, layer, x: F.linear(F.linear(layer(x), p).relu(), p.t())),
     "one number for all": ((1, 5), lambda p, layer, x: F.linear(layer(x), p)),
     "of the input": ((4, 3), lambda p, layer, x: layer(p @ x)),
-    "sequences first": ((5, 5), lambda p, layer, x: layer((x.transpose(0, 1) @ p).transpose(0, 1))),
-    "addmm": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x).flatten(0, 1), p).unflatten(0, (-1, 3))),
+    "addmm": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p)),
 }
 EXACT |= PRODUCTS | {
     "transpose that is none": ((5, 4), lambda p, layer, x: layer(x) @ p.transpose(0, -2)),
+    "addmm, folded rows": (
+        (5, 5),
+        lambda p, layer, x: torch.addmm(layer.bias, layer(x).flatten(0, 1), p).unflatten(0, (-1, 3)),
+    ),
     "transpose by names": ((4, 5), lambda p, layer, x: layer(x) @ p.transpose(dim0=0, dim1=1)),
+    "transpose of a keyword": ((4, 5), lambda p, layer, x: layer(x) @ torch.t(input=p)),
+    "no features": ((0, 4), lambda p, layer, x: layer(x).sum(-1, keepdim=True) + layer(x)[..., :0] @ p + p.sum()),
     "a transpose by itself": ((4, 5), lambda p, layer, x: layer(x) @ p.T.sin()),
     "addmm, scaled": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p, alpha=2)),
     "addmm, rows": ((5, 5), lambda p, layer, x: torch.addmm(x[:, 1], layer(x[:, 0]), p)),
@@ -119,13 +123,33 @@ EXACT |= PRODUCTS | {
 def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
     monkeypatch.setattr(LayerCalls, "copies", None)
     shape, use = PRODUCTS[name]
-    assert_exact(Uses(shape, use), torch.randn(4, 3, 5), "flat")
+    assert_exact(Uses(shape, use), torch.randn(7, 3, 5), "flat")  # 7: no axis but the first can hold the batch
+
+
+class Prototypes(nn.Module):
+    """A buffer with as many rows as some batch has examples meets the same parameter as they."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.w = nn.Linear(5, 5), nn.Parameter(torch.rand(5, 4))
+        self.register_buffer("prototypes", torch.randn(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) @ self.w) @ (self.w.T @ self.prototypes.T)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_buffer_that_meets_the_same_parameter_as_the_batch_is_no_batch(mode):
+    model = Prototypes()
+    for batch in BATCHES:
+        assert_exact(model, torch.randn(batch, 5), mode)
 
 
 OVER_THE_BATCH = {
     "from the left": lambda p, layer, x: p @ layer(x[:, 0]),
     "transposed": lambda p, layer, x: (layer(x[:, 0]).T @ p).T,
-    "linear": lambda p, layer, x: F.linear(layer(x[:, 0]).T, p).T,
+    "of the input": lambda p, layer, x: p @ x[:, 0],
+    "of the input, transposed": lambda p, layer, x: (x[:, 0].T @ p).T,
 }
 
 
@@ -157,6 +181,10 @@ def test_any_use_is_exact_for_any_batch(name, mode):
         assert_exact(Uses(shape, use), torch.randn(batch, 3, 5), mode)
 
 
+CONSTANT = torch.randn(3, 5, dtype=torch.float64)
+"""With as many rows as some batch has examples."""
+
+
 def changed_where_it_meets_the_batch(p, layer, x):
     y = p.expand(len(x), 3, 5).clone()
     y.add_(x)
@@ -170,6 +198,10 @@ EXACT_OR_REFUSED = {
     "sorted": ((5,), lambda p, layer, x: (layer(x)[x[:, 0, 0].argsort()] * p)[x[:, 0, 0].argsort().argsort()]),
     "turned round": ((5,), lambda p, layer, x: (layer(x).flip(0) * p).flip(0)),
     "in place on copies": ((5,), changed_where_it_meets_the_batch),
+    "product from the left of rows": ((4, 5), lambda p, layer, x: (p @ layer(x[:, 0]).T).T),
+    "product, sequences first": ((5, 5), lambda p, layer, x: layer((x.transpose(0, 1) @ p).transpose(0, 1))),
+    "a constant, multiplied too": ((5, 4), lambda p, layer, x: (layer(x[:, 0]) @ p) @ (CONSTANT @ p).T),
+    "a constant, multiplied alone": ((5, 4), lambda p, layer, x: layer(x[:, 0]) * (CONSTANT @ p).sum()),
 }
 
 
@@ -191,20 +223,20 @@ class Again(nn.Module):
 
     def __init__(self, reentrant: bool = False):
         super().__init__()
-        self.first, self.p, self.b, self.reentrant = (
-            nn.Linear(5, 5),
-            nn.Parameter(torch.rand(5)),
-            nn.Linear(5, 5),
-            reentrant,
-        )
+        self.first, self.b, self.reentrant = nn.Linear(5, 5), nn.Linear(5, 5), reentrant
+        self.p, self.w = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(5, 5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: (self.b(y) * self.p).sin(), self.first(x) * self.p, use_reentrant=self.reentrant)
+        def part(y):
+            return ((self.b(y) * self.p).sin() + y @ self.w) @ self.w.T
+
+        return checkpoint(part, self.first(x) * self.p, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpointed_module_with_parameters_of_its_own(mode):
-    assert_exact(Again(), torch.randn(4, 3, 5), mode)
+    for batch in BATCHES[:3]:  # 3: as long as the sequences, which gradients tell apart
+        assert_exact(Again(), torch.randn(batch, 3, 5), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)

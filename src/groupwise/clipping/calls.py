@@ -111,6 +111,14 @@ class LayerCalls:
             return None
         return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
 
+    def was_certain(self, label: str, x: Tensor, place: BatchAxis) -> bool:
+        """Whether it is certain that x, which depends on the batch, has its examples there, and was when this call of
+        the model first asked: what a checkpoint runs once more, after gradients have shown it, must go the same way."""
+        call = self.passes.model_call
+        assert call is not None
+        certain = place.certain and (x.requires_grad or call.is_given(x))
+        return call.certain.setdefault((label, x.shape, place.order), certain) and certain
+
     def doubt(self, group: ClippingGroup, label: str, x: Tensor, place: BatchAxis) -> None:
         """Gradients must show that a parameter met the batch on the axis that was taken for it."""
         group_pass = self.passes.open[group.index]
@@ -183,13 +191,23 @@ class LayerCalls:
         group_pass = self.passes.pass_of(group, member, batch)
         return group_pass, probe_of(group_pass, device)
 
-    def run(self, group: ClippingGroup, member: Member, x: Tensor, values: Values, batch_first: bool = False) -> Tensor:
-        """A layer's output for an input x of any layout, with its parameters' values."""
+    def run(
+        self,
+        group: ClippingGroup,
+        member: Member,
+        x: Tensor,
+        values: Values,
+        batch_first: bool = False,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        """A layer's output for an input x of any layout, or of the one that is given, with its parameters' values."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(
                 self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name)
             )
-        layout, batch = self.layout_of(member, x, batch_first)
+        batch = self.batch(member.label) if layout else 0
+        if layout is None:
+            layout, batch = self.layout_of(member, x, batch_first)
         if layout.order is Order.NONE:
             return self._without_batch(group, member, x, values, batch)
         inputs, values = autocast(member.rule.autocast, x, values)
@@ -251,11 +269,16 @@ class LayerOutput:
         """See `per_example.Origin`."""
         return self.calls.batch_axis_of(x, self.label)
 
+    def sure_axis_of(self, x: Tensor) -> None:
+        """It is no parameter."""
+
     def doubt(self, x: Tensor, place: BatchAxis) -> None:
         """See `per_example.Origin`."""
         self.calls.doubt(self.group, self.label, x, place)
 
-    def linear(self, x: Tensor, bias: PerExample | None, transposed: bool) -> None:
+    def linear(
+        self, x: Tensor, bias: PerExample | None, transposed: bool = False, place: BatchAxis | None = None
+    ) -> None:
         """It is no parameter."""
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> None:

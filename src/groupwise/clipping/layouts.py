@@ -220,6 +220,8 @@ class ModelCall:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> None:
         self.given: set[int] = set()
+        self.certain: dict[Doubt, bool] = {}
+        """Whether its first question about a parameter and a shape was answered with certainty."""
         self.batch: int | None = None
         packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)), None)
         if packed is not None:

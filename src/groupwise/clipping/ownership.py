@@ -147,7 +147,8 @@ def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layou
     for owned in owners:
         node, rule = owned.node, owned.node.member.rule
         parameter = isinstance(rule, ParameterRule)
-        orders = [o for o in owned.orders if o is not Order.SECOND or (rule.features_last and not parameter)]
+        second = rule.features_last and not parameter and len(owned.shape) > 2  # (T, B, d): of (B, d) it is features
+        orders = [o for o in owned.orders if o is not Order.SECOND or second]
         if not orders:
             _refuse(node.member, owned.shape, batch, parameter)
         order = node.layout.order if node.layout.order in orders else orders[0]

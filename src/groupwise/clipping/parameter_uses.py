@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import LateFunction
 from groupwise.clipping.calls import LayerCalls, Use, Values
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import BatchAxis, Order
+from groupwise.clipping.layouts import BatchAxis, Layout, Order
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
@@ -36,27 +36,30 @@ class ParameterUse:
         """See `per_example.Origin`."""
         return self.calls.batch_axis_of(x, self.label)
 
+    def sure_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """See `per_example.Origin`."""
+        place = self.calls.batch_axis_of(x, self.label)
+        return place if place is not None and self.calls.was_certain(self.label, x, place) else None
+
     def doubt(self, x: Tensor, place: BatchAxis) -> None:
         """See `per_example.Origin`."""
         self.calls.doubt(self.group, self.label, x, place)
 
-    def linear(self, x: Tensor, bias: PerExample | None, transposed: bool) -> Tensor | None:
+    def linear(
+        self, x: Tensor, bias: PerExample | None, transposed: bool = False, place: BatchAxis | None = None
+    ) -> Tensor | None:
         """See `per_example.Origin`."""
         other = None if bias is None else bias.origin
         if self.parameter.dim() != 2 or not (
             other is None or (isinstance(other, ParameterUse) and other.group is self.group)
         ):
             return None
-        kind = "transposed" if transposed else "linear"
         uses: list[Use | None] = [Use(self.place, self.parameter.shape), None]
         values: list[Tensor | None] = [self.parameter.detach(), None]
         if isinstance(other, ParameterUse):
             uses[1], values[1] = Use(other.place, other.parameter.shape), other.parameter.detach()
-        place = None if isinstance(x, PerExample) else self.batch_axis_of(x)
-        product = self.calls.run(self.group, self.calls.product(kind, self.group, tuple(uses)), x, values)
-        if place is not None and not place.certain:  # x may be a transpose, and its features the batch
-            self.doubt(x, place)
-        return product
+        member = self.calls.product("transposed" if transposed else "linear", self.group, tuple(uses))
+        return self.calls.run(self.group, member, x, values, layout=None if place is None else Layout(place.order))
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
         """See `per_example.Origin`."""

@@ -30,11 +30,19 @@ class Origin(Protocol):
     def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
         """Which axis of a plain tensor counts examples; None for a constant."""
 
+    def sure_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """The same, if it was certain when this call of the model first asked; None otherwise."""
+
     def doubt(self, x: Tensor, place: BatchAxis) -> None:
         """The axis of x that was taken for the batch must be shown by gradients to be it."""
 
-    def linear(self, x: Tensor, bias: "PerExample | None", transposed: bool) -> Tensor | None:
-        """x Wᵀ + b with this parameter as W (transposed: x W + b), by the rule of such layers; None: not possible."""
+    def linear(
+        self, x: Tensor, bias: "PerExample | None", transposed: bool = False, place: BatchAxis | None = None
+    ) -> Tensor | None:
+        """x Wᵀ + b with this parameter as W (transposed: x W + b), by the rule of such layers; None: not possible.
+
+        `place` says where x has its examples; None: as for a layer that gets x.
+        """
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
         """This parameter's rows, by the rule of such layers; None: not possible."""
@@ -197,38 +205,66 @@ def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
 def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """What layers with a rule do as well is done by that rule: it needs no copy's gradient."""
     name = _name_of(func)
-    if name in _TRANSPOSES and _is_matrix(args[0]) and not kwargs and len({axis % 2 for axis in args[1:]}) != 1:
-        return _transposed(args[0])
     if func is F.linear:
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        return _product(given["input"], given["weight"], given.get("bias"), turned=False)
-    if name in ("matmul", "mm", "__matmul__") and len(args) == 2 and not kwargs:
-        left, right = args
-        if _is_matrix(left) and not isinstance(right, PerExample) and right.dim() > 1:
-            made = _product(right.mT, left, None, turned=False)
-            return None if made is None else made.mT
-        return _product(left, right, None, turned=True)
-    if name == "addmm" and len(args) == 3 and not kwargs:
-        return _product(args[1], args[2], args[0], turned=True)
-    if func is F.bilinear and len(args) > 2 and isinstance(args[2], PerExample):  # it has no batching rule
-        pairs = (args[0].unsqueeze(-1) * args[1].unsqueeze(-2)).flatten(-2)
-        sums: Tensor = F.linear(pairs, args[2].flatten(1), *args[3:], **kwargs)
-        return sums
+        x, weight, bias = given["input"], given["weight"], given.get("bias")
+        if _is_source(weight) and (bias is None or _is_source(bias)):
+            return weight.origin.linear(x, bias)
+        return _product(x, weight, bias, turned=False)
     if func is F.embedding and _is_source(args[1]):
         names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
         given = dict(zip(names, args, strict=False)) | kwargs
         if not (given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse")):
             return args[1].origin.embedding(args[0], given.get("padding_idx"))
+    if kwargs or not args:
+        return None
+    if name in _TRANSPOSES and _is_matrix(args[0]) and args[1:] in _BOTH_AXES:
+        return _transposed(args[0])
+    if name in ("matmul", "__matmul__") and len(args) == 2:
+        left, right = args
+        if _is_matrix(left) and isinstance(right, Tensor) and right.dim() > 2:  # the batch is none of the last two
+            made = _product(right, left, None, turned=False, columns=True)
+            return None if made is None else made.mT
+        return _product(left, right, None, turned=True)
+    if name == "mm" and len(args) == 2 and args[0].dim() == 2:
+        return _product(args[0], args[1], None, turned=True)
+    if name == "addmm" and len(args) == 3 and args[1].dim() == 2:
+        return _product(args[1], args[2], args[0], turned=True)
+    if func is F.bilinear and len(args) > 2 and isinstance(args[2], PerExample):  # it has no batching rule
+        if torch.is_autocast_enabled(args[0].device.type):  # which lowers linear layers, and not this
+            return None
+        pairs = (args[0].unsqueeze(-1) * args[1].unsqueeze(-2)).flatten(-2)
+        sums: Tensor = F.linear(pairs, args[2].flatten(1), *args[3:])
+        return sums
     return None
 
 
-def _product(x: Any, weight: Any, bias: Any, turned: bool) -> Tensor | None:
-    """x Wᵀ + b (turned: x W + b) by the rule of linear layers, if W and b are parameters; None: not possible."""
-    if not _is_matrix(weight) or x.dim() < 2 or not (bias is None or (_is_source(bias) and bias.dim() == 1)):
+_BOTH_AXES = ((), (0, 1), (1, 0), (-2, -1), (-1, -2), (0, -1), (-1, 0), (-2, 1), (1, -2))
+
+
+def _product(x: Any, weight: Any, bias: Any, turned: bool, columns: bool = False) -> Tensor | None:
+    """x Wᵀ + b by the rule of linear layers, if W and b are parameters and it is certain whose the rows of x are.
+
+    Args:
+        x: (B, ..., d) or, sequences first, (T, B, ..., d).
+        weight: W (p, d); turned: its transpose.
+        bias: (p,).
+        turned: see weight.
+        columns: x is (B, ..., d, n) instead.
+
+    Returns:
+        (B, ..., p), or (B, ..., n, p); None where copies must do.
+    """
+    if not _is_matrix(weight) or not isinstance(x, Tensor) or isinstance(x, PerExample):
         return None
-    if bias is not None and len(bias) != weight.shape[1 if turned else 0]:  # one number for all outputs
+    if x.dim() < 2 or x.layout is not torch.strided or not x.numel() or not weight.numel():
         return None
-    return weight.origin.linear(x, bias, turned != weight.transposed)
+    if bias is not None and not (_is_source(bias) and bias.shape == (weight.shape[1 if turned else 0],)):
+        return None
+    place = weight.origin.sure_axis_of(x)
+    if place is None or place.each > 1 or x.dim() < place.axis + 2 + columns:
+        return None
+    return weight.origin.linear(x.mT if columns else x, bias, turned != weight.transposed, place)
 
 
 def _is_source(value: Any) -> bool:

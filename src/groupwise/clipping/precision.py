@@ -197,9 +197,9 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-    """What autocast would do to a layer's inputs, so that the rule itself can run without it."""
+    """What autocast would do to a layer's inputs, so that the rule itself can run without it; float64 stays."""
     device = x.device.type
-    if kind == "keep" or not torch.is_autocast_enabled(device):
+    if kind == "keep" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, parameters
     dtype = torch.get_autocast_dtype(device) if kind == "lower" else torch.float32
     return x.to(dtype), [None if p is None else p.detach().to(dtype) for p in parameters]
