@@ -252,8 +252,10 @@ def test_midi_of_tables_starts_from_text_that_is_not_the_tasks_own(task: str, fi
     config = run(f"task={task}", "scale=midi")
     assert (config.model.source, config.model.fresh) == (f"pretrained/gpt2_midi_{task}", False)
     assert (config.data.name, config.data.train_file) == ("files", file)
-    rates = {run(f"task={task}", "scale=midi", f"clip={clip}").optim.learning_rate for clip in MODES[task]}
-    assert len(rates) == 1, "steps are matched between the modes"
+    rates = {
+        run(f"task={task}", "scale=midi", f"clip={clip}").optim.learning_rate for clip in MODES[task] if clip != "none"
+    }
+    assert len(rates) == 1, "steps are matched between the private modes"
 
 
 def test_every_family_has_all_modes_and_the_scales_that_all_have() -> None:
