@@ -49,6 +49,7 @@ def _both(says: str, sweep: str, plus: tuple[str, ...], minus: tuple[str, ...], 
 
 NOISELESS = {"task": "cifar", "privacy": "noiseless"}
 WITHOUT_NOISE = "CIFAR-10 without noise"
+TABLES = ("table2text", "E2E and DART")
 LOSES = "Fixed per-layer clipping loses to flat clipping"
 RECOVER = "Adaptive thresholds recover what fixed ones lose per layer"
 ON_PAR = "Adaptive per-layer clipping is on par with flat clipping"
@@ -62,6 +63,14 @@ def _on_par(on: str, sweep: str, where: Mapping[str, str]) -> Claim:
     return Claim(ON_PAR, on, Contrast(sweep, _clip("adaptive_layer"), _clip("flat"), where), ALIKE)
 
 
+def _texts(says: str, sweep: tuple[str, str], plus: str, minus: str, kind: str) -> tuple[Claim, ...]:
+    name, on = sweep
+    return tuple(
+        Claim(says, f"{on}, {label}", Contrast(name, _clip(plus), _clip(minus), metric=metric), kind)
+        for label, metric in (("BLEU", "test/bleu"), ("ROUGE-L", "test/rougeL"))
+    )
+
+
 CLAIMS = (
     *_both(LOSES, "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
     _noiseless(LOSES, "fixed_layer", "flat", LESS),
@@ -72,11 +81,10 @@ CLAIMS = (
     _on_par("SST-2, RoBERTa-base", "adaptivity", SST2),
     _on_par("SST-2, RoBERTa-base, attention only", "sst2_epochs", SST2),
     _on_par("SST-2, RoBERTa-large, attention only", "sst2_epochs", SST2 | {"model": "roberta_large"}),
-    *(
-        Claim(ON_PAR, f"{on}, {label}", Contrast(sweep, _clip("adaptive_layer"), _clip("flat"), metric=metric), ALIKE)
-        for sweep, on in (("table2text", "E2E and DART"), ("runtime_metrics", "E2E, run for the figures of time"))
-        for label, metric in (("BLEU", "test/bleu"), ("ROUGE-L", "test/rougeL"))
-    ),
+    *_texts(LOSES, TABLES, "fixed_layer", "flat", LESS),
+    *_texts(RECOVER, TABLES, "adaptive_layer", "fixed_layer", MORE),
+    *_texts(ON_PAR, TABLES, "adaptive_layer", "flat", ALIKE),
+    *_texts(ON_PAR, ("runtime_metrics", "E2E, run for the figures of time"), "adaptive_layer", "flat", ALIKE),
     *(
         Claim(
             "How the noise is shared among layers hardly matters",
