@@ -71,6 +71,11 @@ class Table:
         wanted = (cell, str(seed), digest)
         return [row for row in self.rows if (row.get("cell"), row.get("seed"), row.get("hash")) == wanted]
 
+    def of_run(self, digest: str) -> list[Row]:
+        """What the table has of the run of that configuration, under the first cell that is it."""
+        rows = [row for row in self.rows if row.get("hash") == digest]
+        return [row for row in rows if row.get("cell") == rows[0].get("cell")]
+
     def lost(self, other: Table) -> list[str]:
         """Cell and seed of the rows that `other` has not got."""
         there = {(row["cell"], row["seed"], row["hash"]) for row in other.rows}

@@ -31,8 +31,11 @@ CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
     """Write the rows of `sweeps/<name>.yaml` at that scale, its curves where cells ask for them, and samples of texts.
 
+    A cell whose run is not in `runs` keeps its row; one that has none gets the row of another sweep's table at that
+    scale, if that is of the very same configuration and seed.
+
     Returns:
-        What there is to say: how many rows, which cells are missing, which rows were dropped.
+        What there is to say: how many rows, which cells are missing or another sweep's, which rows were dropped.
 
     Raises:
         UserError: no such sweep, no finished run of it, or a run's result is not what its configuration makes.
@@ -42,7 +45,7 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     path = table_path(out, name, scale)
     before, beside_before = read_table(path), {kind: read_table(table_path(out, name, scale, kind)) for kind in BESIDE}
     said, table, beside = [], Table(), {kind: Table() for kind in BESIDE}
-    missing = []
+    missing, others = [], [other for other in sorted(out.glob(f"*_{scale}.csv")) if other != path]
     for cell, planned in cells:
         first = {"sweep": name, "cell": cell.name, "seed": str(cell.seed), "scale": scale}
         folder = runs / planned.hash[:12]
@@ -56,6 +59,12 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
             table.keep(kept)
             for kind in BESIDE:
                 beside[kind].keep(beside_before[kind].of(cell.name, cell.seed, planned.hash))
+        elif source := next((other for other in others if read_table(other).of_run(planned.hash)), None):
+            table.add(first, read_table(source).of_run(planned.hash))
+            for kind in BESIDE:
+                same = read_table(source.with_stem(f"{source.stem}_{kind}")).of_run(planned.hash)
+                beside[kind].add({**first, "hash": planned.hash}, same)
+            said.append(f"  as in {source.name}: {planned.name}")
         else:
             missing.append(planned.name)
     if not table.rows:
@@ -64,7 +73,7 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     for kind, rows in beside.items():
         if rows.rows:
             write_table(table_path(out, name, scale, kind), rows, BESIDE[kind])
-    said.append(f"{path}: {len(table.rows)} of {len(cells)} cells")
+    said.insert(0, f"{path}: {len(table.rows)} of {len(cells)} cells")
     said += [f"  missing: {cell}" for cell in missing]
     said += [f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in before.lost(table)]
     return said
