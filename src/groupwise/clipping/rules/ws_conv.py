@@ -71,7 +71,8 @@ class WSConv2dRule(ConvRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,).
 
     `saved` is (x, weight used, directions, gain·s, (a, 1), what ŵ alone gives for x), the last for ⟨G, ŵ⟩ without G;
-    directions (p, 2, K) are ŵ and that of the mean, of length 1, by which (a, 1) says whether they are taken out of G.
+    directions (p, 2, K) are ŵ and that of the mean, of length 1, by which (a, 1) says whether they are taken out of G;
+    in the memory of a CPU ŵ alone waits for the backward pass.
     """
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
@@ -98,7 +99,7 @@ class WSConv2dRule(ConvRule):
         scale = scale.flatten()
         taken = scale.new_ones(len(scale), 2)
         taken[:, 0] = scale < STANDARDIZATION_EPS**-0.5
-        directions = self._directions(standard)
+        directions = standard if x.device.type in CACHED else self._directions(standard)
         return y, (x, used, directions, scale if gain is None else scale * gain, taken, output)
 
     def keep(self, saved: Saved, context: RuleContext) -> Saved:
@@ -141,7 +142,7 @@ class WSConv2dRule(ConvRule):
         """Directions (p, 2, K), gain·s (p,), and (a, 1), (p, 2): a is 1 where the scale depends on the weight."""
         directions, scale, taken = saved[2:5]
         assert directions is not None and scale is not None and taken is not None
-        return directions, scale, taken
+        return self._directions(directions) if directions.dim() == 4 else directions, scale, taken
 
     def _squares_from_products(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         """The same three numbers a filter without G: ⟨G, ŵ⟩ from what ŵ gives, ΣG from sums over windows of the input.
@@ -173,7 +174,8 @@ class WSConv2dRule(ConvRule):
         return squares + squared_row_norms(along.abs() + slack) if wanted[2] else squares
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
-        scale = self._scales(saved)[1]  # the map from G to the gradients of weight and gain lengthens by no more
+        scale = saved[3]  # the map from G to the gradients of weight and gain lengthens by no more
+        assert scale is not None
         return super().slack(saved, g) * (scale.square().amax().double() + 1)
 
     def measure(self, saved: Saved, wanted: Wanted) -> Callable[[Tensor], Tensor]:
