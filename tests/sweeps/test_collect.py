@@ -102,7 +102,7 @@ def test_a_run_that_another_sweep_has_is_not_run_again(conf, cells, runs, tmp_pa
     )
     said = collect("figure", "smoke", runs, tmp_path / "out", other)
     assert said[0].endswith("figure_smoke.csv: 2 of 4 cells")
-    assert said[1:3] == [f"  as in table_smoke.csv: clip=ghost task=cifar seed={seed}" for seed in (0, 1)]
+    assert said[1] == "  2 of them are runs of table_smoke.csv"
     with open(tmp_path / "out" / "figure_smoke.csv") as file:
         rows = list(csv.DictReader(file))
     was = [row for row in read(runs) if row["cell"] == "clip=ghost"]

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     before, beside_before = read_table(path), {kind: read_table(table_path(out, name, scale, kind)) for kind in BESIDE}
     said, table, beside = [], Table(), {kind: Table() for kind in BESIDE}
     missing, others = [], [other for other in sorted(out.glob(f"*_{scale}.csv")) if other != path]
+    taken = Counter[str]()
     for cell, planned in cells:
         first = {"sweep": name, "cell": cell.name, "seed": str(cell.seed), "scale": scale}
         folder = runs / planned.hash[:12]
@@ -64,7 +66,7 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
             for kind in BESIDE:
                 same = read_table(source.with_stem(f"{source.stem}_{kind}")).of_run(planned.hash)
                 beside[kind].add({**first, "hash": planned.hash}, same)
-            said.append(f"  as in {source.name}: {planned.name}")
+            taken[source.name] += 1
         else:
             missing.append(planned.name)
     if not table.rows:
@@ -73,7 +75,8 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     for kind, rows in beside.items():
         if rows.rows:
             write_table(table_path(out, name, scale, kind), rows, BESIDE[kind])
-    said.insert(0, f"{path}: {len(table.rows)} of {len(cells)} cells")
+    said.append(f"{path}: {len(table.rows)} of {len(cells)} cells")
+    said += [f"  {count} of them are runs of {source}" for source, count in taken.items()]
     said += [f"  missing: {cell}" for cell in missing]
     said += [f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in before.lost(table)]
     return said
