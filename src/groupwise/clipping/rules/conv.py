@@ -167,15 +167,17 @@ class ConvRule(MatrixRule):
         assert x is not None
         step = max(1, min(len(g), chunk_floats(g) // math.prod(shape)))
         if way.endswith("kernel"):
-            return self._by_kernel(saved, g, step, chunk_memory(context, upcast(g[:0]), step, shape, kept))
+            alone = step == 1 and kept is None
+            chunks = None if alone else chunk_memory(context, upcast(g[:0]), step, shape, kept)
+            return self._by_kernel(saved, g, chunks)
         unfolds, rows, spans = self._geometry.layout(self._channels(), x.shape[2:], g.shape[2:])
         unfolded = math.prod((*rows, *unfolds.kernel)) * self._channels() * unfolds.groups
         part = max(1, min(step, chunk_floats(g) // max(unfolded, numbers(x[0]))))
         step = step if step == len(g) else step // part * part  # a part lies in one chunk
         columns = unfolds.unfolded(x, rows, part, context.buffers)
         parts = positions_last(g, unfolds.groups).split(part * unfolds.groups)
-        chunks = chunk_memory(context, upcast(g[:0]), step, shape, kept)
-        return _products(zip(columns, parts, strict=True), spans, chunks)
+        memory = chunk_memory(context, upcast(g[:0]), step, shape, kept)
+        return _products(zip(columns, parts, strict=True), spans, memory)
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
         """What squared norms (B,) are raised by where sums are not made from the gradients that were measured."""
@@ -224,17 +226,25 @@ class ConvRule(MatrixRule):
     def _unflatten(self, rows: Tensor) -> Tensor:
         return rows.view(-1, *self.module.kernel_size, self._channels()).movedim(-1, 1)
 
-    def _by_kernel(self, saved: Saved, g: Tensor, most: int, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+    def _by_kernel(self, saved: Saved, g: Tensor, chunks: Iterator[Tensor] | None) -> Iterator[Tensor]:
+        """Gradients collected in memory for some, or, where there is none, one at a time as the kernel writes them."""
         x, weight = saved[:2]
         assert x is not None and weight is not None
         weight, mask = upcast(weight), [False, True, False]
-        for some_g, some_x in zip(g.split(most), x.split(most), strict=True):
-            chunk = next(chunks)
-            for i in range(len(some_g)):
-                one = upcast(some_g[i : i + 1]), upcast(some_x[i : i + 1])
-                row = self._convolve_backward(*one, weight, mask)[1]
-                chunk[i] = self._flatten(row)
-            yield chunk[: len(some_g)]
+        rows = (
+            self._flatten(self._convolve_backward(upcast(one_g), upcast(one_x), weight, mask)[1]).unsqueeze(0)
+            for one_g, one_x in zip(g.split(1), x.split(1), strict=True)
+        )
+        if chunks is None:
+            yield from rows
+            return
+        left = len(g)
+        while left:
+            chunk = next(chunks)[:left]
+            for place in chunk.split(1):
+                place.copy_(next(rows))
+            left -= len(chunk)
+            yield chunk
 
 
 def _products(sides: Iterator[tuple[Tensor, Tensor]], spans: list[Span], chunks: Iterator[Tensor]) -> Iterator[Tensor]:
