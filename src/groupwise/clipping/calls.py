@@ -205,8 +205,9 @@ class LayerCalls:
             return PerExample.of_rows(
                 self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name)
             )
-        batch = self.batch(member.label) if layout else 0
-        if layout is None:
+        if layout is not None:
+            batch = self.batch(member.label)
+        else:
             layout, batch = self.layout_of(member, x, batch_first)
         if layout.order is Order.NONE:
             return self._without_batch(group, member, x, values, batch)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     path = table_path(out, name, scale)
     before, beside_before = read_table(path), {kind: read_table(table_path(out, name, scale, kind)) for kind in BESIDE}
     said, table, beside = [], Table(), {kind: Table() for kind in BESIDE}
-    missing, others = [], [other for other in sorted(out.glob(f"*_{scale}.csv")) if other != path]
-    taken = Counter[str]()
+    others, read = [other for other in sorted(out.glob(f"*_{scale}.csv")) if other != path], cache(read_table)
+    missing, taken = [], Counter[str]()
     for cell, planned in cells:
         first = {"sweep": name, "cell": cell.name, "seed": str(cell.seed), "scale": scale}
         folder = runs / planned.hash[:12]
@@ -61,10 +62,10 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
             table.keep(kept)
             for kind in BESIDE:
                 beside[kind].keep(beside_before[kind].of(cell.name, cell.seed, planned.hash))
-        elif source := next((other for other in others if read_table(other).of_run(planned.hash)), None):
-            table.add(first, read_table(source).of_run(planned.hash))
+        elif source := next((other for other in others if read(other).of_run(planned.hash)), None):
+            table.add(first, read(source).of_run(planned.hash))
             for kind in BESIDE:
-                same = read_table(source.with_stem(f"{source.stem}_{kind}")).of_run(planned.hash)
+                same = read(source.with_stem(f"{source.stem}_{kind}")).of_run(planned.hash)
                 beside[kind].add({**first, "hash": planned.hash}, same)
             taken[source.name] += 1
         else:

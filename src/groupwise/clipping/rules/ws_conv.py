@@ -149,10 +149,10 @@ class WSConv2dRule(ConvRule):
 
         Each is moved by its own rounding towards the larger norm.
         """
-        x, y = saved[0], saved[5]
-        assert x is not None
-        directions, scale, taken = self._scales(saved)
+        x, scale, taken, y = saved[0], *saved[3:]
+        assert x is not None and scale is not None and taken is not None
         if y is None:
+            directions = self._scales(saved)[0]
             y = self._convolve(upcast(x), in_format_of(x, self._unflatten(directions[:, 0])), None)
         rows, k = positions_first(upcast(g)), self._filter_size()
         longest = max(rows.shape[1], k, rows.shape[2])
