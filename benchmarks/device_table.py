@@ -1,14 +1,16 @@
 """The speed table of a GPU in one process:  python -m benchmarks.device_table out=FOLDER limit=540
 
-The paper's three networks at Figure 1's protocol, non-private, ours and Opacus's, in float32 and bfloat16: rows of
-`benchmarks.throughput`. What matters most comes first, a case is written as soon as it is done, and what is written is
-not measured again, so the command can be given until it says that nothing is left. `--help` lists the options.
+The paper's three networks at Figure 1's protocol, non-private, ours (as CUDA graphs too) and Opacus's, in float32 and
+bfloat16: rows of `benchmarks.throughput`. What matters most comes first, a case is written as soon as it is done, and
+what is written is not measured again, so the command can be given until it says that nothing is left. `--help` lists
+the options.
 """
 
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from groupwise.errors import UserError, did_you_mean
 SIZES = {"wrn16_4_ws": (512, None, None), "gpt2": (16, 12, 100), "roberta_base": (64, 12, 64)}
 """Workload -> B, layers, tokens."""
 FIRST = ("none", "adaptive_layer", "flat", "ghost")
+GRAPHS = ("none", "none_graph", "adaptive_layer_graph", "flat_graph")
 THEN = ("none", "block", "opacus_hooks", "opacus_ghost")
 DTYPES = ("float32", "bfloat16")
 AGAIN = 3
@@ -68,14 +71,13 @@ def cases(options: TableOptions) -> list[Case]:
     for key, value, known in (("workload", workloads, SIZES), ("dtype", dtypes, DTYPES)):
         if unknown := [name for name in value if name not in known]:
             raise UserError(f"{key}={unknown[0]} is unknown{did_you_mean(unknown[0], known)}: give {', '.join(known)}.")
-    for methods in (FIRST, THEN):
-        for dtype in dtypes:
-            for workload in workloads:
-                batch, layers, tokens = SIZES[workload]
-                job = Job(workload, "none", device=options.device, dtype=dtype, tiny=options.tiny)
-                if not options.tiny:
-                    job = replace(job, batch=batch, layers=layers, tokens=tokens)
-                found.append(Case(job, methods))
+    for methods in (FIRST, GRAPHS if options.device == "cuda" else (), THEN):
+        for dtype, workload in product(dtypes if methods else (), workloads):
+            batch, layers, tokens = SIZES[workload]
+            job = Job(workload, "none", device=options.device, dtype=dtype, tiny=options.tiny)
+            if not options.tiny:
+                job = replace(job, batch=batch, layers=layers, tokens=tokens)
+            found.append(Case(job, methods))
     return found
 
 

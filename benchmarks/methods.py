@@ -15,6 +15,7 @@ from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.partition import Partition
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
+from groupwise.training.graphs import WARM_UP, Recorder, recorder_of
 
 THRESHOLD = 0.1  # C of flat clipping; K groups get C/√K each
 NOISE_MULTIPLIER = 1.0
@@ -43,9 +44,21 @@ class NonPrivate:
         self._workload = workload
 
     def step(self) -> None:
-        """Sums of gradients, not clipped."""
+        """Sums of gradients; clipped in ours."""
         self.clear()
+        self.begin()
+        self.work()
+        self.end()
+
+    def begin(self) -> None:
+        """What the host does before the work."""
+
+    def work(self) -> None:
+        """What the device does: forward and backward, from and to the same memory each time."""
         self._workload.loss().sum().backward()
+
+    def end(self, repeated: bool = False) -> None:
+        """What the host does after it; `repeated` where the device did again what `work` had it do."""
 
     def noise(self) -> None:
         """None."""
@@ -85,13 +98,20 @@ class Ours(NonPrivate):
         self._noise = NoiseSource.from_seed(0)
         self._steps = 0
 
-    def step(self) -> None:
-        """Clipped sums; adaptive: thresholds set before, and moved by the counts after, as in every step of a run."""
-        self.clear()
+    def begin(self) -> None:
+        """Adaptive: thresholds are set before each step, as in a run."""
         self._engine.reset()
         if self._adaptive:
             self._engine.set_thresholds(self._thresholds.clip_thresholds, self._thresholds.count_thresholds)
+
+    def work(self) -> None:
+        """Clipped sums."""
         self._engine.backward(self._workload.loss())
+
+    def end(self, repeated: bool = False) -> None:
+        """Adaptive: thresholds are moved by the counts after each step."""
+        if repeated:
+            self._engine.repeated(self._workload.batch)
         if self._adaptive:
             self._thresholds.update(self._engine.counts, self._workload.batch, self._noise, self._steps)
         self._steps += 1
@@ -108,6 +128,41 @@ class Ours(NonPrivate):
         )
 
 
+class Recorded:
+    """A way of ours whose work is a CUDA graph from the third step on, as with `train.cuda_graph=true`."""
+
+    def __init__(self, method: NonPrivate, workload: Workload) -> None:
+        self._method, self._workload = method, workload
+        self._recorder: Recorder = recorder_of(workload.trainable[0].device)
+        self._eager = WARM_UP
+        self._launch: Callable[[], None] | None = None
+
+    def step(self) -> None:
+        """The same sums, in gradients that stay where they are."""
+        with self._recorder.running():
+            for parameter in self._workload.trainable:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            self._method.begin()
+            if launched := self._launch is not None:
+                self._launch()
+            elif self._eager:
+                self._eager -= 1
+                self._method.work()
+            else:
+                self._launch = self._recorder.record(self._method.work)
+            self._method.end(repeated=launched)
+
+    def noise(self) -> None:
+        """As without a graph."""
+        self._method.noise()
+
+    def clear(self) -> None:
+        """Nothing: a graph writes to the memory of gradients."""
+
+
+RECORDED = {"none_graph": "none", "flat_graph": "flat", "adaptive_layer_graph": "adaptive_layer"}
+"""Ways that only a GPU has, and what they record."""
 METHODS: dict[str, Callable[[Workload], Method]] = {
     "none": NonPrivate,
     "none_again": NonPrivate,  # its ratio to `none` would be 1 but for the noise of the clock
@@ -145,7 +200,7 @@ def check(name: str) -> None:
     Raises:
         UserError: naming those there are.
     """
-    if name not in METHODS:
+    if name not in METHODS and name not in RECORDED:
         raise UserError(f"method={name} is unknown{did_you_mean(name, METHODS)}: give all, or {', '.join(METHODS)}.")
 
 
@@ -159,6 +214,10 @@ def formats(method: str, channels_last: bool) -> tuple[str, ...]:
 def make(name: str, workload: Workload) -> Method:
     """Prepare the workload's model for a method; a model serves one method only."""
     check(name)
+    if name in RECORDED:
+        made = METHODS[RECORDED[name]](workload)
+        assert isinstance(made, NonPrivate)
+        return Recorded(made, workload)
     return METHODS[name](workload)
 
 

@@ -24,6 +24,7 @@ from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
+from groupwise.training.graphs import MicrobatchGraphs, recorder_of
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.ranks import Alone, Ranks
@@ -96,6 +97,7 @@ def build_trainer(
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=microbatch or 1,
         average=WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None,
+        graphs=MicrobatchGraphs(task, engine, recorder_of(device)) if config.train.cuda_graph else None,
     )
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import device_table, driver, worker
-from benchmarks.device_table import AGAIN, FIRST, LEFT, THEN, TableOptions, cases, main, measure
+from benchmarks.device_table import AGAIN, FIRST, GRAPHS, LEFT, THEN, TableOptions, cases, main, measure
 from benchmarks.job import Job
 from benchmarks.options import check_device
 from benchmarks.worker import DeviceLost, Together
@@ -52,7 +52,8 @@ def test_what_matters_most_comes_first() -> None:
         ("gpt2", "float32"),
         ("roberta_base", "float32"),
     ]
-    assert [case.methods for case in found] == [FIRST] * 6 + [THEN] * 6
+    assert [case.methods for case in found] == [FIRST] * 6 + [GRAPHS] * 6 + [THEN] * 6
+    assert {case.methods for case in cases(TableOptions(device="cpu"))} == {FIRST, THEN}
     assert (found[0].job.batch, found[0].job.layers) == (512, None)
     assert (found[1].job.batch, found[1].job.layers, found[1].job.tokens) == (16, 12, 100)
 

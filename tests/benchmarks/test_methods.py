@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
-from benchmarks.methods import METHODS, THRESHOLD, formats, make
+from benchmarks import methods
+from benchmarks.methods import METHODS, RECORDED, THRESHOLD, formats, make
 from benchmarks.research_peers import package_of
 from benchmarks.workloads import build
 from groupwise.errors import UserError
+from tests.tapes import Tape
 
 # Opacus divides by norm + 1e-6, so its sums are up to 1e-6/norm too small.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-9}
@@ -69,6 +71,22 @@ def test_adaptive_thresholds_move() -> None:
         method.step()
         found.append(workload.trainable[0].grad.clone())
     assert not torch.allclose(*found)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_recorded_gives_the_sums_and_thresholds_of_every_step(name: str, monkeypatch) -> None:
+    tape, found = Tape(), {}
+    with pytest.raises(UserError, match="for NVIDIA's GPUs"):
+        make(name, build("mlp", tiny=True))
+    monkeypatch.setattr(methods, "recorder_of", lambda device: tape)
+    for which in (name, RECORDED[name]):
+        workload = build("mlp", tiny=True)
+        method = make(which, workload)
+        for _ in range(5):
+            method.step()
+        found[which] = torch.cat([p.grad.flatten() for p in workload.trainable])
+    assert torch.equal(*found.values()) and tape.launches == 2
 
 
 @pytest.mark.parametrize("name", OF_THIS_ENVIRONMENT)

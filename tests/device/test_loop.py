@@ -1,5 +1,6 @@
 """The loop on a device: a release is what the reference says, a resumed run repeats it, lack of memory halves."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from groupwise.privacy import NoiseSource, make_plan
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.graphs import MicrobatchGraphs, recorder_of
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.step import Trainer
@@ -50,9 +52,15 @@ class Images(Task):
         self.calls += 1
         if self.calls in self.fails:
             raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.losses_of(self.read(examples))
+
+    def read(self, examples: Any, even: bool = False) -> dict[str, Any]:
         rows = row_numbers(examples, self.x.device)
-        x = self.x[rows].contiguous(memory_format=torch.channels_last)
-        return F.cross_entropy(self.model(x), self.y[rows], reduction="none")
+        return {"x": self.x[rows], "y": self.y[rows]}
+
+    def losses_of(self, read: dict[str, Any]) -> Tensor:
+        x = read["x"].contiguous(memory_format=torch.channels_last)
+        return F.cross_entropy(self.model(x), read["y"], reduction="none")
 
     def evaluate(self, split: Any, batch_size: int, limit: int | None = None, final: bool = False) -> dict[str, float]:
         return {}
@@ -188,6 +196,44 @@ def test_memory_that_runs_out_halves_and_changes_nothing(
     trained(short, range(2))
     assert short.microbatch == 4 and "4 examples at once" in capsys.readouterr().err
     torch.testing.assert_close(weights(short), weights(usual), rtol=1e-4, atol=1e-5)
+
+
+def recorded(made: Trainer) -> Trainer:
+    if made.device.type != "cuda":
+        pytest.skip("CUDA graphs are of a GPU")
+    return replace(made, graphs=MicrobatchGraphs(made.task, made.engine, recorder_of(made.device)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recorded_microbatches_train_as_eager_ones(device: torch.device, mode: str) -> None:
+    eager, found = trainer(MODES[mode], device, microbatch=4), recorded(trainer(MODES[mode], device, microbatch=4))
+    trained(eager)
+    trained(found)
+    assert found.graphs is not None and len(found.graphs) >= 1
+    torch.testing.assert_close(weights(found), weights(eager), rtol=1e-4, atol=1e-6)
+    assert found.thresholds is not None and eager.thresholds is not None
+    torch.testing.assert_close(found.thresholds.clip_thresholds, eager.thresholds.clip_thresholds, rtol=1e-6, atol=0)
+
+
+def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.device) -> None:
+    made = trainer(MODES["adaptive_layer"], device)
+    made.task.model[4] = nn.Dropout(0.5)  # type: ignore[index]  # in the place of a ReLU
+    made = recorded(made)
+    examples = made.mechanism.open(0)[:8]
+
+    def sums(start: int) -> Tensor:
+        made._clear()
+        with made.mechanism.microbatch(0, start):
+            made._backward(examples)
+        return torch.cat([p.grad.flatten() for p in made.task.model.parameters() if p.grad is not None]).clone()
+
+    assert made.graphs is not None
+    with arithmetic(device), made.graphs.running():
+        [sums(0) for _ in range(3)]
+        assert len(made.graphs) == 1
+        first, other, again = sums(0), sums(8), sums(0)
+    torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-7)
+    assert float((other - first).norm()) > 0.01 * float(first.norm())
 
 
 def test_the_microbatch_is_the_same_each_time(device: torch.device) -> None:

@@ -36,10 +36,13 @@ SIDE_BY_SIDE = (
 METHODS = {
     "none": "non-private",
     "none_again": "non-private, again",
+    "none_graph": "non-private, CUDA graph",
     "adaptive_layer": "adaptive per layer",
+    "adaptive_layer_graph": "adaptive per layer, CUDA graph",
     "fixed_layer": "fixed per layer",
     "block": "per block",
     "flat": "flat, book-keeping",
+    "flat_graph": "flat, book-keeping, CUDA graph",
     "ghost": "flat, ghost",
     "opacus_hooks": "Opacus, hooks",
     "opacus_functorch": "Opacus, functorch",

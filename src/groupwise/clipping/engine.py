@@ -230,6 +230,12 @@ class ClippingEngine:
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
 
+    def repeated(self, examples: int) -> None:
+        """Note that the device did again what `backward` had it do, for as many other examples: a CUDA graph of it,
+        recorded while `masks_rows` was what it is now, and launched since `reset` with gradients in the same memory."""
+        self._counts.begin_clipping(self.masks_rows)
+        self._counts.repeated(examples)
+
     def _ghost_norms(self, losses: Tensor) -> Tensor:
         """First pass: only squared norms; the graph stays for the second."""
         group_pass = self._passes.open.get(0)

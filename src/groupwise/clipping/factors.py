@@ -268,6 +268,11 @@ class Counts:
         self._left_out += (~(squares.to(self.at.dtype).abs() < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
         self.examples += examples
 
+    def repeated(self, examples: int) -> None:
+        """What `add` did on the device was done again, for as many other examples."""
+        self._read = None
+        self.examples += examples
+
     def check_fillers(self, squared_norms: Mapping[int, Tensor], absent: int, wait: bool) -> None:
         """Refuse a filler with a gradient: an example that is there twice moves a sum by twice the threshold.
 

@@ -47,6 +47,7 @@ def validate(config: RunConfig) -> None:
         _privacy,
         _clipping,
         _pipeline,
+        _recorded,
         _parallel,
         _tensor,
     )
@@ -327,6 +328,20 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
         yield f"explain=true shows one process: give pipeline.stages=1 instead of {stages}."
     if config.export is not None:
         yield f"export is not for {several}: take model.pt from the run's folder."
+
+
+def _recorded(config: RunConfig) -> Iterator[str]:
+    """What a CUDA graph of a microbatch cannot hold."""
+    graph, kind = "train.cuda_graph=true", config.parallel.kind
+    if not config.train.cuda_graph:
+        return
+    if config.train.device == "cpu":
+        yield f"{graph} is for NVIDIA's GPUs: leave it out with train.device=cpu."
+    if config.train.compile:
+        yield f"{graph} and train.compile=true both take the place of the model's code: choose one."
+    if config.pipeline.stages > 1 or (config.parallel.ranks > 1 and kind != "ddp"):
+        what = f"pipeline.stages={config.pipeline.stages}" if config.pipeline.stages > 1 else f"parallel.kind={kind}"
+        yield f"{graph} is not for {what}, whose processes wait for each other inside of a microbatch: leave it out."
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:

@@ -44,6 +44,7 @@ LATER = {
     "data.chat": False,
     "model.rematerialize": False,
     "train.deterministic": False,
+    "train.cuda_graph": False,
     "train.ema": 0.0,
     "tuning.name": "off",
     "tuning.law": "negative_binomial",

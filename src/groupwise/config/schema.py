@@ -251,6 +251,8 @@ class TrainConfig:
     ema: float = number(0.0, BELOW_ONE)
     """Evaluate and save an exponential moving average of the weights, with this decay (0.9999 in De et al., 2022)."""
     compile: bool = False
+    cuda_graph: bool = False
+    """On a GPU: record a microbatch's work once for each shape and launch it as one, for small microbatches."""
     device: str = one_of("auto", "auto", "cpu", "cuda")
     checkpoint_every: float = number(60.0, NOT_NEGATIVE)
     """Seconds between checkpoints (0: after every step); when one is written never changes the result."""

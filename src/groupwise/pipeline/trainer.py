@@ -46,6 +46,7 @@ class PipelineTrainer(Trainer):
     _adapters: MovedAdapters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         stage, mechanism = self.runner.stage, self.mechanism
         source = mechanism.gradient_noise = stage_noise(self.noise, stage.index)
         if self.cut is not None:

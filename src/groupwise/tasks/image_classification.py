@@ -66,14 +66,21 @@ class ImageClassification(Task):
 
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """Cross-entropy of each example, (n,); of K views the mean."""
+        return self.losses_of(self.read(examples))
+
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Tensor]:
+        """{"images": (n, C, H, W) uint8, "labels": (n,)}; all images have one size."""
         images, labels = self._splits["train"]
         rows = row_numbers(examples, images.device)
-        if self._views is None:
-            return F.cross_entropy(self._logits(images[rows]), labels[rows], reduction="none")
-        logits = self._logits(self._views(images[rows]))
+        return {"images": images[rows], "labels": labels[rows]}
+
+    def losses_of(self, read: dict[str, Tensor]) -> Tensor:
+        """Of K views the mean."""
+        images, labels = read["images"], read["labels"]
+        logits = self._logits(images if self._views is None else self._views(images))
         if logits.dim() == 2:
-            return F.cross_entropy(logits, labels[rows], reduction="none")
-        repeated = labels[rows, None].expand(logits.shape[:2])
+            return F.cross_entropy(logits, labels, reduction="none")
+        repeated = labels[:, None].expand(logits.shape[:2])
         return F.cross_entropy(logits.flatten(0, 1), repeated.flatten(), reduction="none").view_as(repeated).mean(1)
 
     def public_losses(self, count: int) -> Tensor:

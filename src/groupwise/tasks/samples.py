@@ -132,9 +132,9 @@ class Rows:
         return np.diff(self.starts)
 
 
-def pad(rows: Sequence[np.ndarray], value: int) -> Tensor:
-    """(B, T) int64: the rows, `value` to their right as far as the longest of them goes."""
-    padded = np.full((len(rows), max(len(row) for row in rows)), value, dtype=np.int64)
+def pad(rows: Sequence[np.ndarray], value: int, length: int = 0) -> Tensor:
+    """(B, T) int64: the rows, `value` to their right; T is the longest of them, or `length` where that is more."""
+    padded = np.full((len(rows), max(length, *(len(row) for row in rows))), value, dtype=np.int64)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return torch.from_numpy(padded)
@@ -172,14 +172,19 @@ class ModelInputs:
         self._padding_position = _padding_position(inner)
 
     def __call__(
-        self, rows: Sequence[np.ndarray], device: torch.device, token_types: Sequence[np.ndarray] | None = None
+        self,
+        rows: Sequence[np.ndarray],
+        device: torch.device,
+        token_types: Sequence[np.ndarray] | None = None,
+        length: int = 0,
     ) -> dict[str, Any]:
         """input_ids, attention_mask (1 at tokens, 0 at padding), position_ids and token_type_ids, (B, T) int64 each.
 
-        T is the longest row. Only what the model takes is there, and no cache where it has one.
+        T is the longest row, or `length` where that is more. Only what the model takes is there, and no cache where it
+        has one.
         """
         lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
-        tokens = pad(rows, self._pad_token)
+        tokens = pad(rows, self._pad_token, length)
         columns = torch.arange(tokens.shape[1]).expand(tokens.shape)
         made = {"input_ids": tokens, "attention_mask": (columns < lengths).long(), "position_ids": columns}
         if self._padding_position is not None:
@@ -187,7 +192,7 @@ class ModelInputs:
             made["position_ids"] = torch.where(columns < lengths, shifted, self._padding_position)
         if self._types:
             use_own = token_types is not None and self._types > 1
-            made["token_type_ids"] = pad(token_types, 0) if use_own else torch.zeros_like(tokens)  # type: ignore[arg-type]
+            made["token_type_ids"] = pad(token_types, 0, length) if use_own else torch.zeros_like(tokens)  # type: ignore[arg-type]
         inputs: dict[str, Any] = {
             name: to_device(value, device) for name, value in made.items() if name in self.accepts
         }

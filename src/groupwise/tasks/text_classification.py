@@ -55,7 +55,15 @@ class TextClassification(TextTask):
 
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """Cross-entropy of each example, (n,)."""
-        return self._losses(self._train, examples)[0]
+        return self.losses_of(self.read(examples))
+
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        """The model's inputs, (n, T) each, and "labels" (n,); T is the longest text, `even` up to a multiple of 8."""
+        return self._read(self._train, examples, even)
+
+    def losses_of(self, read: dict[str, Any]) -> Tensor:
+        """Cross-entropy of each, (n,)."""
+        return self._losses(read)[0]
 
     def public_losses(self, count: int) -> Tensor:
         """Cross-entropy of texts of random tokens, alone or in pairs as the task's are, with random labels."""
@@ -63,7 +71,7 @@ class TextClassification(TextTask):
         seconds: Sequence[str | None] = self.made_up_texts(count) if self._pairs else [None] * count
         labels = torch.randint(len(self._description["classes"]), (count,)).tolist()
         drawn = Labelled(list(zip(texts, seconds, strict=True)), labels)
-        return self._losses(_encode(drawn, self.tokenizer, self._max_length), np.arange(count))[0]
+        return self.losses_of(self._read(_encode(drawn, self.tokenizer, self._max_length), np.arange(count)))
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -80,15 +88,20 @@ class TextClassification(TextTask):
         correct, total, count = 0, 0.0, min(limit or len(part), len(part))
         with self.evaluating():
             for rows in batches_by_length(part.tokens.lengths[:count], batch_size):
-                losses, logits = self._losses(part, rows)
+                losses, logits = self._losses(self._read(part, rows))
                 correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
                 total += float(losses.double().sum())
         return 100.0 * correct / count, total / count
 
-    def _losses(self, part: Examples, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+    def _read(self, part: Examples, rows: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        tokens = [part.tokens[i] for i in rows]
         types = None if part.types is None else [part.types[i] for i in rows]
-        logits = self.logits(self.inputs([part.tokens[i] for i in rows], self.device, types))
         labels = to_device(part.labels[np.asarray(rows)], self.device)
+        return self.inputs(tokens, self.device, types, self.even_length(tokens) if even else 0) | {"labels": labels}
+
+    def _losses(self, read: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        labels = read["labels"]
+        logits = self.logits({name: value for name, value in read.items() if name != "labels"})
         return F.cross_entropy(logits, labels, reduction="none"), logits
 
 

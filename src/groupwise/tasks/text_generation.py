@@ -80,14 +80,23 @@ class TextGeneration(TextTask):
 
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """Mean (or sum) over each example's own target tokens, (n,)."""
-        losses, labels = self._token_losses(self._samples["train"], examples)
-        return per_example(losses, labels, self._token_loss)
+        return self.losses_of(self.read(examples))
+
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        """The model's inputs, (n, T) each, and "labels" (n, P) of the last P tokens, `IGNORED` where there is none.
+
+        T is the longest sequence; `even` has it and P go up to multiples of 8.
+        """
+        return self._read(self._samples["train"], examples, even)
+
+    def losses_of(self, read: dict[str, Any]) -> Tensor:
+        """Mean (or sum) over each example's own target tokens, (n,)."""
+        return per_example(self._token_losses(read), read["labels"], self._token_loss)
 
     def public_losses(self, count: int) -> Tensor:
         """Losses of random tokens, the target's given the source's."""
         drawn = list(zip(self.made_up_texts(count), self.made_up_texts(count), strict=True))
-        losses, labels = self._token_losses(self._encoder.pairs(drawn), np.arange(count))
-        return per_example(losses, labels, self._token_loss)
+        return self.losses_of(self._read(self._encoder.pairs(drawn), np.arange(count)))
 
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Microbatches of a split for a pipeline."""
@@ -106,8 +115,8 @@ class TextGeneration(TextTask):
         found = []
         with self.evaluating():
             for rows in batches:
-                losses, labels = self._token_losses(samples, rows)
-                found.append(per_example(losses.double(), labels, self._token_loss).cpu())
+                read = self._read(samples, rows)
+                found.append(per_example(self._token_losses(read).double(), read["labels"], self._token_loss).cpu())
         write = partial(generate, self.model, device=self.device) if final else None
         return self.metrics(split, np.concatenate(batches), torch.cat(found), write)
 
@@ -165,23 +174,29 @@ class TextGeneration(TextTask):
         ]
         return _scores(self._task, texts, [request.references for request in requests])
 
-    def _token_losses(self, samples: Samples, rows: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Losses and labels of the last P tokens, (n, P) each, from the first target's first token on.
+    def _read(self, samples: Samples, rows: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        tokens = [samples.tokens[i] for i in rows]
+        starts = samples.starts[np.asarray(rows)]
+        length = self.even_length(tokens) if even else max(len(row) for row in tokens)
+        first = int(starts.min())
+        if even:
+            first = length - rounded(length - first, length - 1)  # the first token of all is predicted from none
+        own = (np.arange(len(row)) >= start for row, start in zip(tokens, starts, strict=True))
+        labelled = [np.where(mask, row, IGNORED)[first:] for mask, row in zip(own, tokens, strict=True)]
+        labels = to_device(pad(labelled, IGNORED, length - first), self.device)
+        return self.inputs(tokens, self.device, length=length) | {"labels": labels}
+
+    def _token_losses(self, read: dict[str, Any]) -> Tensor:
+        """Losses of the last P tokens, (n, P), from the first target's first token on.
 
         They are cut out in one piece: places picked row by row would have clipping prove, in two more backward passes a
         microbatch, that no row became another example's. Where sequences are of like length it is hardly more.
         """
-        tokens = [samples.tokens[i] for i in rows]
-        starts = samples.starts[np.asarray(rows)]
-        first = int(starts.min())
-        own = (np.arange(len(row)) >= start for row, start in zip(tokens, starts, strict=True))
-        labelled = [np.where(mask, row, IGNORED)[first:] for mask, row in zip(own, tokens, strict=True)]
-        labels = to_device(pad(labelled, IGNORED), self.device)
-        inputs = self.inputs(tokens, self.device)
+        labels = read["labels"]
         kept = labels.shape[1] + 1  # the last place predicts nothing
+        inputs = {name: value for name, value in read.items() if name != "labels"}
         limited = {"logits_to_keep": kept} if "logits_to_keep" in self.inputs.accepts else {}
-        logits = self.logits(inputs | limited)[:, -kept:-1]
-        return token_losses(logits, labels), labels
+        return token_losses(self.logits(inputs | limited)[:, -kept:-1], labels)
 
 
 class TextFeed:

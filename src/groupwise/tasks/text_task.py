@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from groupwise.models.language import MeanPooled, padding_token, position_limit
 from groupwise.models.trainable import MovedAdapters, check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Task, eval_mode
+from groupwise.training.task import Task, eval_mode, rounded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -92,6 +92,10 @@ class TextTask(Task):
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """A transformers folder in float32, or the adapters alone where only adapters train."""
         save_network(self.model, self.tokenizer, folder, provenance)
+
+    def even_length(self, tokens: Sequence[np.ndarray]) -> int:
+        """The longest row's length up to a multiple of `ROUND`, as far as the model has positions."""
+        return rounded(max(len(row) for row in tokens), position_limit(self.model))
 
     def logits(self, inputs: dict[str, Any]) -> Tensor:
         """The model's answer in the run's precision, then in float32 at least."""

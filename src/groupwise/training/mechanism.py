@@ -77,6 +77,7 @@ class Mechanism:
         executed: steps that were released: the ledger that ε is accounted from.
         copied: where tensors are cut over processes, those of which each has a whole copy: all take what the first one
             releases.
+        keeps_gradients: whether they stay in their memory between batches, as zeros, for what was recorded on it.
     """
 
     model: nn.Module
@@ -92,6 +93,7 @@ class Mechanism:
     public: Callable[[], Tensor] | None = None
     executed: int = 0
     copied: Sequence[nn.Parameter] = ()
+    keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks.parts > 1 and self.engine is not None and self.engine.parts is None:
@@ -154,7 +156,7 @@ class Mechanism:
 
     def clear(self) -> None:
         """Forget what was summed of the open batch, whose microbatches can then begin again."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         if self.engine is not None:
             self.engine.reset()
 

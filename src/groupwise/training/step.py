@@ -20,6 +20,7 @@ from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
+from groupwise.training.graphs import MicrobatchGraphs
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import ran_out
 from groupwise.training.ranks import Alone, Ranks
@@ -82,8 +83,14 @@ class Trainer:
     microbatch: int
     average: WeightAverage | None = None
     """What is evaluated and saved in the place of the last weights, if anything."""
+    graphs: MicrobatchGraphs | None = None
+    """What microbatches are recorded with, if they are."""
     _loss: torch.Tensor = field(init=False)
     _known: dict[str, float] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.mechanism.keeps_gradients = self.graphs is not None
 
     @property
     def engine(self) -> ClippingEngine | None:
@@ -121,7 +128,8 @@ class Trainer:
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
-        self._accumulate(self.task.order(self.mechanism.open(step)), step)
+        with nullcontext() if self.graphs is None else self.graphs.running():
+            self._accumulate(self.task.order(self.mechanism.open(step)), step)
         rate = float(self.schedule.get_last_lr()[0])
         released = self.mechanism.close()
         self.schedule.step()
@@ -174,6 +182,8 @@ class Trainer:
         """
         if self.microbatch == 1:
             raise UserError("One example does not fit into memory: use a smaller model.")
+        if self.graphs is not None:
+            self.graphs.forget()
         if self.device.type == "cuda":
             self._clear()
             torch.cuda.empty_cache()  # pieces that halves do not fit into
@@ -182,10 +192,15 @@ class Trainer:
 
     def _clear(self) -> None:
         self.mechanism.clear()
-        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._loss.zero_()
 
     def _backward(self, examples: np.ndarray) -> None:
-        losses = self.task.losses(examples)
+        if self.graphs is not None:
+            self.graphs.run(examples, self._add)
+        else:
+            self._add(self.task.losses(examples))
+
+    def _add(self, losses: Tensor) -> None:
         self.mechanism.backward(losses)
         self._loss += losses.detach().sum()
 

@@ -57,6 +57,20 @@ class Task(ABC):
     def describe_data(self) -> dict[str, Any]:
         """Counts, source and checksums, for the run's record."""
 
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        """What `losses_of` takes for these examples: tensors on the device, and plain arguments.
+
+        `even` pads texts to lengths of which there are few, so that many microbatches have the same shapes.
+        """
+        raise UserError(
+            f"train.cuda_graph=true needs read and losses_of, which {type(self).__name__} has none of: write them, or "
+            "leave the option out."
+        )
+
+    def losses_of(self, read: dict[str, Any]) -> Tensor:
+        """One loss for each example that was read, (n,), computed on the device alone."""
+        raise NotImplementedError
+
     def public_losses(self, count: int) -> Tensor:
         """Losses (count,) of examples made of random numbers of the default generators: of nothing in any data set."""
         raise UserError(

@@ -1,0 +1,166 @@
+"""Records the work of a microbatch as one CUDA graph for each shape, and launches it in the place of its kernels.
+
+On a GPU the host of a small step is slower than the device: it starts a thousand kernels, layer by layer. A graph holds
+the forward and the clipped backward pass of a microbatch and starts at once. What is recorded is the work of the
+eager microbatch and none of the decisions that the host took: these follow from shapes and from the model, never from
+values on the device, which a step reads once, after its last microbatch. Thresholds, weights, counts, gradients and
+dropout's seed are read from memory at each launch, so one graph serves all steps.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.clipping import ClippingEngine
+from groupwise.errors import UserError, reason
+from groupwise.training.memory import ran_out
+from groupwise.training.task import Task
+
+WARM_UP = 2
+"""Microbatches of a shape that run eagerly first: libraries choose kernels, and what is kept for a shape is made."""
+MOST = 64
+"""Graphs at once; microbatches of other shapes run eagerly. All take their memory from one pool."""
+
+Inputs = dict[str, Any]
+"""What a task's losses are computed from: tensors on the device, and plain arguments of the model."""
+
+
+class Recorder(Protocol):
+    """Records what runs on a device."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Inside, work is queued where it can be recorded, after what was queued outside and before what will be."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do the work once; what is returned does it again, on the same memory, without the host's part of it."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs on a stream of its own, which all work of the same gradients must be on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See `Recorder`."""
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `Recorder`; while it is recorded nothing runs, so the graph is launched once."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            work()
+        graph.replay()
+        return graph.replay
+
+
+@dataclass
+class Recorded:
+    """A microbatch's work, and the memory that it reads."""
+
+    inputs: Inputs
+    launch: Callable[[], None]
+
+
+class MicrobatchGraphs:
+    """Adds the clipped sums of microbatches to the gradients, from the third of a shape on by a graph.
+
+    Gradients have to stay in their memory between steps: zeros take the place of what was released.
+
+    Args:
+        task: whose inputs are read here and whose losses are recorded.
+        engine: attached to its model; None without clipping.
+        recorder: of the device.
+    """
+
+    def __init__(self, task: Task, engine: ClippingEngine | None, recorder: Recorder) -> None:
+        self._task, self._engine, self._recorder = task, engine, recorder
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._recorded: dict[tuple[Any, ...], Recorded] = {}
+
+    def running(self) -> AbstractContextManager[None]:
+        """All microbatches of a step run inside."""
+        return self._recorder.running()
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def run(self, examples: np.ndarray, add: Callable[[Tensor], None]) -> None:
+        """Have `add` add losses (n,) of these examples, or launch what it did for n others of the same shapes.
+
+        Raises:
+            UserError: the work cannot be recorded.
+        """
+        inputs = self._task.read(examples, even=True)
+        key = self._key(inputs)
+        if (known := self._recorded.get(key)) is not None:
+            for name, value in tensors(inputs).items():
+                known.inputs[name].copy_(value)
+            known.launch()
+            if self._engine is not None:
+                self._engine.repeated(len(examples))
+        elif self._seen[key] < WARM_UP or len(self) >= MOST:
+            self._seen[key] += 1
+            add(self._task.losses_of(inputs))
+        else:
+            self._recorded[key] = self._record(inputs, add)
+
+    def _key(self, inputs: Inputs) -> tuple[Any, ...]:
+        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors(inputs).items())
+        return self._engine is not None and self._engine.masks_rows, *shapes
+
+    def _record(self, inputs: Inputs, add: Callable[[Tensor], None]) -> Recorded:
+        inputs = inputs | {name: value.clone() for name, value in tensors(inputs).items()}
+        before = self._draws_of_the_host()
+        try:
+            recorded = Recorded(inputs, self._recorder.record(lambda: add(self._task.losses_of(inputs))))
+        except RuntimeError as error:
+            if ran_out(error):
+                raise
+            raise UserError(
+                "train.cuda_graph=true: this model, or what its inputs go through, waits for the GPU or copies to it "
+                f"inside of a microbatch, which cannot be recorded ({reason(error)}): leave the option out."
+            ) from error
+        if self._draws_of_the_host() != before:
+            raise UserError(
+                "train.cuda_graph=true: this model draws random numbers on the host (layers that it leaves out, say), "
+                "which would be the same ones at each launch: leave the option out."
+            )
+        return recorded
+
+    def _draws_of_the_host(self) -> list[Any]:
+        """Where the generators stand that a graph does not draw from."""
+        device = next(self._task.model.parameters()).device
+        of_numpy = np.random.get_state()
+        of_torch = torch.get_rng_state().tolist() if device.type != "cpu" else []
+        return [random.getstate(), of_numpy[1].tolist(), of_numpy[2], of_torch]  # type: ignore[index]
+
+    def forget(self) -> None:
+        """Give the graphs and their memory back; microbatches warm up again."""
+        self._recorded.clear()
+        self._seen.clear()
+
+
+def tensors(inputs: Inputs) -> dict[str, Tensor]:
+    """Those of the inputs that are tensors, by name."""
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def recorder_of(device: torch.device) -> Recorder:
+    """The recorder of a GPU; raises `UserError` on another device."""
+    if device.type != "cuda":
+        raise UserError(f"train.cuda_graph=true is for NVIDIA's GPUs, and this run is on {device.type}: leave it out.")
+    return CudaRecorder(device)

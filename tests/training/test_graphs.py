@@ -1,0 +1,154 @@
+"""What is recorded of a microbatch does on other examples what the eager microbatch does, to the bit."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers.utils import import_utils
+
+from groupwise.build import build_trainer
+from groupwise.config.compose import compose_run
+from groupwise.errors import UserError
+from groupwise.run import plan_run
+from groupwise.tasks import make_task
+from groupwise.training.from_config import make_engine
+from groupwise.training.graphs import WARM_UP, MicrobatchGraphs, recorder_of
+from groupwise.training.ranks import Alone
+from tests.tapes import Tape
+from tests.training.test_step import ADAPTIVE_FLAT, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+CPU = torch.device("cpu")
+
+
+def recorded(trainer, tape=None):
+    """The same trainer, whose microbatches a tape holds."""
+    return replace(trainer, graphs=MicrobatchGraphs(trainer.task, trainer.engine, tape or Tape()))
+
+
+def with_parts(trainer):
+    """`ToyTask` in two parts, with dropout."""
+    task = trainer.task
+    task.model[1] = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
+    task.read = lambda rows, even=False: {"x": task.x[torch.as_tensor(rows)], "y": task.y[torch.as_tensor(rows)]}
+    task.losses_of = lambda read: nn.functional.cross_entropy(task.model(read["x"]), read["y"], reduction="none")
+    task.losses = lambda rows: task.losses_of(task.read(rows))
+    return trainer
+
+
+def state(trainer):
+    for step in range(STEPS):
+        values = trainer.step(step)
+    flat = [parameter.detach().flatten() for parameter in trainer.task.model.parameters()]
+    thresholds = torch.tensor(list(trainer.named_thresholds().values()))
+    counted = None if trainer.engine is None else trainer.engine.examples
+    return torch.cat(flat), thresholds, [*values, counted]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("clip", [NONE, FLAT, GHOST, ADAPTIVE_LAYER, ADAPTIVE_FLAT], ids=lambda clip: clip.name)
+def test_a_recorded_run_has_the_bits_of_the_eager_one(clip):
+    tape = Tape()
+    eager = state(with_parts(make_trainer(clip, microbatch=6)))
+    graphs = recorded(with_parts(make_trainer(clip, microbatch=6)), tape)
+    found = state(graphs)
+    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and found[2] == eager[2]
+    assert len(graphs.graphs) >= 1 and tape.launches >= 5  # microbatches of six, of about five in each of three steps
+
+
+def whole(task, clip, *more):
+    """A trainer of a task of `run.py`, at smoke size."""
+    config = compose_run(
+        [f"task={task}", "scale=smoke", f"clip={clip}", "debug.noise_seed=3", "privacy.accountant=rdp", *more], CONF
+    )
+    made = make_task(config, CPU)
+    engine = make_engine(made.model, config.clip)
+    plan = plan_run(config, made.train_size, None if engine is None else len(engine.groups))
+    return build_trainer(config, made, engine, plan, CPU, Alone(), None)
+
+
+def evenly(trainer):
+    """Microbatches that run eagerly, padded as those that are recorded."""
+    task = trainer.task
+    task.losses = lambda rows: task.losses_of(task.read(rows, even=True))
+    return trainer
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("task", "clip", "more"),
+    [
+        ("cifar", "adaptive_layer", ()),
+        ("sst2", "flat", ("model.dropout=0.1",)),
+        ("e2e", "adaptive_layer", ("model.dropout=0.1",)),
+    ],
+)
+def test_so_have_the_papers_tasks(task, clip, more, monkeypatch):
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)  # its masks then ask for no values
+    tape, options = Tape(), ("train.microbatch=4", *more)
+    eager = state(evenly(whole(task, clip, *options)))
+    graphs = recorded(whole(task, clip, *options), tape)
+    found = state(graphs)
+    assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and found[2] == eager[2]
+    assert tape.launches >= 2
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_waits_for_the_device_is_refused_in_one_sentence():
+    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    inner = trainer.task.losses_of
+    trainer.task.losses_of = lambda read: inner(read) * (1.0 + 0.0 * float(read["x"].sum()))
+    with pytest.raises(UserError, match=r"inside of a microbatch.*capturing.*leave the option out\.$"):
+        state(recorded(trainer))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_what_the_host_draws_would_stand_still_and_is_refused(draw):
+    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    inner = trainer.task.losses_of
+    trainer.task.losses_of = lambda read: inner(read) * (1.0 + float(draw()))
+    with pytest.raises(UserError, match="draws random numbers on the host"):
+        state(recorded(trainer))
+
+
+def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refused():
+    trainer = make_trainer(ADAPTIVE_LAYER)
+    with pytest.raises(UserError, match="needs read and losses_of, which ToyTask has none of"):
+        state(recorded(trainer))
+    with pytest.raises(UserError, match="for NVIDIA's GPUs, and this run is on cpu"):
+        recorder_of(CPU)
+    for options in (["train.compile=true"], ["train.device=cpu"], ["parallel.kind=fsdp", "parallel.ranks=2"]):
+        with pytest.raises(UserError, match=r"train\.cuda_graph=true"):
+            compose_run(["task=cifar", "scale=smoke", "train.cuda_graph=true", *options], CONF)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
+    def run(wrap):
+        trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=4))
+        trainer.task.x[int(trainer.mechanism.sampler.indices(1)[9])] = float("nan")
+        trainer.engine.masks_rows = False
+        return state(wrap(trainer))
+
+    tape = Tape()
+    found, eager = run(lambda trainer: recorded(trainer, tape)), run(lambda trainer: trainer)
+    assert torch.equal(found[0], eager[0]) and found[0].isfinite().all() and found[2][1:] == eager[2][1:]
+    assert tape.launches
+
+
+def test_each_shape_warms_up_and_forgetting_begins_anew():
+    trainer = recorded(with_parts(make_trainer(NONE)))
+    trainer.mechanism.open(0)
+    for count in (4, 4, 3):
+        trainer._backward(range(count))
+    assert WARM_UP == 2 and len(trainer.graphs) == 0
+    trainer._backward(range(4))
+    assert len(trainer.graphs) == 1
+    trainer.graphs.forget()
+    trainer._backward(range(4))
+    assert len(trainer.graphs) == 0
