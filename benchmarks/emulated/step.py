@@ -9,10 +9,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.emulated import group_norm as emulated_kernels
 from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
 from benchmarks.workloads import TINY_TOKENS, WORKLOADS
 from groupwise.clipping import Rates, attach, flat, per_layer
-from groupwise.clipping.rules import base
+from groupwise.clipping.rules import base, group_norm
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, counted_noise, release_gradients
 from groupwise.privacy.counted_noise import NoiseKernel
 
@@ -64,6 +65,7 @@ DRAWS = NoiseKernel(
 
 
 @patch.object(counted_noise, "kernel_of", lambda device: DRAWS if device.type == "cuda" else None)
+@patch.object(group_norm, "kernels_of", lambda device: emulated_kernels if device.type == "cuda" else None)
 @patch.object(base, "device_memory", lambda kind, index: MEMORY)
 def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU]:
     """One step, with the counts of its forward and backward pass, and of the rest: a row.

@@ -61,7 +61,7 @@ def attach(
 
     Raises:
         UserError: a layer that mixes examples, a parameter in no group or two, an option that cannot be clipped, bad
-            thresholds, a layer that cannot be clipped with `direct`.
+            thresholds, a layer that cannot be `direct`.
     """
     return ClippingEngine(
         model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula, rates=rates,
@@ -133,8 +133,7 @@ class ClippingEngine:
     def sensitivity(self, relation: str) -> Sensitivity:
         """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
 
-        It tells the thresholds that clipped, whatever has been set since; where they changed between microbatches, the
-        larger. .grad must have been cleared when the batch began.
+        It tells the thresholds that clipped, of several the largest. .grad must have been cleared when the batch began.
 
         Args:
             relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
@@ -198,8 +197,7 @@ class ClippingEngine:
         return torch.stack([self.squared_norms[k] for k in range(len(self.groups))]).clamp_min(0).sqrt()
 
     def reset(self) -> None:
-        """Begin a logical batch: forget counts, examples and microbatches that still wait for their backward pass (the
-        parameters' .grad are the caller's to clear)."""
+        """Begin a logical batch: forget counts, examples and waiting microbatches (.grad is the caller's to clear)."""
         self._passes.forget()
         self._counts.reset()
 
@@ -216,8 +214,8 @@ class ClippingEngine:
             losses: one loss per example, (B,); they are summed, never averaged.
 
         Raises:
-            UserError: losses of another shape; a parameter frozen or thawed since `attach`; a parameter used outside
-                its layer; a trainable parameter that the losses do not reach.
+            UserError: losses of another shape; a parameter frozen or thawed since `attach`, or used outside its layer;
+                a trainable parameter that the losses do not reach.
         """
         self._passes.refuse_nesting()
         check_losses(losses)
@@ -231,10 +229,8 @@ class ClippingEngine:
             self._count(current.squared_norms, losses.shape[0])
 
     def repeated(self, examples: int) -> None:
-        """Note that the device did again what `backward` had it do, for as many other examples: a CUDA graph of it,
-        recorded while `masks_rows` was what it is now, and launched since `reset` with gradients in the same memory."""
-        self._counts.begin_clipping(self.masks_rows)
-        self._counts.repeated(examples)
+        """Note that a CUDA graph of `backward` ran, recorded with this `masks_rows` and gradients in this memory."""
+        self._counts.repeated(examples, self.masks_rows)
 
     def _ghost_norms(self, losses: Tensor) -> Tensor:
         """First pass: only squared norms; the graph stays for the second."""
@@ -289,7 +285,7 @@ class ClippingEngine:
         `backward` does it each time; the model of a pipeline runs the same code on every microbatch, so once is enough.
 
         Raises:
-            UserError: a parameter used outside its layer, or frozen or thawed since `attach`.
+            UserError: as `backward` of such a parameter.
         """
         self._attached.check_same()
         reorders = check_paths(output, self._names, shards=self._direct)
@@ -368,8 +364,7 @@ class ClippingEngine:
         return self.groups[group].factors(squared_norms).to(self.groups[group].threshold.dtype)
 
     def count_norms(self, squared_norms: Tensor) -> None:
-        """Count the examples of a whole batch by squared norms (K, n) from elsewhere: of the whole model, say, for flat
-        clipping over the stages of a pipeline.
+        """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.
 
         Raises:
             UserError: not one row a group.

@@ -268,8 +268,9 @@ class Counts:
         self._left_out += (~(squares.to(self.at.dtype).abs() < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
         self.examples += examples
 
-    def repeated(self, examples: int) -> None:
-        """What `add` did on the device was done again, for as many other examples."""
+    def repeated(self, examples: int, masks: bool) -> None:
+        """What `begin_clipping` and `add` did on the device was done again, for as many other examples."""
+        self.begin_clipping(masks)
         self._read = None
         self.examples += examples
 

@@ -3,9 +3,12 @@
 One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g over all positions of a channel. Both come from
 per-channel sums of g and g∘x, without the normalised input. A CPU forms them a few examples at a time, in a core's own
 cache. On a GPU torch's kernel has them on its way to the input gradient; as it takes contiguous tensors only,
-channels_last has formulas of its own here instead of copies.
+channels_last has kernels of its own (`group_norm_kernels.py`), or where there is no Triton, formulas here.
 """
 
+import warnings
+from functools import cache
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +46,9 @@ class GroupNormRule(PerExampleRule):
         weight, bias = parameters
         if in_one_piece(x):
             if _channels_last(x):
-                y, mean, rstd = self._forward_last(x, weight, bias)
+                kernels = self._kernels(x)
+                run = self._forward_last if kernels is None else kernels.forward
+                y, mean, rstd = run(x, weight, bias, self._groups(), self.module.eps)
                 return y, (x, weight, mean, rstd, None, None)
             x = x.contiguous()
         elif not (_channels_last(x) or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d))):
@@ -68,6 +73,9 @@ class GroupNormRule(PerExampleRule):
         assert x is not None and mean is not None and rstd is not None
         if not in_one_piece(x):
             return super().begin_backward(saved, g, needs_input)
+        if _channels_last(x) and (kernels := self._kernels(x)) is not None:
+            gx, weights, biases = kernels.backward(x, g, weight, mean, rstd, needs_input)
+            return gx, (None, None, None, None, weights, biases)
         wide = upcast(x), upcast(g), None if weight is None else upcast(weight), upcast(mean), upcast(rstd)
         run = self._backward_last if _channels_last(x) else self._backward_whole
         gx, weights, biases = run(*wide, needs_input)
@@ -99,6 +107,11 @@ class GroupNormRule(PerExampleRule):
 
     # -- on a GPU -------------------------------------------------------------------------------------------------
 
+    def _kernels(self, x: Tensor) -> ModuleType | None:
+        """What computes x (B, C, H, W) in channels_last in one kernel, if anything does."""
+        kernels = kernels_of(x.device)
+        return kernels if kernels is not None and kernels.tile(x, self._groups()) is not None else None
+
     def _backward_whole(
         self, x: Tensor, g: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_input: bool
     ) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -118,12 +131,14 @@ class GroupNormRule(PerExampleRule):
         assert weights is not None and biases is not None
         return None if gx is None else gx.view(x.shape), weights.view(b, c), biases.view(b, c)
 
-    def _forward_last(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward_last(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The output, in channels_last, which CUDA's kernel has not, mean and 1/deviation (B, groups)."""
-        b, c, space, groups = self._sizes(x)
+        b, c, space, _ = self._sizes(x)
         wide = upcast(x)
         var, mean = torch.var_mean(wide.permute(0, 2, 3, 1).view(b, space, groups, -1), (1, 3), correction=0)
-        rstd = var.add_(self.module.eps).rsqrt_()
+        rstd = var.add_(eps).rsqrt_()
         one = wide.new_ones(())
         scale = rstd.unsqueeze(2) * (one.expand(c) if weight is None else upcast(weight)).view(groups, -1)
         shift = (one.new_zeros(()).expand(c) if bias is None else upcast(bias)).view(groups, -1)
@@ -179,6 +194,49 @@ class InstanceNormRule(GroupNormRule):
 def in_one_piece(x: Tensor) -> bool:
     """Whether one kernel on all examples beats several on few: on a GPU, which no core's cache helps."""
     return x.device.type != "cpu"
+
+
+@cache
+def kernels_of(device: torch.device) -> ModuleType | None:
+    """The kernels for a GPU, compiled when they are first asked for; None: formulas serve.
+
+    They are used only if they agree with the formulas on a few numbers, which no generator draws.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    try:
+        from groupwise.clipping.rules import group_norm_kernels
+    except ImportError:  # torch brings Triton where it is built for CUDA on Linux
+        return None
+    try:
+        if agrees(group_norm_kernels, device):
+            return group_norm_kernels
+        reason = "they differ from plain operations"
+    except Exception as error:  # a compiler's, of whatever kind: the formulas are as right
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    warnings.warn(f"The kernels of GroupNorm are not used, so it takes longer: {reason}.", stacklevel=2)
+    return None
+
+
+def agrees(kernels: ModuleType, device: torch.device) -> bool:
+    """Whether kernels compute what the formulas do, in float32 and bfloat16."""
+    module = nn.GroupNorm(4, 32).to(device)
+    rule, plain = GroupNormRule(module), torch.arange(2 * 2 * 5 * 7 * 32, device=device).double()
+    both = torch.stack([(plain * 0.7).sin(), (plain * 1.3 + 1).cos()]).view(2, -1)[:, : 2 * 35 * 32]
+    scales = (plain[:64].cos() + 2).float().view(2, 32)
+    for dtype, allowed in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
+        x, g = (t.to(dtype).view(2, 5, 7, 32).permute(0, 3, 1, 2) for t in both.unbind())
+        y, mean, rstd = rule._forward_last(x, scales[0], scales[1], 4, module.eps)
+        expected = y, mean, rstd, *rule._backward_last(x.float(), g.float(), scales[0], mean, rstd, True)
+        y, mean, rstd = kernels.forward(x, scales[0], scales[1], 4, module.eps)
+        found = y, mean, rstd, *kernels.backward(x, g, scales[0], mean, rstd, True)
+        for one, other in zip(found, expected, strict=True):
+            if one is None or other is None:
+                return False
+            most = allowed * float(other.abs().max())
+            if not float((one.float() - other.float()).abs().max()) <= most:  # also where one is no number
+                return False
+    return True
 
 
 def _channels_last(x: Tensor) -> bool:
