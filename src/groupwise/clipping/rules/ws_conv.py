@@ -170,7 +170,7 @@ class WSConv2dRule(ConvRule):
             whole = norms_from_products(between, self_products(weighed), False, longest)
             removed = (total.abs() / k**0.5 - slack).clamp_min(0).double().square()
             removed = removed + taken[:, 0] * (along.abs() - slack).clamp_min(0).double().square()
-            squares = _what_is_left(whole, removed @ scale.double().square())
+            squares = _at_least_zero(torch.addmv(whole, removed, scale.double().square(), alpha=-1))
         return squares + squared_row_norms(along.abs() + slack) if wanted[2] else squares
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
@@ -219,10 +219,11 @@ def _squares(directions: Tensor, of_whole: Tensor, of_along: Tensor, rows: Tenso
     else:
         along = inner_products(directions, rows.transpose(0, 1))
     whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2])
-    return _what_is_left(whole @ of_whole, along.double().square_().flatten(0, 1).t() @ of_along)
+    removed = along.double().square_().flatten(0, 1).t()
+    return _at_least_zero(torch.addmv(whole @ of_whole, removed, of_along, alpha=-1))
 
 
-def _what_is_left(whole: Tensor, removed: Tensor) -> Tensor:
-    """whole - removed, squared norms (n,), at least 0; infinite where what is removed overflowed before the whole did,
-    so that the example is left out."""
-    return torch.where(removed.abs() < math.inf, (whole - removed).clamp_min(0), math.inf)
+def _at_least_zero(squares: Tensor) -> Tensor:
+    """Squared norms (n,) less what was removed, at least 0; infinite where that overflowed before the whole did, so
+    that the example is left out."""
+    return F.threshold(squares, -1e300, math.inf).clamp_min_(0)
