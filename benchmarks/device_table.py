@@ -8,7 +8,7 @@ the options.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -24,11 +24,13 @@ FIRST = ("none", "adaptive_layer", "flat", "ghost")
 GRAPHS = ("none", "none_graph", "adaptive_layer_graph", "flat_graph")
 THEN = ("none", "block", "opacus_hooks", "opacus_ghost")
 DTYPES = ("float32", "bfloat16")
+LARGEST = "largest.csv"
+"""Beside the table, with its columns: the largest batch that fits; `peer` says what became of the next."""
 AGAIN = 3
 """Exit code: a kernel broke the GPU for this process; the same command goes on with the next method."""
 HELP = """python -m benchmarks.device_table [key=value ...]
 
-  out=results/measured/benchmarks   the folder of throughput.csv
+  out=results/measured/benchmarks   the folder of throughput.csv, and of largest.csv: batches of GPT-2 that fit
   workload=all     wrn16_4_ws, gpt2, roberta_base; several by commas
   dtype=all        float32, bfloat16; several by commas
   device=cuda      or cpu
@@ -144,6 +146,38 @@ def measure(options: TableOptions) -> int:
         merge(path, rows)
         print(table(rows), flush=True)
         longest = max(longest, time.monotonic() - started)
+    return measure_largest(options, late) if options.device == "cuda" and options.workload == "all" else 0
+
+
+def measure_largest(options: TableOptions, late: Callable[[], bool]) -> int:
+    """The largest batch of GPT-2 that fits, by doubling, for methods that `LARGEST` lacks; returns the exit code."""
+    import pandas as pd
+
+    from benchmarks.driver import Measured, progress, row_of
+    from benchmarks.results import merge, provenance
+    from benchmarks.worker import Together
+
+    path, source = Path(options.out) / LARGEST, provenance(options.device)
+    there = set(pd.read_csv(path)["method"]) if path.exists() else set()
+    batch, layers, tokens = SIZES["gpt2"]
+    for method in FIRST:
+        found: dict[str, Any] | None = None
+        job = Job("gpt2", method, batch=batch, layers=layers, tokens=tokens, device=options.device)
+        while method not in there:
+            if late():
+                return LEFT
+            progress(f"gpt2: does a batch of {job.batch} fit with {method}?")
+            with Together(job, options.limit) as here:
+                facts = here.ask(do="measure")
+                answer = {} if "refused" in facts else here.ask(do="round", steps=options.steps)
+            refused = facts.get("refused") or answer.get("refused")
+            if refused is None:
+                found = row_of(Measured(job, facts), 0, options.steps, answer)
+                job = replace(job, batch=2 * (job.batch or 1))
+                continue
+            row = found or row_of(Measured(job, facts), 0, 0, answer)
+            merge(path, [row | source | {"peer": f"a batch of {job.batch}: {refused}"}])
+            break
     return 0
 
 

@@ -121,13 +121,14 @@ def _rounds(
             for one, process in list(running):
                 say(f"{one.job.workload}: round {number + 1} of {rounds}, {one.job.method}")
                 answer = process.ask(do="round", steps=steps)
-                rows.append(_row(one, number, steps, answer))
+                rows.append(row_of(one, number, steps, answer))
                 if "refused" in answer:
                     running.remove((one, process))
-    return rows + [_row(one, 0, 0, {}) for one in chosen if one.refused]
+    return rows + [row_of(one, 0, 0, {}) for one in chosen if one.refused]
 
 
-def _row(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> dict[str, Any]:
+def row_of(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """What was measured of a job, and what it answered in a round of so many steps: a row."""
     job, facts = one.job, one.facts
     refused = one.refused or answer.get("refused")
     # One thread on a processor that others use too: its CPU time is the wall time that it would have alone.

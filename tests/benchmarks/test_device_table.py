@@ -7,7 +7,19 @@ import pandas as pd
 import pytest
 
 from benchmarks import device_table, driver, worker
-from benchmarks.device_table import AGAIN, FIRST, GRAPHS, LEFT, THEN, TableOptions, cases, main, measure
+from benchmarks.device_table import (
+    AGAIN,
+    FIRST,
+    GRAPHS,
+    LARGEST,
+    LEFT,
+    THEN,
+    TableOptions,
+    cases,
+    main,
+    measure,
+    measure_largest,
+)
 from benchmarks.job import Job
 from benchmarks.options import check_device
 from benchmarks.worker import DeviceLost, Together
@@ -81,6 +93,37 @@ def test_what_is_not_begun_in_time_is_left(asked: list[Any], tmp_path: Path, mon
     assert measure(options(tmp_path, limit=300.0)) == LEFT
     measured = len(asked)
     assert 0 < measured < 6 * (len(FIRST) + len(THEN)) and (tmp_path / "throughput.csv").is_file()
+
+
+def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, tried = {"none": 100, "adaptive_layer": 100, "flat": 64, "ghost": 8}, []
+
+    class Answers:
+        def __init__(self, job: Job, limit: float) -> None:
+            self.job = job
+
+        def __enter__(self) -> "Answers":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def ask(self, do: str, steps: int = 0) -> dict[str, Any]:
+            if self.job.batch > fits[self.job.method]:
+                return {"refused": "out of memory"}
+            tried.append((self.job.method, self.job.batch, do))
+            times = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "noise_seconds": 0.1}
+            return {"peak_bytes": 8, "batch": self.job.batch} if do == "measure" else times
+
+    monkeypatch.setattr(worker, "Together", Answers)
+    assert measure_largest(options(tmp_path), lambda: len(tried) > 5) == LEFT
+    assert measure_largest(options(tmp_path), lambda: False) == 0
+    rows = pd.read_csv(tmp_path / LARGEST).set_index("method")
+    assert rows["batch"].to_dict() == {"none": 64, "adaptive_layer": 64, "flat": 64, "ghost": 16}
+    assert rows.loc["none", "examples_per_second"] == 64 and rows.loc["none", "peer"] == "a batch of 128: out of memory"
+    assert rows.loc["ghost", "status"] == "refused: out of memory"
+    tried.clear()
+    assert measure_largest(options(tmp_path), lambda: False) == 0 and not tried
 
 
 def test_answers_are_those_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
