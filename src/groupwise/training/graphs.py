@@ -78,7 +78,8 @@ class Recorded:
 class MicrobatchGraphs:
     """Adds the clipped sums of microbatches to the gradients, from the third of a shape on by a graph.
 
-    Gradients have to stay in their memory between steps: zeros take the place of what was released.
+    Gradients should stay in their memory between steps (zeros take the place of what was released): a graph writes
+    where they were, and where they are no more it is not used.
 
     Args:
         task: whose inputs are read here and whose losses are recorded.
@@ -119,8 +120,11 @@ class MicrobatchGraphs:
             self._recorded[key] = self._record(inputs, add)
 
     def _key(self, inputs: Inputs) -> tuple[Any, ...]:
+        """What a graph holds for: shapes, whether rows are masked, and where gradients lie."""
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors(inputs).items())
-        return self._engine is not None and self._engine.masks_rows, *shapes
+        gradients = (parameter.grad for parameter in self._task.model.parameters() if parameter.requires_grad)
+        places = tuple(None if gradient is None else gradient.data_ptr() for gradient in gradients)
+        return self._engine is not None and self._engine.masks_rows, shapes, places
 
     def _record(self, inputs: Inputs, add: Callable[[Tensor], None]) -> Recorded:
         inputs = inputs | {name: value.clone() for name, value in tensors(inputs).items()}
