@@ -61,6 +61,26 @@ def test_what_is_too_large_or_uneven_is_left_to_the_formulas(kernels: Any) -> No
     assert kernels.tile(torch.empty(0, 64, 4, 4), 16) is None
 
 
+@pytest.mark.parametrize("scale", [1e14, 3e15, 3e19, 3e35])
+def test_what_has_no_square_in_float32_is_normalised_all_the_same(kernels: Any, scale: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 4, 4).contiguous(memory_format=torch.channels_last) * scale
+    y, _, rstd = kernels.forward(x, None, None, 4, 1e-5)
+    torch.testing.assert_close(y.double(), nn.functional.group_norm(x.double(), 4), rtol=1e-5, atol=1e-5)
+    assert rstd.isfinite().all() and (rstd > 0).all()
+
+
+def test_weights_need_not_lie_side_by_side(kernels: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 4, 4).contiguous(memory_format=torch.channels_last)
+    apart, expanded = torch.randn(16, 3)[:, 0], torch.randn(1).expand(16)
+    for one in (apart, expanded):
+        found, known = (kernels.forward(x, weight, weight, 4, 1e-5) for weight in (one, one.contiguous()))
+        assert torch.equal(found[0], known[0])
+        found, known = (kernels.backward(x, x, weight, *known[1:], True) for weight in (one, one.contiguous()))
+        assert torch.equal(found[0], known[0])
+
+
 def test_they_are_compared_before_they_are_used(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
     assert group_norm.agrees(kernels, here) and group_norm.kernels_of(here) is None

@@ -111,9 +111,84 @@ def test_what_waits_for_the_device_is_refused_in_one_sentence():
 def test_what_the_host_draws_would_stand_still_and_is_refused(draw):
     trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     inner = trainer.task.losses_of
-    trainer.task.losses_of = lambda read: inner(read) * (1.0 + float(draw()))
+    trainer.task.losses_of = lambda read: inner(read) * (1.0 + (draw() > 2))  # which never is
     with pytest.raises(UserError, match="draws random numbers on the host"):
         state(recorded(trainer))
+
+
+OWN = np.random.default_rng(0)
+CALLS = iter(range(1, 1000))
+STEPS_OF_THEIR_OWN = {
+    "generator": lambda task: float(OWN.random()),
+    "counter": lambda task: 1.0 / next(CALLS),
+}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("own", STEPS_OF_THEIR_OWN.values(), ids=STEPS_OF_THEIR_OWN)
+def test_a_number_of_the_models_own_that_changes_with_each_call_is_refused(own):
+    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    inner = trainer.task.losses_of
+    trainer.task.losses_of = lambda read: inner(read) * (1.0 + own(trainer.task))
+    with pytest.raises(UserError, match="other losses for the same inputs and masks"):
+        state(recorded(trainer))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    "wrap", [lambda x: {"x": x}, lambda x: [x], lambda x: x.to("meta")], ids=["dict", "list", "away"]
+)
+def test_inputs_that_would_stand_still_are_refused(wrap):
+    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    read = trainer.task.read
+    trainer.task.read = lambda rows, even=False: read(rows) | {"more": wrap(read(rows)["x"])}
+    with pytest.raises(UserError, match=r"read gives 'more' as a .* that is not on cpu"):
+        state(recorded(trainer))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_plain_arguments_have_graphs_of_their_own():
+    def run(wrap):
+        trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3))
+        read, inner = trainer.task.read, trainer.task.losses_of
+        trainer.task.read = lambda rows, even=False: read(rows) | {"weight": 1.0 + int(rows[0]) % 2}
+        trainer.task.losses_of = lambda given: inner(given) * given["weight"]
+        return state(wrap(trainer))
+
+    tape = Tape()
+    found, eager = run(lambda trainer: recorded(trainer, tape)), run(lambda trainer: trainer)
+    assert torch.equal(found[0], eager[0]) and found[2] == eager[2] and tape.launches >= 3
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("change", ["gradients", "weights", "mode"])
+def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change):
+    def run(wrap):
+        trainer = wrap(with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3)))
+        for step in range(STEPS):
+            trainer.step(step)
+            model = trainer.task.model
+            if change == "gradients":
+                trainer.mechanism.optimizer.zero_grad()
+            elif change == "weights":
+                model[0].weight.data = model[0].weight.data.clone()
+            else:
+                model.train(step == 1)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    assert torch.equal(run(recorded), run(lambda trainer: trainer))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_norms_are_those_of_the_last_launch():
+    trainer, eager = recorded(with_parts(make_trainer(FLAT))), with_parts(make_trainer(FLAT))
+    for one in (trainer, eager):
+        one.task.model.eval()
+        one.mechanism.open(0)
+        for first, count in ((0, 9), (0, 6), (0, 6), (0, 6), (0, 4), (0, 4), (0, 4), (3, 6)):
+            one._backward(range(first, first + count))
+    assert len(trainer.graphs) == 2
+    assert torch.equal(trainer.engine.per_example_norms, eager.engine.per_example_norms)
 
 
 def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refused():
@@ -122,9 +197,14 @@ def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refus
         state(recorded(trainer))
     with pytest.raises(UserError, match="for NVIDIA's GPUs, and this run is on cpu"):
         recorder_of(CPU)
-    for options in (["train.compile=true"], ["train.device=cpu"], ["parallel.kind=fsdp", "parallel.ranks=2"]):
+    for options in (
+        ["train.compile=true"],
+        ["train.device=cpu"],
+        ["model.rematerialize=true"],
+        ["parallel.kind=fsdp", "parallel.ranks=2"],
+    ):
         with pytest.raises(UserError, match=r"train\.cuda_graph=true"):
-            compose_run(["task=cifar", "scale=smoke", "train.cuda_graph=true", *options], CONF)
+            compose_run(["task=e2e", "scale=smoke", "train.cuda_graph=true", *options], CONF)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -20,12 +20,20 @@ from groupwise.training.memory import choose_microbatch, memory_told, ran_out
 from tests.forks import Command
 from tests.training.test_step import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
 
+
+def _after(error: Exception, first: Exception) -> Exception:
+    error.__context__ = first
+    return error
+
+
 ERRORS = {
     "GPU": lambda: torch.OutOfMemoryError("CUDA out of memory."),
     "CPU": lambda: RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: 64 bytes."),
     "oneDNN": lambda: RuntimeError("could not create a primitive"),
     "cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "CUDA": lambda: RuntimeError("CUDA error: out of memory"),
     "NumPy": MemoryError,
+    "a recording": lambda: _after(RuntimeError("capture failed"), torch.OutOfMemoryError("CUDA out of memory.")),
 }
 MODES = (NONE, FLAT, GHOST, ADAPTIVE_LAYER, ADAPTIVE_BLOCK)
 

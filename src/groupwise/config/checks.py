@@ -339,6 +339,8 @@ def _recorded(config: RunConfig) -> Iterator[str]:
         yield f"{graph} is for NVIDIA's GPUs: leave it out with train.device=cpu."
     if config.train.compile:
         yield f"{graph} and train.compile=true both take the place of the model's code: choose one."
+    if config.model.rematerialize:
+        yield f"{graph} is not for model.rematerialize=true, which asks where generators stand: leave one out."
     if config.pipeline.stages > 1 or (config.parallel.ranks > 1 and kind != "ddp"):
         what = f"pipeline.stages={config.pipeline.stages}" if config.pipeline.stages > 1 else f"parallel.kind={kind}"
         yield f"{graph} is not for {what}, whose processes wait for each other inside of a microbatch: leave it out."

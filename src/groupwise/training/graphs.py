@@ -5,6 +5,10 @@ the forward and the clipped backward pass of a microbatch and starts at once. Wh
 eager microbatch and none of the decisions that the host took: these follow from shapes and from the model, never from
 values on the device, which a step reads once, after its last microbatch. Thresholds, weights, counts, gradients and
 dropout's seed are read from memory at each launch, so one graph serves all steps.
+
+What a model works out on the host would stand still: a number of its own that changes from call to call is found, when
+a shape is recorded, by other losses for the same inputs and masks, and refused; one that changes from step to step (a
+weight of the loss, say) is not found, and belongs into a tensor.
 """
 
 import random
@@ -30,6 +34,7 @@ MOST = 64
 
 Inputs = dict[str, Any]
 """What a task's losses are computed from: tensors on the device, and plain arguments of the model."""
+PLAIN = (bool, int, float, str, type(None))
 
 
 class Recorder(Protocol):
@@ -40,6 +45,9 @@ class Recorder(Protocol):
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Do the work once; what is returned does it again, on the same memory, without the host's part of it."""
+
+    def forget(self) -> None:
+        """Nothing that was recorded is launched any more."""
 
 
 class CudaRecorder:
@@ -66,13 +74,18 @@ class CudaRecorder:
         graph.replay()
         return graph.replay
 
+    def forget(self) -> None:
+        """See `Recorder`; a pool that has lost its graphs takes no others."""
+        self._pool = torch.cuda.graph_pool_handle()
+
 
 @dataclass
 class Recorded:
-    """A microbatch's work, and the memory that it reads."""
+    """A microbatch's work, the memory that it reads, and where its groups' squared norms are, by group."""
 
     inputs: Inputs
     launch: Callable[[], None]
+    squared_norms: dict[int, Tensor]
 
 
 class MicrobatchGraphs:
@@ -107,11 +120,14 @@ class MicrobatchGraphs:
         """
         inputs = self._task.read(examples, even=True)
         key = self._key(inputs)
-        if (known := self._recorded.get(key)) is not None:
+        if key is None:
+            add(self._task.losses_of(inputs))
+        elif (known := self._recorded.get(key)) is not None:
             for name, value in tensors(inputs).items():
                 known.inputs[name].copy_(value)
             known.launch()
             if self._engine is not None:
+                self._engine.squared_norms = known.squared_norms
                 self._engine.repeated(len(examples))
         elif self._seen[key] < WARM_UP or len(self) >= MOST:
             self._seen[key] += 1
@@ -119,31 +135,72 @@ class MicrobatchGraphs:
         else:
             self._recorded[key] = self._record(inputs, add)
 
-    def _key(self, inputs: Inputs) -> tuple[Any, ...]:
-        """What a graph holds for: shapes, whether rows are masked, and where gradients lie."""
-        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors(inputs).items())
-        gradients = (parameter.grad for parameter in self._task.model.parameters() if parameter.requires_grad)
-        places = tuple(None if gradient is None else gradient.data_ptr() for gradient in gradients)
-        return self._engine is not None and self._engine.masks_rows, shapes, places
+    def _key(self, inputs: Inputs) -> tuple[Any, ...] | None:
+        """What a graph holds for: shapes, plain arguments, masked rows, training mode, and where the model's tensors
+        and their gradients lie; None as long as there are no gradients, or sparse ones.
+
+        Raises:
+            UserError: an input that is neither on the device nor plain.
+        """
+        model = self._task.model
+        device = next(model.parameters()).device
+        for name, value in inputs.items():
+            if not (value.device == device if isinstance(value, Tensor) else isinstance(value, PLAIN)):
+                raise UserError(
+                    f"train.cuda_graph=true: read gives {name!r} as a {type(value).__name__} that is not on {device}, "
+                    "which would stay what it was: give tensors on the device, or leave the option out."
+                )
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        if any(gradient is None or gradient.layout != torch.strided for gradient in gradients):
+            return None
+        shown = tuple(
+            (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, value)
+            for name, value in inputs.items()
+        )
+        places = tuple(t.data_ptr() for t in (*gradients, *model.parameters(), *model.buffers()) if t is not None)
+        modes = tuple(module.training for module in model.modules())
+        return self._engine is not None and self._engine.masks_rows, shown, places, modes
 
     def _record(self, inputs: Inputs, add: Callable[[Tensor], None]) -> Recorded:
         inputs = inputs | {name: value.clone() for name, value in tensors(inputs).items()}
+        self._check_repeats(inputs)
         before = self._draws_of_the_host()
         try:
-            recorded = Recorded(inputs, self._recorder.record(lambda: add(self._task.losses_of(inputs))))
+            launch = self._recorder.record(lambda: add(self._task.losses_of(inputs)))
         except RuntimeError as error:
             if ran_out(error):
                 raise
+            first: BaseException = error
+            while first.__context__ is not None:  # the end of a recording fails too, and says less
+                first = first.__context__
             raise UserError(
                 "train.cuda_graph=true: this model, or what its inputs go through, waits for the GPU or copies to it "
-                f"inside of a microbatch, which cannot be recorded ({reason(error)}): leave the option out."
+                f"inside of a microbatch, which cannot be recorded ({reason(first)}): leave the option out."
             ) from error
         if self._draws_of_the_host() != before:
             raise UserError(
                 "train.cuda_graph=true: this model draws random numbers on the host (layers that it leaves out, say), "
                 "which would be the same ones at each launch: leave the option out."
             )
-        return recorded
+        return Recorded(inputs, launch, {} if self._engine is None else self._engine.squared_norms)
+
+    @torch.no_grad()
+    def _check_repeats(self, inputs: Inputs) -> None:
+        """Refuse losses that are others when they are computed again from the same inputs, masks and buffers."""
+        model = self._task.model
+        device = next(model.parameters()).device
+        kept = [buffer.clone() for buffer in model.buffers()]
+        found = []
+        for _ in range(2):
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                found.append(self._task.losses_of(inputs))
+            for buffer, before in zip(model.buffers(), kept, strict=True):
+                buffer.copy_(before)
+        if not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise UserError(
+                "train.cuda_graph=true: this model has other losses for the same inputs and masks each time (a number "
+                "or generator of its own on the host), which would stand still: leave the option out."
+            )
 
     def _draws_of_the_host(self) -> list[Any]:
         """Where the generators stand that a graph does not draw from."""
@@ -156,6 +213,7 @@ class MicrobatchGraphs:
         """Give the graphs and their memory back; microbatches warm up again."""
         self._recorded.clear()
         self._seen.clear()
+        self._recorder.forget()
 
 
 def tensors(inputs: Inputs) -> dict[str, Tensor]:

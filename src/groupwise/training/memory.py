@@ -91,15 +91,23 @@ def keep_freed_blocks() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_INT)) and bool(mallopt(_TRIM_THRESHOLD, _LARGEST_INT))
 
 
-WORDS = ("DefaultCPUAllocator", "could not create a primitive", "ALLOC_FAILED", "Cannot allocate memory")
-"""In the RuntimeErrors of torch's allocator on a CPU, of oneDNN, of cuBLAS and cuDNN, and of the system."""
+WORDS = (
+    "CUDA error: out of memory",
+    "DefaultCPUAllocator",
+    "could not create a primitive",
+    "ALLOC_FAILED",
+    "Cannot allocate memory",
+)
+"""In the RuntimeErrors of CUDA, of torch's allocator on a CPU, of oneDNN, of cuBLAS and cuDNN, and of the system."""
 
 
 def ran_out(error: BaseException) -> bool:
     """Is it a lack of memory, on a GPU or a CPU?"""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS):
+        return True
+    return error.__context__ is not None and ran_out(error.__context__)  # a recording that it ended fails once more
 
 
 @contextmanager

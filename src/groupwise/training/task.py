@@ -58,7 +58,7 @@ class Task(ABC):
         """Counts, source and checksums, for the run's record."""
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
-        """What `losses_of` takes for these examples: tensors on the device, and plain arguments.
+        """What `losses_of` takes for these examples: tensors on the device, and plain arguments, by name.
 
         `even` pads texts to lengths of which there are few, so that many microbatches have the same shapes.
         """

@@ -6,8 +6,10 @@ cache. On a GPU torch's kernel has them on its way to the input gradient; as it 
 channels_last has kernels of its own (`group_norm_kernels.py`), or where there is no Triton, formulas here.
 """
 
+import math
 import warnings
 from functools import cache
+from itertools import product
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -97,7 +99,7 @@ class GroupNormRule(PerExampleRule):
         return self._weights(product, bias, mean, rstd), bias if wanted[1] else None
 
     def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
-        return x.shape[0], x.shape[1], x[0, 0].numel(), self._groups()
+        return x.shape[0], x.shape[1], math.prod(x.shape[2:]), self._groups()
 
     def _weights(self, products: Tensor, biases: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         """Σ g∘x̂ (B, C) from Σ g∘x and Σ g, (B, C) each, mean and 1/deviation (B, groups)."""
@@ -218,18 +220,22 @@ def kernels_of(device: torch.device) -> ModuleType | None:
     return None
 
 
+SEEN = ((2, 32, 5, 7, 4), (1, 16, 32, 32, 1))
+"""B, C, H, W and groups that kernels are compared on: uneven, and the most that a program holds."""
+
+
 def agrees(kernels: ModuleType, device: torch.device) -> bool:
     """Whether kernels compute what the formulas do, in float32 and bfloat16."""
-    module = nn.GroupNorm(4, 32).to(device)
-    rule, plain = GroupNormRule(module), torch.arange(2 * 2 * 5 * 7 * 32, device=device).double()
-    both = torch.stack([(plain * 0.7).sin(), (plain * 1.3 + 1).cos()]).view(2, -1)[:, : 2 * 35 * 32]
-    scales = (plain[:64].cos() + 2).float().view(2, 32)
-    for dtype, allowed in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
-        x, g = (t.to(dtype).view(2, 5, 7, 32).permute(0, 3, 1, 2) for t in both.unbind())
-        y, mean, rstd = rule._forward_last(x, scales[0], scales[1], 4, module.eps)
-        expected = y, mean, rstd, *rule._backward_last(x.float(), g.float(), scales[0], mean, rstd, True)
-        y, mean, rstd = kernels.forward(x, scales[0], scales[1], 4, module.eps)
-        found = y, mean, rstd, *kernels.backward(x, g, scales[0], mean, rstd, True)
+    for (b, c, h, w, groups), (dtype, allowed) in product(SEEN, ((torch.float32, 1e-4), (torch.bfloat16, 0.02))):
+        module = nn.GroupNorm(groups, c).to(device)
+        rule, plain = GroupNormRule(module), torch.arange(b * h * w * c, device=device).double()
+        both = torch.stack([(plain * 0.7).sin(), (plain * 1.3 + 1).cos()]).to(dtype).view(2, b, h, w, c)
+        x, g = (t.permute(0, 3, 1, 2) for t in both.unbind())
+        weight, bias = ((plain[: 2 * c].cos() + 2).float().view(2, c)).unbind()
+        y, mean, rstd = rule._forward_last(x, weight, bias, groups, module.eps)
+        expected = y, mean, rstd, *rule._backward_last(x.float(), g.float(), weight, mean, rstd, True)
+        y, mean, rstd = kernels.forward(x, weight, bias, groups, module.eps)
+        found = y, mean, rstd, *kernels.backward(x, g, weight, mean, rstd, True)
         for one, other in zip(found, expected, strict=True):
             if one is None or other is None:
                 return False

@@ -43,6 +43,7 @@ def forward(
     """The output, like x (B, C, H, W) in channels_last, mean and 1/deviation (B, groups), in float32."""
     b, c, h, w = x.shape
     positions, channels = _tile(x, groups)
+    weight, bias = _in_order(weight), _in_order(bias)
     y = torch.empty_like(x)
     mean, rstd = torch.empty(2, b, groups, dtype=torch.float32, device=x.device).unbind()
     with torch.cuda.device_of(x):
@@ -68,6 +69,7 @@ def backward(
     """
     b, c, h, w = x.shape
     positions, channels = _tile(x, mean.shape[1])
+    weight, mean, rstd = _in_order(weight), mean.contiguous(), rstd.contiguous()
     gx = torch.empty_like(x) if needs_input else None
     weights, biases = torch.empty(2, b, c, dtype=torch.float32, device=x.device).unbind()
     with torch.cuda.device_of(x):
@@ -83,6 +85,10 @@ def _tile(x: Tensor, groups: int) -> tuple[int, int]:
     found = tile(x, groups)
     assert found is not None, "the caller asks `tile` first"
     return found
+
+
+def _in_order(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.contiguous()
 
 
 def _warps(numbers: int) -> int:
@@ -117,8 +123,11 @@ def _forward(  # type: ignore[no-untyped-def]
     v = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     mean = _sum_of_groups(tl.sum(v, 0), GROUPS, WIDTH) / (space * WIDTH)
     v = tl.where(there, v - _spread(mean, GROUPS, WIDTH)[None, :], 0.0)
+    largest = tl.max(tl.reshape(tl.max(tl.abs(v), 0), (GROUPS, WIDTH)), 1)
+    unit = tl.where(largest > 1e15, largest, 1.0)  # whose square would not fit
+    v /= _spread(unit, GROUPS, WIDTH)[None, :]
     variance = _sum_of_groups(tl.sum(v * v, 0), GROUPS, WIDTH) / (space * WIDTH)
-    rstd = 1.0 / tl.sqrt(variance + eps)
+    rstd = 1.0 / tl.sqrt(variance + eps / unit / unit)
     v *= _spread(rstd, GROUPS, WIDTH)[None, :]
     if HAS_WEIGHT:
         v *= tl.load(weight + channel).to(tl.float32)[None, :]
@@ -127,7 +136,7 @@ def _forward(  # type: ignore[no-untyped-def]
     tl.store(y + at, v.to(y.dtype.element_ty), mask=there)
     group = b * (c // WIDTH) + tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tl.store(means + group, mean)
-    tl.store(rstds + group, rstd)
+    tl.store(rstds + group, rstd / unit)
 
 
 @triton.jit
