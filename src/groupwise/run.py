@@ -21,6 +21,7 @@ from groupwise.tasks import make_task
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_newest
 from groupwise.training.from_config import make_engine
+from groupwise.training.graphs import refuse_other_devices
 from groupwise.training.memory import keep_freed_blocks, memory_told
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
@@ -55,6 +56,8 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     if not resumable:
         require_gpu_for_the_paper(config)
     device = choose_device(config.train.device)
+    if config.train.cuda_graph:
+        refuse_other_devices(device)
     if device.type == "cpu":
         keep_freed_blocks()
     with arithmetic(device, config.train.deterministic):

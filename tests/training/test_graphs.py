@@ -148,7 +148,7 @@ def test_inputs_that_would_stand_still_are_refused(wrap):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_plain_arguments_have_graphs_of_their_own():
-    def run(wrap):
+    def made(wrap):
         trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3))
         read, inner = trainer.task.read, trainer.task.losses_of
         trainer.task.read = lambda rows, even=False: read(rows) | {"weight": 1.0 + int(rows[0]) % 2}
@@ -156,14 +156,14 @@ def test_plain_arguments_have_graphs_of_their_own():
         return state(wrap(trainer))
 
     tape = Tape()
-    found, eager = run(lambda trainer: recorded(trainer, tape)), run(lambda trainer: trainer)
+    found, eager = made(lambda trainer: recorded(trainer, tape)), made(lambda trainer: trainer)
     assert torch.equal(found[0], eager[0]) and found[2] == eager[2] and tape.launches >= 3
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("change", ["gradients", "weights", "mode"])
 def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change):
-    def run(wrap):
+    def made(wrap):
         trainer = wrap(with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3)))
         for step in range(STEPS):
             trainer.step(step)
@@ -176,7 +176,7 @@ def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change)
                 model.train(step == 1)
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
-    assert torch.equal(run(recorded), run(lambda trainer: trainer))
+    assert torch.equal(made(recorded), made(lambda trainer: trainer))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -191,7 +191,7 @@ def test_norms_are_those_of_the_last_launch():
     assert torch.equal(trainer.engine.per_example_norms, eager.engine.per_example_norms)
 
 
-def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refused():
+def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refused(tmp_path):
     trainer = make_trainer(ADAPTIVE_LAYER)
     with pytest.raises(UserError, match="needs read and losses_of, which ToyTask has none of"):
         state(recorded(trainer))
@@ -209,14 +209,14 @@ def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refus
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
-    def run(wrap):
+    def made(wrap):
         trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=4))
         trainer.task.x[int(trainer.mechanism.sampler.indices(1)[9])] = float("nan")
         trainer.engine.masks_rows = False
         return state(wrap(trainer))
 
     tape = Tape()
-    found, eager = run(lambda trainer: recorded(trainer, tape)), run(lambda trainer: trainer)
+    found, eager = made(lambda trainer: recorded(trainer, tape)), made(lambda trainer: trainer)
     assert torch.equal(found[0], eager[0]) and found[0].isfinite().all() and found[2][1:] == eager[2][1:]
     assert tape.launches
 

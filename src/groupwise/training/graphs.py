@@ -221,8 +221,13 @@ def tensors(inputs: Inputs) -> dict[str, Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def recorder_of(device: torch.device) -> Recorder:
-    """The recorder of a GPU; raises `UserError` on another device."""
+def refuse_other_devices(device: torch.device) -> None:
+    """Raise `UserError` where there are no CUDA graphs."""
     if device.type != "cuda":
         raise UserError(f"train.cuda_graph=true is for NVIDIA's GPUs, and this run is on {device.type}: leave it out.")
+
+
+def recorder_of(device: torch.device) -> Recorder:
+    """The recorder of a GPU; raises `UserError` on another device."""
+    refuse_other_devices(device)
     return CudaRecorder(device)
