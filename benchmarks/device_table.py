@@ -73,13 +73,13 @@ def cases(options: TableOptions) -> list[Case]:
     for key, value, known in (("workload", workloads, SIZES), ("dtype", dtypes, DTYPES)):
         if unknown := [name for name in value if name not in known]:
             raise UserError(f"{key}={unknown[0]} is unknown{did_you_mean(unknown[0], known)}: give {', '.join(known)}.")
-    for methods in (FIRST, GRAPHS if options.device == "cuda" else (), THEN):
-        for dtype, workload in product(dtypes if methods else (), workloads):
-            batch, layers, tokens = SIZES[workload]
-            job = Job(workload, "none", device=options.device, dtype=dtype, tiny=options.tiny)
-            if not options.tiny:
-                job = replace(job, batch=batch, layers=layers, tokens=tokens)
-            found.append(Case(job, methods))
+    several = (FIRST, GRAPHS, THEN) if options.device == "cuda" else (FIRST, THEN)
+    for methods, dtype, workload in product(several, dtypes, workloads):
+        batch, layers, tokens = SIZES[workload]
+        job = Job(workload, "none", device=options.device, dtype=dtype, tiny=options.tiny)
+        if not options.tiny:
+            job = replace(job, batch=batch, layers=layers, tokens=tokens)
+        found.append(Case(job, methods))
     return found
 
 

@@ -62,14 +62,17 @@ class Task(ABC):
 
         `even` pads texts to lengths of which there are few, so that many microbatches have the same shapes.
         """
-        raise UserError(
-            f"train.cuda_graph=true needs read and losses_of, which {type(self).__name__} has none of: write them, or "
-            "leave the option out."
-        )
+        raise self._in_one_part()
 
     def losses_of(self, read: dict[str, Any]) -> Tensor:
         """One loss for each example that was read, (n,), computed on the device alone."""
-        raise NotImplementedError
+        raise self._in_one_part()
+
+    def _in_one_part(self) -> UserError:
+        return UserError(
+            f"train.cuda_graph=true needs read and losses_of, which {type(self).__name__} has none of: write them, or "
+            "leave the option out."
+        )
 
     def public_losses(self, count: int) -> Tensor:
         """Losses (count,) of examples made of random numbers of the default generators: of nothing in any data set."""

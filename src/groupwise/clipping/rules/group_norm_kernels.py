@@ -108,6 +108,20 @@ def _sum_of_groups(values, GROUPS: tl.constexpr, WIDTH: tl.constexpr):  # type: 
 
 
 @triton.jit
+def _places(  # type: ignore[no-untyped-def]
+    space, c, WIDTH: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Of program (b, j): b, channels and groups, where its numbers lie, (POSITIONS, CHANNELS), which are there."""
+    GROUPS: tl.constexpr = CHANNELS // WIDTH
+    b = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    group = b * (c // WIDTH) + tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    position = tl.arange(0, POSITIONS)
+    at = b * space * c + position[:, None] * c + channel[None, :]
+    return b, channel, group, at, (position < space)[:, None]
+
+
+@triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     x, weight, bias, y, means, rstds, space, c, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -115,11 +129,7 @@ def _forward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (b, j): channels j · CHANNELS and on of example b, at all its `space` positions."""
     GROUPS: tl.constexpr = CHANNELS // WIDTH
-    b = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    position = tl.arange(0, POSITIONS)
-    there = (position < space)[:, None]
-    at = b * space * c + position[:, None] * c + channel[None, :]
+    _, channel, group, at, there = _places(space, c, WIDTH, POSITIONS, CHANNELS)
     v = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     mean = _sum_of_groups(tl.sum(v, 0), GROUPS, WIDTH) / (space * WIDTH)
     v = tl.where(there, v - _spread(mean, GROUPS, WIDTH)[None, :], 0.0)
@@ -134,7 +144,6 @@ def _forward(  # type: ignore[no-untyped-def]
     if HAS_BIAS:
         v += tl.load(bias + channel).to(tl.float32)[None, :]
     tl.store(y + at, v.to(y.dtype.element_ty), mask=there)
-    group = b * (c // WIDTH) + tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tl.store(means + group, mean)
     tl.store(rstds + group, rstd / unit)
 
@@ -147,12 +156,7 @@ def _backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (b, j), as in `_forward`: rstd·(g∘w - mean(g∘w) - x̂·mean(g∘w∘x̂)), means over a group."""
     GROUPS: tl.constexpr = CHANNELS // WIDTH
-    b = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    position = tl.arange(0, POSITIONS)
-    there = (position < space)[:, None]
-    at = b * space * c + position[:, None] * c + channel[None, :]
-    group = b * (c // WIDTH) + tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    b, channel, group, at, there = _places(space, c, WIDTH, POSITIONS, CHANNELS)
     rstd = _spread(tl.load(rstds + group), GROUPS, WIDTH)
     mean = _spread(tl.load(means + group), GROUPS, WIDTH)
     v = tl.load(g + at, mask=there, other=0.0).to(tl.float32)
