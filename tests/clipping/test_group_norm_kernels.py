@@ -1,7 +1,6 @@
 """GroupNorm's kernels, run by Triton's interpreter and compiled for GPUs that are not here (`make test-kernels`)."""
 
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +10,10 @@ from torch import nn
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.rules import group_norm
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not here: make test-kernels brings it")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="only in a process that begins with TRITON_INTERPRET=1, since Triton reads it once: make test-kernels",
+)
 SHAPES = [(3, 64, 8, 8, 16), (2, 16, 5, 7, 16), (2, 32, 6, 6, 4), (4, 16, 4, 4, 1), (1, 4, 1, 1, 2), (2, 6, 3, 3, 3)]
 """B, C, H, W and groups."""
 
@@ -19,7 +21,6 @@ SHAPES = [(3, 64, 8, 8, 16), (2, 16, 5, 7, 16), (2, 32, 6, 6, 4), (4, 16, 4, 4, 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     """The module, for the interpreter."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from groupwise.clipping.rules import group_norm_kernels
 
     return group_norm_kernels
