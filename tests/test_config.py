@@ -224,7 +224,9 @@ def test_without_clipping_epsilon_is_infinite() -> None:
     assert config.privacy.epsilon == math.inf
 
 
-def test_a_given_noise_multiplier_takes_the_place_of_epsilon() -> None:
+def test_a_given_noise_multiplier_takes_the_place_of_the_usual_epsilon_alone() -> None:
+    with pytest.raises(UserError, match="are both given"):
+        run("privacy.noise_multiplier=2.5", "privacy.epsilon=3")
     privacy = run("privacy.noise_multiplier=2.5").privacy
     assert (privacy.epsilon, privacy.noise_multiplier) == (None, 2.5)
 

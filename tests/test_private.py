@@ -313,7 +313,7 @@ def _on_two(rank, world, sigma):
         for parameter in task.model.parameters():
             parameter.add_(rank)  # the second becomes the first
     private = start(task, ranks=Ranks(), noise_multiplier=sigma, noise_source=NoiseSource.from_seed(SEED + rank))
-    go_on(private, task)
+    go_on(private, task, order=np.random.default_rng(rank).permutation)  # each in an order of its own
     return weights(task.model), private.mechanism.thresholds.clip_thresholds, private.executed
 
 

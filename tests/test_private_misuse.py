@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from groupwise import make_private
 from groupwise.clipping import per_layer
+from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.privacy import make_plan
 from groupwise.training.ranks import Alone
@@ -208,6 +209,37 @@ def scaled(use: Use) -> None:
     scaler.step(use.optimizer)
 
 
+def another_optimizer(use: Use) -> None:
+    torch.optim.SGD(use.model.parameters(), lr=0.1).step()
+
+
+def hooked() -> None:
+    use = Use()
+    use.model[0].weight.register_hook(lambda g: g * 10)
+    use.train()
+
+
+def hooked_behind() -> None:
+    use = Use()
+    use.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(10))
+    use.train()
+
+
+def left_eval_mode() -> None:
+    model = network(nn.Dropout(0.3))
+    model[2].eval()
+    use = Use(model).train(1)
+    model.train()
+    use.train()
+
+
+def trained_on() -> None:
+    use = Use()
+    state = use.train(1).private.state_dict()
+    use.train(1).private.detach()
+    Use(use.model).private.load_state_dict(state)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "none of epsilon, noise_multiplier and plan": (lambda: make(noise_multiplier="none"), "0 of epsilon"),
     "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
@@ -216,10 +248,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "epochs that are no length": (lambda: make(steps="none", epochs=-1), "epochs=-1"),
     "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
     "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),
-    "a threshold out of range": (lambda: make(threshold=-1.0), "finite and positive"),
+    "a threshold out of range": (lambda: make(threshold=-1.0), "threshold=-1.0 must be greater"),
     "public thresholds without `public=`": (lambda: make(clip="public_layer"), "has no public= to follow"),
     "`public=` without public thresholds": (lambda: make(public=lambda: torch.ones(2)), "follows no public examples"),
-    "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile is 1.5"),
+    "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile=1.5 must"),
+    "a misspelt policy, rule or way to norms": (lambda: make(policy="Adaptive"), "policy=Adaptive is not one of"),
+    "a setting of another type": (lambda: make(threshold="1"), "threshold='1' does not fit: a number was"),
+    "a misspelling in a whole `ClipConfig`": (lambda: make(clip=ClipConfig(policy="quantile")), "policy=quantile is"),
+    "one adaptive threshold, rescaled to what it was": (lambda: make(clip="flat", policy="adaptive"), "pins the one"),
     "no budget for the counts of adaptive thresholds": (lambda: make(quantile_budget=0.0), "quantile_budget=0"),
     'an unknown mode, or `clip="none"`': (lambda: make(clip="adaptive_layers"), "did you mean adaptive_layer"),
     "an unknown setting": (lambda: make(target_quantle=0.5), "did you mean target_quantile"),
@@ -270,6 +306,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: in_the_loop(then(lambda use: nn.utils.clip_grad_norm_(use.model.parameters(), 0.1))),
         "Gradients were changed",
     ),
+    "another optimizer's step within a batch": (lambda: in_the_loop(then(another_optimizer)), "within a batch"),
+    "`register_hook` on a parameter": (hooked, "'0.weight' has a hook"),
+    "`register_post_accumulate_grad_hook`": (hooked_behind, "'0.weight' has a hook"),
+    "`model.train()` over a module that was in eval mode": (left_eval_mode, "Module '2' was in eval mode"),
     "`optimizer.zero_grad()` between microbatches": (
         lambda: in_the_loop(lambda use, x, y: (use.optimizer.zero_grad(), well(use, x, y))),
         "Gradients were changed",
@@ -291,6 +331,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "anything after `detach`": (closed, "detached"),
     "a state of another plan": (other_state, "another plan"),
     "a state of something else": (no_state, "none of a private training"),
+    "a state whose tensors trained on (the noise of those steps again)": (trained_on, "trained on after"),
     "a state loaded after steps were taken (the same noise again)": (back_in_time, "going back"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "not copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "not copied"),

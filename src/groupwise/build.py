@@ -65,7 +65,8 @@ def build_trainer(
     if engine is not None:
         coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
-        verify(engine, task.losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
+        losses = _read_and_computed(task) if config.train.cuda_graph else task.losses
+        verify(engine, losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
     make: Callable[..., Trainer] = Trainer
     copied: list[nn.Parameter] = []
     if ranks.parts > 1:
@@ -99,6 +100,11 @@ def build_trainer(
         average=WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None,
         graphs=MicrobatchGraphs(task, engine, recorder_of(device)) if config.train.cuda_graph else None,
     )
+
+
+def _read_and_computed(task: Task) -> Callable[[Sequence[int] | np.ndarray], Tensor]:
+    """The losses that a graph records, which a task may compute by other lines than `losses`."""
+    return lambda examples: task.losses_of(task.read(examples, even=True))
 
 
 def _mechanism(

@@ -1,13 +1,14 @@
-"""Optimisers are torch's; the learning rate is a pure function of the step."""
+"""Optimisers are torch's; the learning rate is a pure function of the step; thresholds without noise are refused."""
 
 import math
 
 import pytest
 import torch
 
-from groupwise.config.schema import OptimConfig
+from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
-from groupwise.training.from_config import make_optimizer, make_schedule, rate_factor
+from groupwise.privacy import PrivacyPlan, make_plan
+from groupwise.training.from_config import make_optimizer, make_schedule, make_thresholds, rate_factor
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -34,6 +35,30 @@ def test_an_unknown_name_is_refused() -> None:
         make_optimizer(parameters(), OptimConfig(name="lion"))
     with pytest.raises(UserError, match="constant, linear, cosine"):
         rate_factor(0, 10, "sqrt", 0.0)
+
+
+def plan(groups: int, budget: float, sigma: float = 1.0) -> PrivacyPlan:
+    given = {"dataset_size": 100, "expected_batch_size": 10, "steps": 3, "delta": 1e-3, "accountant": "rdp"}
+    return make_plan(**given, noise_multiplier=sigma, num_groups=groups, quantile_budget=budget)
+
+
+@pytest.mark.parametrize("policy", ["Adaptive", "quantile", ""])
+def test_an_unknown_policy_is_not_taken_for_another(policy: str) -> None:
+    with pytest.raises(UserError, match="fixed, adaptive or public"):
+        make_thresholds(ClipConfig(policy=policy), plan(3, 0.0))
+
+
+def test_counts_without_noise_are_released_by_no_plan_that_promises_privacy() -> None:
+    with pytest.raises(UserError, match="the plan has no noise"):
+        make_thresholds(ClipConfig(), plan(3, 0.0))
+    make_thresholds(ClipConfig(), plan(3, 0.0, sigma=0.0))
+
+
+def test_one_threshold_is_not_rescaled_to_what_it_was() -> None:
+    for groups, moves in ((1, True), (2, False)):
+        thresholds = make_thresholds(ClipConfig(), plan(groups, 0.0, sigma=0.0))
+        thresholds.update(torch.full((groups,), 10.0), 10, None, 0)
+        assert bool((thresholds.clip_thresholds - groups**-0.5).abs().max() > 0.01) is moves
 
 
 def test_the_papers_update_is_plain_gradient_descent() -> None:

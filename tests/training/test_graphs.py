@@ -134,6 +134,25 @@ def test_a_number_of_the_models_own_that_changes_with_each_call_is_refused(own):
         state(recorded(trainer))
 
 
+def by_a_tensor_of_its_own(task, rows):
+    task.weight = torch.tensor(1.0 + int(rows[0]))
+
+
+def by_a_number_of_its_own(task, rows):
+    task.weight = 1.0 + int(rows[0])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("change", [by_a_tensor_of_its_own, by_a_number_of_its_own])
+def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(change):
+    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3))
+    read, inner, task = trainer.task.read, trainer.task.losses_of, trainer.task
+    task.read = lambda rows, even=False: (change(task, rows), read(rows))[1]
+    task.losses_of = lambda given: inner(given) * task.weight
+    with pytest.raises(UserError, match=r"at launch 1 of a graph the losses are not .* Return it from read"):
+        state(recorded(trainer))
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
     "wrap", [lambda x: {"x": x}, lambda x: [x], lambda x: x.to("meta")], ids=["dict", "list", "away"]

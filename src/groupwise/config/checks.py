@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import why_unwritable
-from groupwise.config.keys import CHOICES, LIMITS
-from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, RunConfig
+from groupwise.config.keys import CHOICES, LIMITS, expected, fits, key_types
+from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
 
 PLACES = (
@@ -31,27 +31,21 @@ IMAGE_MODELS = ("wide_resnet", "scatter_cnn")
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
     checks = (
-        _texts,
-        _choices,
-        _ranges,
-        _places,
-        _resume,
-        _own_task,
-        _batch,
-        _precision,
-        _weights,
-        _public,
-        _augmentation,
-        _texts_alone,
-        _evaluation,
-        _privacy,
-        _clipping,
-        _pipeline,
-        _recorded,
-        _parallel,
-        _tensor,
-    )
+        _texts, _choices, _ranges, _places, _resume, _own_task, _batch, _precision, _weights, _public, _augmentation,
+        _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel, _tensor,
+    )  # fmt: skip
     for check in checks:
+        for problem in check(config):
+            raise UserError(problem)
+
+
+def validate_clipping(clip: ClipConfig) -> None:
+    """Raise a `UserError` of one sentence for the first thing in ``clip`` alone that cannot be meant."""
+    config = RunConfig(clip=clip)
+    for key, kind in key_types(ClipConfig, "clip.").items():
+        if not fits(value_at(config, key), kind):
+            raise UserError(f"{key}={value_at(config, key)!r} does not fit: {expected(key)} was expected.")
+    for check in (_choices, _ranges, _clipping):
         for problem in check(config):
             raise UserError(problem)
 

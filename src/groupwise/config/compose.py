@@ -28,7 +28,7 @@ from omegaconf.errors import (
 
 from groupwise.config.checks import validate, value_at
 from groupwise.config.keys import FREE_KEYS, expected, fits, key_types, roots
-from groupwise.config.schema import RunConfig
+from groupwise.config.schema import PrivacyConfig, RunConfig
 from groupwise.config.tables import Tables
 from groupwise.errors import UserError, did_you_mean, told
 
@@ -177,8 +177,8 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     for key, kind in known.items():
         if not fits(value_at(config, key), kind):
             raise UserError(f"{key}={value_at(config, key)} does not fit: {expected(key)} was expected.")
-    if config.privacy.noise_multiplier is not None:
-        config.privacy.epsilon = None  # it follows from the noise, once the data are known
+    if config.privacy.noise_multiplier is not None and config.privacy.epsilon in (PrivacyConfig.epsilon, math.inf):
+        config.privacy.epsilon = None  # nobody asked for it: it follows from the noise, once the data are known
     validate(config)
     return config
 

@@ -22,6 +22,7 @@ from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
 from groupwise.private.batches import length_of
 from groupwise.private.make import CHECKED
+from groupwise.training.task import eval_mode
 
 IGNORED = -100
 """The label of a token that predicts nothing."""
@@ -78,13 +79,8 @@ def find_losses(model: nn.Module, examples: Sequence[dict[str, Any]], tolerance:
     Raises:
         UserError: neither is, or the model computes no loss.
     """
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            found = [(_distance(model, losses_of, examples), losses_of) for losses_of in CANDIDATES]
-    finally:
-        model.train(training)
+    with eval_mode(model), torch.no_grad():
+        found = [(_distance(model, losses_of, examples), losses_of) for losses_of in CANDIDATES]
     distance, losses_of = min(found, key=lambda pair: pair[0])
     if not distance <= tolerance:
         raise UserError(
@@ -195,6 +191,7 @@ class PrivateTrainer(Trainer):
 
     def _begin(self, steps: int) -> None:
         model: Any = self.model
+        model.train()  # as every step begins, so that what is checked is what trains
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's around it
         self.private = make_private(
             model,

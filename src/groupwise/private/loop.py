@@ -6,13 +6,13 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
 from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load
+from groupwise.private.watch import Watch, check_parameters, checksums
 from groupwise.training.mechanism import Mechanism
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
@@ -38,8 +38,7 @@ class Private:
         self._rows: int | None = None
         """Examples of the microbatch that waits for its backward pass."""
         self._last = self._summed = self._closing = self._closed = self._filler = False
-        self._marks: list[tuple[Tensor | None, int]] = []
-        """The gradients as `backward` left them, each with the number of its changes."""
+        self._watch = Watch(mechanism)
         TAKEN.update(mechanism.model.modules())
 
     # -- what was promised and spent --------------------------------------------------------------------------------
@@ -56,7 +55,10 @@ class Private:
 
     @property
     def epsilon(self) -> float:
-        """ε of the steps that were executed, at the plan's δ, accounted anew (seconds, after a step)."""
+        """ε of the steps that were executed, at the plan's δ, accounted anew (seconds, after a step).
+
+        It is a guarantee if nothing of the run decided how many they are; else the plan's is (docs/privacy.md).
+        """
         return self.plan.spent_epsilon(self.executed)
 
     def statement(self) -> str:
@@ -88,8 +90,8 @@ class Private:
             microbatch: examples at once, at most; the update depends on it by rounding and masks alone.
             steps: after how many steps to stop, to evaluate or to save; by default after the last of the plan.
             num_workers, collate_fn, pin_memory: as in ``torch.utils.data.DataLoader``.
-            order: the numbers of a batch's examples, (n,), in the order in which they share microbatches: the longest
-                texts first, say. By default as they are numbered.
+            order: the numbers of this process's examples of a batch, (n,), in the order in which they share
+                microbatches: the longest texts first, say. By default as they are numbered.
 
         Raises:
             UserError: all steps of the plan were taken; the data grew or shrank; an argument out of range.
@@ -125,8 +127,8 @@ class Private:
             while self.executed < end:
                 step = self.executed
                 self._reshard()
-                parts = self._parts(in_order(mechanism.open(step), order), size)
-                self._marks = self._marks_now()
+                parts = self._parts(mechanism.open(step), size, order)
+                self._watch.mark()
                 for number, (start, rows, filler) in enumerate(parts, 1):
                     batch = next(loaded)
                     self._check_loop(loop)
@@ -152,16 +154,16 @@ class Private:
 
     def _places(self, first: int, end: int, size: int, order: Order | None) -> Iterator[Place]:
         for step in range(first, end):
-            for start, rows, _ in self._parts(in_order(self.mechanism.sampler.indices(step), order), size):
+            for start, rows, _ in self._parts(self.mechanism.sampler.indices(step), size, order):
                 yield step, start, rows.tolist()
 
-    def _parts(self, drawn: np.ndarray, size: int) -> list[tuple[int, np.ndarray, bool]]:
+    def _parts(self, drawn: np.ndarray, size: int, order: Order | None) -> list[tuple[int, np.ndarray, bool]]:
         """This process's microbatches of a batch: where each begins, its examples, and whether it is a filler.
 
         In shards all processes take as many, as each needs the others' parts of the parameters: one that has no more
         examples repeats the first that was drawn, with its loss times 0.
         """
-        share = self.mechanism.ranks.share(drawn)
+        share = in_order(self.mechanism.ranks.share(drawn), order)  # shares first: orders may differ between processes
         most = -(-len(drawn) // self.mechanism.ranks.replicas) if self.mechanism.in_shards else len(share)
         rows = {start: share[start : start + size] for start in range(0, most, size)}
         return [(start, own if len(own) else drawn[:1], not len(own)) for start, own in rows.items()]
@@ -195,7 +197,8 @@ class Private:
                 f"losses has shape {shape} for the {self._rows} examples that were drawn: give one loss for each of "
                 "them (reduction='none'), and of no others."
             )
-        self._check_gradients()
+        self._watch.check_gradients()
+        self._watch.check_modules()
         try:
             with self.engine.uncounted() if self._filler else nullcontext():
                 self.mechanism.backward(losses * 0 if self._filler else losses)
@@ -205,7 +208,7 @@ class Private:
             raise
         self._context.close()
         self._rows, self._summed = None, True
-        self._marks = self._marks_now()
+        self._watch.mark()
 
     def step(self) -> bool:
         """Release, update and count the step if its batch is complete; else do nothing.
@@ -222,7 +225,7 @@ class Private:
                 "private.step() has nothing new to act on: call it once after each private.backward(losses), inside "
                 "the loop over private.batches()."
             )
-        self._check_gradients()
+        self._watch.check_gradients()
         self._summed = False
         if self._last:
             self._close()
@@ -244,18 +247,6 @@ class Private:
             raise UserError(
                 "optimizer.step() would apply gradients without noise: call private.step() in its place (and no "
                 "GradScaler, which calls it too)."
-            )
-
-    def _marks_now(self) -> list[tuple[Tensor | None, int]]:
-        grads = [parameter.grad for parameter in self.mechanism.trainable]
-        return [(grad, 0 if grad is None else _changes(grad)) for grad in grads]
-
-    def _check_gradients(self) -> None:
-        pairs = zip(self._marks_now(), self._marks, strict=True)
-        if any(now is not then or changes != known for (now, changes), (then, known) in pairs):
-            raise UserError(
-                "Gradients were changed by something else than private.backward(losses): leave out loss.backward(), "
-                "optimizer.zero_grad(), clip_grad_norm_ and GradScaler, and put penalties into the losses."
             )
 
     def _check_loop(self, loop: int) -> None:
@@ -290,8 +281,9 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
 
-        A batch that is under way is not in it: it is drawn again, with the same noise. In shards every process calls,
-        and gets whole tensors on the CPU.
+        A batch that is under way is not in it: it is drawn again, with the same noise. As of any module, its tensors
+        are those that go on training: save it at once, or ``copy.deepcopy`` it; ``load_state_dict`` knows one that has
+        changed since. In shards every process calls, and gets whole tensors on the CPU.
         """
         self._check_open()
         self._reshard()
@@ -304,14 +296,14 @@ class Private:
         if self.mechanism.in_shards:
             from groupwise.training.shards import whole_state
 
-            return whole_state(state)
-        return state
+            state = whole_state(state)
+        return {**state, "checksums": checksums(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, to the same bits; before the first step.
 
         Raises:
-            UserError: after a step; a state of another plan, or of something else.
+            UserError: after a step; a state of another plan, of something else, or whose tensors trained on.
         """
         self._check_open()
         if self.executed:
@@ -324,6 +316,11 @@ class Private:
         if state["plan"] != self.plan.to_dict():
             raise UserError(
                 "The state was made under another plan (data, budget, steps or groups): give the same ones."
+            )
+        if "checksums" in state and state["checksums"] != checksums(state):
+            raise UserError(
+                f"The state's weights or optimiser are not those of its step {state['step']}: they trained on after "
+                "state_dict(), or were altered. Save a state to a file at once, or copy.deepcopy it."
             )
         self._leave()
         self._loop += 1
@@ -348,31 +345,3 @@ class Private:
             self.engine.detach()
             for module in self.mechanism.model.modules():
                 TAKEN.discard(module)
-
-
-def _changes(tensor: Tensor) -> int:
-    """How often it was changed in place; a shard, as such or as the tensor that this process holds of it."""
-    own = getattr(tensor, "_local_tensor", None)
-    return tensor._version + (0 if own is None else own._version)
-
-
-def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser that moves anything else than the model's trainable parameters, or not all of them.
-
-    Raises:
-        UserError: naming a parameter.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in moved:
-        if id(parameter) not in names:
-            raise UserError(
-                f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, so its "
-                "gradient is not clipped: make it over model.parameters()."
-            )
-    there = {id(parameter) for parameter in moved}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in there:
-            raise UserError(
-                f"Parameter {name!r} trains but is not in the optimizer: freeze it before make_private, or add it."
-            )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping import Partition, verify
+from groupwise.config.checks import validate_clipping
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
@@ -104,6 +105,7 @@ def make_private(
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     dataset_size = length_of(data)
     config = settle_clip(clip, threshold, settings)
+    _check_clipping(config)
     _check_public(config, public, in_shards(model))
     if in_shards(model):
         prepare_shards(model, config, ranks, checked=check is not None)
@@ -111,8 +113,6 @@ def make_private(
     engine = make_engine(model, config, in_shards(model), partition=partition, batch_axis=batch_axis)
     assert engine is not None
     try:
-        if config.policy == "public" and len(engine.groups) == 1:
-            raise UserError("policy='public' moves no threshold of one group, as only proportions do: use clip='flat'.")
         agreed = settle_plan(
             config,
             dataset_size,
@@ -175,14 +175,25 @@ def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: 
         if name not in known:
             raise UserError(f"make_private knows no setting {name!r}{did_you_mean(name, known)}.")
     if not isinstance(clip, str):
-        several = {"rescale": len(clip) > 1}  # rescaling one group to C would pin it there
-        return ClipConfig(name="custom", grouping="custom", threshold=threshold, **{**several, **settings})
+        return ClipConfig(name="custom", grouping="custom", threshold=threshold, **settings)
     if clip not in MODES:
         raise UserError(
             f"clip={clip!r} is no clipping mode for a loop of your own{did_you_mean(clip, MODES)}: choose one of "
             f"{', '.join(MODES)}, or give a partition."
         )
     return replace(ClipConfig(name=clip, threshold=threshold, **MODES[clip]), **settings)
+
+
+def _check_clipping(clip: ClipConfig) -> None:
+    """Refuse settings of clipping that mean nothing, as the command line does.
+
+    Raises:
+        UserError: naming the setting; a custom grouping's layers are the partition's, if there is no mapping.
+    """
+    try:
+        validate_clipping(replace(clip, grouping="layer") if clip.grouping == "custom" and not clip.mapping else clip)
+    except UserError as error:
+        raise UserError(str(error).replace("clip.", "")) from error
 
 
 def settle_plan(
@@ -228,8 +239,6 @@ def settle_plan(
         if epochs is None or not 0 < epochs < math.inf:
             raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
         steps = max(1, round(epochs * dataset_size / batch_size))
-    if clip.policy == "adaptive" and not 0 < budget < 1:
-        raise UserError(f"quantile_budget={budget} pays for no counts, which adaptive thresholds need: give 0 < r < 1.")
     return make_plan(
         dataset_size=dataset_size,
         expected_batch_size=batch_size,

@@ -73,7 +73,16 @@ def make_thresholds(
     if clip.policy == "fixed":
         return FixedThresholds([even] * groups)
     if clip.policy == "public":
+        if plan.num_groups == 1:
+            raise UserError("clip.policy=public moves no threshold of one group, as only proportions do: fix it.")
         return PublicThresholds([even] * groups, clip.public_every, clip.public_power)
+    if clip.policy != "adaptive":
+        raise UserError(f"clip.policy={clip.policy} is not known: fixed, adaptive or public.")
+    if plan.noise_multiplier > 0 and not plan.count_noise_multiplier > 0:
+        raise UserError(
+            "clip.policy=adaptive releases counts, for which the plan has no noise: make one with a quantile_budget "
+            "above 0, or use fixed thresholds."
+        )
     start = even if clip.initial_threshold is None else clip.initial_threshold
     return AdaptiveThresholds(
         [start] * groups,
@@ -83,7 +92,7 @@ def make_thresholds(
         expected_batch_size=plan.expected_batch_size,
         minimum=clip.minimum,
         maximum=clip.maximum,
-        rescale_to=clip.threshold if clip.rescale else None,
+        rescale_to=clip.threshold if clip.rescale and plan.num_groups > 1 else None,  # one group would be pinned
         count_at=clip.count_at,
     )
 

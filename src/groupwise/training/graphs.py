@@ -6,9 +6,10 @@ eager microbatch and none of the decisions that the host took: these follow from
 values on the device, which a step reads once, after its last microbatch. Thresholds, weights, counts, gradients and
 dropout's seed are read from memory at each launch, so one graph serves all steps.
 
-What a model works out on the host would stand still: a number of its own that changes from call to call is found, when
-a shape is recorded, by other losses for the same inputs and masks, and refused; one that changes from step to step (a
-weight of the loss, say) is not found, and belongs into a tensor.
+What a model works out on the host would stand still, as would a tensor that is neither an input, a parameter nor a
+buffer. When a shape is recorded, other losses for the same inputs and masks show a number that changes from call to
+call; at the 1st, 2nd, 4th, 8th, … launch the losses are compared with those of an eager forward pass, which shows what
+changed since. Both are refused.
 """
 
 import random
@@ -81,11 +82,13 @@ class CudaRecorder:
 
 @dataclass
 class Recorded:
-    """A microbatch's work, the memory that it reads, and where its groups' squared norms are, by group."""
+    """A microbatch's work, the memory that it reads, and where its losses and its groups' squared norms are."""
 
     inputs: Inputs
     launch: Callable[[], None]
+    losses: Tensor
     squared_norms: dict[int, Tensor]
+    launches: int = 0
 
 
 class MicrobatchGraphs:
@@ -125,7 +128,7 @@ class MicrobatchGraphs:
         elif (known := self._recorded.get(key)) is not None:
             for name, value in tensors(inputs).items():
                 known.inputs[name].copy_(value)
-            known.launch()
+            self._launch(known, inputs)
             if self._engine is not None:
                 self._engine.squared_norms = known.squared_norms
                 self._engine.repeated(len(examples))
@@ -134,6 +137,23 @@ class MicrobatchGraphs:
             add(self._task.losses_of(inputs))
         else:
             self._recorded[key] = self._record(inputs, add)
+
+    def _launch(self, known: Recorded, inputs: Inputs) -> None:
+        """Do the work on the inputs that were copied; now and then its losses are compared with an eager forward pass.
+
+        Raises:
+            UserError: they are others, from the same inputs and masks.
+        """
+        known.launches += 1
+        seldom = known.launches & (known.launches - 1) == 0
+        expected = self._losses_again(inputs) if seldom else None
+        known.launch()
+        if expected is not None and not _alike(known.losses, expected):
+            raise UserError(
+                f"train.cuda_graph=true: at launch {known.launches} of a graph the losses are not those that the task "
+                "computes now: something other than its inputs changed. Return it from read, or keep it in a buffer "
+                "that is changed in place, or leave the option out."
+            )
 
     def _key(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """What a graph holds for: shapes, plain arguments, masked rows, training mode, and where the model's tensors
@@ -164,9 +184,15 @@ class MicrobatchGraphs:
     def _record(self, inputs: Inputs, add: Callable[[Tensor], None]) -> Recorded:
         inputs = inputs | {name: value.clone() for name, value in tensors(inputs).items()}
         self._check_repeats(inputs)
-        before = self._draws_of_the_host()
+        before, made = self._draws_of_the_host(), list[Tensor]()
+
+        def work() -> None:
+            losses = self._task.losses_of(inputs)
+            made[:] = [losses.detach()]
+            add(losses)
+
         try:
-            launch = self._recorder.record(lambda: add(self._task.losses_of(inputs)))
+            launch = self._recorder.record(work)
         except RuntimeError as error:
             if ran_out(error):
                 raise
@@ -182,21 +208,23 @@ class MicrobatchGraphs:
                 "train.cuda_graph=true: this model draws random numbers on the host (layers that it leaves out, say), "
                 "which would be the same ones at each launch: leave the option out."
             )
-        return Recorded(inputs, launch, {} if self._engine is None else self._engine.squared_norms)
+        return Recorded(inputs, launch, made[0], {} if self._engine is None else self._engine.squared_norms)
 
     @torch.no_grad()
-    def _check_repeats(self, inputs: Inputs) -> None:
-        """Refuse losses that are others when they are computed again from the same inputs, masks and buffers."""
+    def _losses_again(self, inputs: Inputs) -> Tensor:
+        """The losses (n,) by an eager forward pass that leaves generators and buffers as they were."""
         model = self._task.model
         device = next(model.parameters()).device
         kept = [buffer.clone() for buffer in model.buffers()]
-        found = []
-        for _ in range(2):
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                found.append(self._task.losses_of(inputs))
-            for buffer, before in zip(model.buffers(), kept, strict=True):
-                buffer.copy_(before)
-        if not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-6, equal_nan=True):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            losses = self._task.losses_of(inputs)
+        for buffer, before in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(before)
+        return losses
+
+    def _check_repeats(self, inputs: Inputs) -> None:
+        """Refuse losses that are others when they are computed again from the same inputs, masks and buffers."""
+        if not _alike(self._losses_again(inputs), self._losses_again(inputs)):
             raise UserError(
                 "train.cuda_graph=true: this model has other losses for the same inputs and masks each time (a number "
                 "or generator of its own on the host), which would stand still: leave the option out."
@@ -214,6 +242,10 @@ class MicrobatchGraphs:
         self._recorded.clear()
         self._seen.clear()
         self._recorder.forget()
+
+
+def _alike(losses: Tensor, others: Tensor) -> bool:
+    return torch.allclose(losses, others, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def tensors(inputs: Inputs) -> dict[str, Tensor]:

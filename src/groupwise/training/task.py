@@ -18,13 +18,14 @@ Split = Literal["train", "valid", "test"]
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards the mode that the model was in."""
-    training = model.training
+    """Eval mode inside; afterwards the mode that each module was in."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
 
 
 class Task(ABC):

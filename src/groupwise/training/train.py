@@ -114,7 +114,13 @@ def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any
     were run again in all."""
     replayed = record.replayed(start) if state else 0
     record.write_data(trainer.task.describe_data())
-    privacy = {"plan": trainer.plan.to_dict(), "executed_steps": start, "replayed_steps": replayed, "private": private}
+    privacy = {
+        "plan": trainer.plan.to_dict(),
+        "neighbours_differ_by": neighbours_of(record.config),
+        "executed_steps": start,
+        "replayed_steps": replayed,
+        "private": private,
+    }
     record.write("privacy", privacy)  # before the lines are gone that `replayed` comes from
     record.cut_metrics(start)
     seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
@@ -176,11 +182,11 @@ def _close(
         raise UserError(
             f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
         )
-    spent = {**report.to_dict(), "guaranteed": private}
+    spent, neighbours = {**report.to_dict(), "guaranteed": private}, neighbours_of(record.config)
     if main:
         steps = {"executed_steps": report.executed_steps, "replayed_steps": replayed}
-        privacy = {"plan": plan.to_dict(), "thresholds": thresholds, "spent": spent, **steps, "private": private}
-        record.write("privacy", privacy)
+        promised = {"plan": plan.to_dict(), "neighbours_differ_by": neighbours}
+        record.write("privacy", {**promised, "thresholds": thresholds, "spent": spent, **steps, "private": private})
     trainer.save_model(record.folder / "model.pt")
     if record.config.export is not None:
         export(record, trainer, final, private)
@@ -192,7 +198,7 @@ def _close(
             **plan.to_dict(),
             "spent_epsilon": spent["epsilon"],
             "private": private,
-            "neighbours_differ_by": neighbours_of(record.config),
+            "neighbours_differ_by": neighbours,
             "replayed_steps": replayed,
         },
         system={**_system(trainer, seconds, throughput), **machine},
