@@ -242,7 +242,7 @@ def test_a_loop_of_ones_own_spends_nothing_on_thresholds_and_moves_them():
     [
         ({"public": None}, "has no public= to follow"),
         ({"clip": "fixed_layer"}, "follows no public examples, which were given"),
-        ({"clip": "flat", "policy": "public"}, "one group"),
+        ({"clip": "flat", "policy": "public"}, "moves no threshold"),
         ({"public": lambda: torch.ones(())}, "one value per example"),
     ],
 )

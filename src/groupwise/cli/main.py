@@ -234,5 +234,5 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     parser.error = _refuse  # type: ignore[method-assign]
     given = parser.parse_args(list(arguments))
     if given.experimental_rerun:
-        raise UserError("--experimental-rerun would unpickle a file; resume=results/runs/<hash> goes on with a run.")
+        raise UserError("--experimental-rerun would unpickle a file; the same command goes on with a run.")
     return given
