@@ -12,15 +12,18 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.device_table import AGAIN, LEFT
 from benchmarks.options import check_above_zero, check_device, command, read, split
+from benchmarks.worker import is_lost
 
 FILE = "device_steps.csv"
-KEY = ("microbatch", "precision", "layout", "method", "device", "hardware")
+KEY = ("workload", "microbatch", "precision", "layout", "method", "device", "hardware")
 COLUMNS = (
     *(
         "workload",
@@ -78,7 +81,7 @@ def step_row(
     from groupwise.training.memory import ran_out
 
     device = torch.device(options.device)
-    row: dict[str, Any] = {"workload": "wrn16_4_ws (tiny)" if options.tiny else "wrn16_4_ws", "microbatch": microbatch}
+    row: dict[str, Any] = {"workload": workload_of(options), "microbatch": microbatch}
     row |= {"precision": precision, "layout": layout, "method": method, "device": options.device}
     job = Job("wrn16_4_ws", method, layout, microbatch, device=options.device, tiny=options.tiny)
     try:
@@ -106,7 +109,8 @@ def step_row(
         return row | {"status": f"refused: {first}"}
     finally:
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # of a kernel that broke the GPU for this process, which is in the row
+                torch.cuda.empty_cache()
     found = profiler.key_averages()
     order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
     told = found.table(sort_by=order, row_limit=40, max_name_column_width=70)
@@ -126,8 +130,17 @@ def step_row(
     }
 
 
-def run(options: StepOptions) -> None:
-    """Measure what the file lacks; each row is written and printed as soon as it is there."""
+def workload_of(options: StepOptions) -> str:
+    """The name that its rows have."""
+    return "wrn16_4_ws (tiny)" if options.tiny else "wrn16_4_ws"
+
+
+def run(options: StepOptions) -> int:
+    """Measure what the file lacks; each row is written and printed as soon as it is there.
+
+    Returns:
+        The exit code: 0; `LEFT` where time was up, `AGAIN` where a kernel broke the GPU for this process.
+    """
     from benchmarks.results import merge, provenance
 
     folder = Path(options.out)
@@ -140,28 +153,34 @@ def run(options: StepOptions) -> None:
     sizes = [int(size) for size in split(options.microbatch)]
     ways = product(split(options.layout), sizes, split(options.precision), split(options.method))
     for layout, microbatch, precision, method in ways:
-        if (str(microbatch), precision, layout, method, options.device, str(source["hardware"])) in done:
+        asked = (str(microbatch), precision, layout, method, options.device, str(source["hardware"]))
+        if (workload_of(options), *asked) in done:
             continue
         if time.monotonic() - began > options.limit:
             print(f"time is up before microbatch={microbatch} precision={precision} layout={layout}", file=sys.stderr)
-            return
+            return LEFT
         row = step_row(microbatch, precision, layout, method, options, folder)
         row |= {name: source[name] for name in COLUMNS if name in source}
         merge(path, [row], COLUMNS, KEY)
         told = row["status"] if row["status"] != "ok" else f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches"
         print(f"microbatch {microbatch:5d}  {precision:9s} {layout:13s} {method:15s} {told}", flush=True)
+        if row["status"] != "ok" and is_lost(options.device):
+            print("error: the GPU is lost to this process: give the command again", file=sys.stderr)
+            return AGAIN
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit code."""
+    ended = [0]
 
     def work(given: list[str]) -> None:
         options = read(StepOptions, given)
         check_above_zero(options, "repeats", "limit")
         check_device(options.device)
-        run(options)
+        ended[0] = run(options)
 
-    return command(work, HELP, "the rows that were done are written", arguments)
+    return command(work, HELP, "the rows that were done are written", arguments) or ended[0]
 
 
 if __name__ == "__main__":

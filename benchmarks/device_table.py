@@ -155,7 +155,7 @@ def measure_largest(options: TableOptions, late: Callable[[], bool]) -> int:
 
     from benchmarks.driver import Measured, progress, row_of
     from benchmarks.results import merge, provenance
-    from benchmarks.worker import Together
+    from benchmarks.worker import DeviceLost, Together
 
     path, source = Path(options.out) / LARGEST, provenance(options.device)
     there = set(pd.read_csv(path)["method"]) if path.exists() else set()
@@ -167,16 +167,24 @@ def measure_largest(options: TableOptions, late: Callable[[], bool]) -> int:
             if late():
                 return LEFT
             progress(f"gpt2: does a batch of {job.batch} fit with {method}?")
-            with Together(job, options.limit) as here:
-                facts = here.ask(do="measure")
-                answer = {} if "refused" in facts else here.ask(do="round", steps=options.steps)
-            refused = facts.get("refused") or answer.get("refused")
+            facts: dict[str, Any] = {}
+            answer: dict[str, Any] = {}
+            lost = ""
+            try:
+                with Together(job, options.limit) as here:
+                    facts = here.ask(do="measure")
+                    answer = {} if "refused" in facts else here.ask(do="round", steps=options.steps)
+            except DeviceLost as error:
+                lost = str(error)
+            refused = lost or facts.get("refused") or answer.get("refused")
             if refused is None:
                 found = row_of(Measured(job, facts), 0, options.steps, answer)
                 job = replace(job, batch=2 * (job.batch or 1))
                 continue
-            row = found or row_of(Measured(job, facts), 0, 0, answer)
+            row = found or row_of(Measured(job, {"refused": refused, **facts}), 0, 0, answer)
             merge(path, [row | source | {"peer": f"a batch of {job.batch}: {refused}"}])
+            if lost:
+                return AGAIN
             break
     return 0
 

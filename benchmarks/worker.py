@@ -153,6 +153,16 @@ class DeviceLost(Exception):
     """A kernel failed, after which this process can compute nothing more on its GPU."""
 
 
+def is_lost(device: str) -> bool:
+    """Whether a kernel that failed before has left this process without its GPU."""
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 class Together:
     """`benchmarks.process.Process` without a process: many can be there at once, and a GPU's memory is given back.
 

@@ -94,6 +94,8 @@ def absl_keeps_the_capture_open() -> None:
         ("--cfg job -m", "Only one of"),
         ("--experimental-rerun=config.pickle", "would unpickle a file"),
         ("hydra/launcher=slrm", "not one of basic"),
+        ("privacy.epsilon=8 privacy.noise_multiplier=1", "are both given"),
+        ("task=cifar model.trains=bias", "is of language models"),
         ("-m clip=flat,gohst", "did you mean ghost?"),
         ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),
     ],

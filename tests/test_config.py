@@ -225,7 +225,7 @@ def test_without_clipping_epsilon_is_infinite() -> None:
 
 
 def test_a_given_noise_multiplier_takes_the_place_of_the_usual_epsilon_alone() -> None:
-    with pytest.raises(UserError, match="are both given"):
+    with pytest.raises(UserError, match="are both given: give one, as"):
         run("privacy.noise_multiplier=2.5", "privacy.epsilon=3")
     privacy = run("privacy.noise_multiplier=2.5").privacy
     assert (privacy.epsilon, privacy.noise_multiplier) == (None, 2.5)

@@ -1,14 +1,18 @@
 """Ways to leave the loop and come back change no bit, and a refusal leaves everything as it was."""
 
+import copy
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from groupwise import Private
+from groupwise.clipping import flat
 from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
 from tests.private_use import EXAMPLES, MICROBATCH, Use, X, Y, network, other_model, well
 
 
@@ -128,3 +132,51 @@ def test_after_detach_the_model_and_the_optimizer_are_the_users_again():
     use.optimizer.step()
     assert isinstance(Use(use.model).private, Private)
     assert math.isfinite(float(use.weights.sum()))
+
+
+def test_a_step_that_fails_after_its_noise_is_counted_and_its_noise_not_drawn_again():
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    use = Use()
+    opened = []
+    inner = use.private.mechanism.open
+    use.private.mechanism.open = lambda step: opened.append(step) or inner(step)
+    hook = use.optimizer.register_step_post_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        use.train()
+    hook.remove()
+    assert use.private.executed == 1
+    use.train()
+    assert opened == [0, 1, 2] and use.private.executed == 3
+
+
+def test_detaching_within_a_batch_leaves_no_sums_behind():
+    use = Use().train(1)
+    for x, y in use.private.batches(MICROBATCH):
+        well(use, x, y)
+        break
+    use.private.detach()
+    assert all(parameter.grad is None for parameter in use.model.parameters())
+
+
+def test_a_state_brings_the_way_of_its_noise_along():
+    pytest.importorskip("cryptography")
+    model = network()
+    secure = Use(model, noise_source=NoiseSource.fresh(secure=True)).train(1).private
+    state = copy.deepcopy(secure.state_dict())
+    secure.detach()
+    again = Use(model)
+    again.private.load_state_dict(state)
+    found = again.private.mechanism
+    assert found.noise.secure and type(found.sampler) is type(secure.mechanism.sampler)
+
+
+def test_a_number_of_numpy_s_is_one():
+    use = Use(threshold=np.float32(0.5), target_quantile=np.float64(0.7))
+    assert use.private.mechanism.thresholds.rescale_to == 0.5
+
+
+def test_a_partition_of_one_group_may_be_clipped_by_ghost_norms():
+    model = network()
+    assert Use(model, clip=flat(model), norms="ghost", policy="fixed").train().private.executed == 3

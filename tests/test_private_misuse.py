@@ -240,6 +240,29 @@ def trained_on() -> None:
     Use(use.model).private.load_state_dict(state)
 
 
+def does_not_fit() -> None:
+    state = Use(network(nn.Linear(8, 8))).train(1).private.state_dict()
+    use = Use(network(nn.Sequential(nn.Linear(8, 8))), seed=4)
+    before = use.private.mechanism.noise.key
+    try:
+        use.private.load_state_dict(state)
+    finally:
+        assert use.private.mechanism.noise.key == before and not use.private.executed
+
+
+def state_within_a_step() -> None:
+    use = Use()
+    use.optimizer.register_step_post_hook(lambda *_: use.private.state_dict())
+    use.train()
+
+
+class Apart(Alone):
+    """Two processes, of which one loaded a state."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, ("another", 2)]
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "none of epsilon, noise_multiplier and plan": (lambda: make(noise_multiplier="none"), "0 of epsilon"),
     "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
@@ -330,6 +353,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a parameter added or replaced later": (added_later, "added"),
     "anything after `detach`": (closed, "detached"),
     "a state of another plan": (other_state, "another plan"),
+    "a state of another model": (does_not_fit, "does not fit this model"),
+    "a state taken in the middle of a step": (state_within_a_step, "within a step"),
+    "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "other steps than each other"),
     "a state of something else": (no_state, "none of a private training"),
     "a state whose tensors trained on (the noise of those steps again)": (trained_on, "trained on after"),
     "a state loaded after steps were taken (the same noise again)": (back_in_time, "going back"),

@@ -3,8 +3,10 @@
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from errno import ENOSPC
 from functools import wraps
 from typing import ParamSpec, TextIO
 
@@ -43,6 +45,30 @@ class ProcessFailed(RuntimeError):
     """One of a run's processes died or hit a bug: one sentence on which and how; `run.py` leaves with exit code 1."""
 
 
+EXTRAS = {
+    **dict.fromkeys(("transformers", "tokenizers", "datasets", "peft", "sacrebleu", "rouge_score", "nltk"), "language"),
+    **dict.fromkeys(("sklearn", "torchvision", "pandas", "matplotlib", "hydra", "prv_accountant"), "suite"),
+    "cryptography": "secure",
+}
+"""Packages that are imported where they are needed -> the extra that brings them."""
+
+
+@contextmanager
+def surroundings_told() -> Iterator[None]:
+    """A package that is not installed, or a place that may not be read, becomes a `UserError`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        raise UserError(
+            f"{package} is not installed, which this needs: pip install 'groupwise[{EXTRAS[package]}]' brings it."
+        ) from error
+    except PermissionError as error:
+        raise UserError(f"{error.filename} may not be read or written here ({error.strerror}): mend that.") from error
+
+
 def did_you_mean(word: str, known: Iterable[str], in_full: Mapping[str, str] | None = None) -> str:
     """`` (did you mean X?)``, X the known word close to ``word`` or its ``in_full``; empty if none is."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -69,10 +95,15 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
     @wraps(main)
     def run(*arguments: Given.args, **options: Given.kwargs) -> int:
         try:
-            return main(*arguments, **options)
+            with surroundings_told():
+                return main(*arguments, **options)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            return MISTAKE
+        except OSError as error:
+            if error.filename is None and error.errno != ENOSPC:
+                raise
+            print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
+        return MISTAKE
 
     return run
 

@@ -2,6 +2,7 @@
 
 import textwrap
 import time
+import warnings
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from groupwise.build import build_trainer
 from groupwise.clipping import ClippingEngine, explain
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, surroundings_told
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan, make_plan
@@ -33,6 +34,7 @@ from groupwise.training.train import train
 
 
 @memory_told()
+@surroundings_told()
 def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]:
     """Train one cell, or take it up where it was left; returns its result row.
 
@@ -51,6 +53,8 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         if ranks.main:
             record.seal()
         row = record.result()
+        if ranks.main and (told := row.get("paths.data")) not in (None, config.paths.data):
+            warnings.warn(f"paths.data was {told} in that run: data of another folder are not looked at.", stacklevel=2)
         print(f"Done already: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
         return row
     if not resumable:

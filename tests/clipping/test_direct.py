@@ -235,3 +235,32 @@ class TestRefusals:
         model = mlp()
         with attach(model, per_layer(model), 0.5, direct=True), pytest.raises(UserError, match=r"engine\.backward"):
             model(torch.randn(6, 5)).sum().backward()
+
+
+class Pairs(nn.Module):
+    """Two rows of its layer for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, a, b):
+        first, second = self.layer(torch.cat([a, b])).chunk(2)
+        return (first - second).square().sum(1)
+
+
+@pytest.mark.parametrize("examples", [1, 4])
+@pytest.mark.parametrize("mode", ["layer", "ghost"])
+def test_several_rows_of_an_example_are_refused(mode, examples):
+    make_partition, options = MODES[mode]
+    model = Pairs()
+    with (
+        attach(model, make_partition(model), 0.3, direct=True, **options) as engine,
+        pytest.raises(UserError, match=f"saw {2 * examples} rows for {examples} losses"),
+    ):
+        engine.backward(model(torch.randn(examples, 3), torch.randn(examples, 3)))
+
+
+def test_sequences_first_are_refused():
+    with pytest.raises(UserError, match="batch_axis=1"):
+        attach(mlp(), per_layer(mlp()), 0.3, direct=True, batch_axis=1)

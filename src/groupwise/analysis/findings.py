@@ -69,6 +69,7 @@ class Verdict:
         p: two-sided, adjusted by Holm's method over the page.
         word: `AGREEMENT`, `DISAGREEMENT` or `UNDECIDED`.
         why: what kept it from a verdict, or what a reader should know.
+        instead: the model of a reduced scale, where it is another than the paper's, and what of it trains.
     """
 
     claim: Claim
@@ -82,6 +83,7 @@ class Verdict:
     p: float = math.nan
     word: str = UNDECIDED
     why: str = ""
+    instead: str = ""
 
     @property
     def said(self) -> str:
@@ -136,7 +138,15 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folder
     for place in pairs.places:
         by_budget.setdefault(dict(place).get(BUDGET, ""), []).append(place)
     parts = by_budget if whole and _depends(pairs, by_budget) else {"": pairs.places}
-    return [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
+    found = [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
+    return [replace(verdict, instead=_instead(claim.contrast, sweep, scale)) for verdict in found]
+
+
+def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
+    """What the scale changes of the model: "model=roberta_tiny, model.trains=all"; nothing where it is the paper's."""
+    used = [cell for cell in sweep.cells(scale) if contrast.uses(cell.name)]
+    other = {item for cell in used for item in cell.overrides if item not in cell.name.split()}
+    return ", ".join(sorted(item for item in other if item.startswith(("model=", "model.trains="))))
 
 
 def _obstacle(
@@ -153,8 +163,14 @@ def _obstacle(
     floors = read_floors(folders.measured)
     if scale != PAPER and any(floor_of(task, contrast.metric, floors) is None for task in tasks):
         return "what one answer for every input scores is not known"
-    weak = [why_uninformative(task, contrast.metric, max(pairs.means), floors) for task in tasks]
+    weak = [why_uninformative(task, contrast.metric, _best(contrast, pairs, task), floors) for task in tasks]
     return next(filter(None, weak), "")
+
+
+def _best(contrast: Contrast, pairs: Differences, task: str) -> float:
+    """The mean of the better of a contrast's terms, over the pairs of one task."""
+    own = [means for at, means in pairs.levels.items() if dict(at).get("task", contrast.where.get("task", "")) == task]
+    return max(sum(term) / len(own) for term in zip(*own, strict=True))
 
 
 def _depends(pairs: Differences, by_budget: dict[str, list[Place]]) -> bool:
@@ -218,7 +234,7 @@ def _mean(paper: Differences, places: Sequence[Place]) -> float:
 
 def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> Differences:
     if sweep.name not in TABLES:
-        return Differences({}, 0, [])
+        return Differences({}, 0, [], {})
     paper = read_paper(sweep.name, folders.paper)
     paper = paper[(paper["metric"] == contrast.metric) & (paper["cell"] != "") & paper["value"].notna()]
     names = list(dict.fromkeys(cell.name for cell in sweep.cells(PAPER)))
@@ -252,7 +268,7 @@ def findings_table(found: Sequence[Verdict]) -> str:
         rows.append(
             [
                 verdict.claim.says,
-                verdict.claim.on,
+                verdict.claim.on + (f" (here {verdict.instead})" if verdict.instead else ""),
                 verdict.scale or "–",
                 verdict.epsilon or "all",
                 number(verdict.paper),

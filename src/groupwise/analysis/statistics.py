@@ -148,6 +148,8 @@ class Differences(NamedTuple):
     """Places and seeds at which some of the cells have a value and others none."""
     means: list[float]
     """Of each term, over the pairs."""
+    levels: dict[Place, list[float]]
+    """The same of the pairs at one place."""
 
     @property
     def places(self) -> list[Place]:
@@ -180,8 +182,12 @@ def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> 
     for place, seed in whole:
         terms = places[place, seed]
         pairs.setdefault(place, {})[seed] = sum(sign * terms[at] for at, (sign, _) in enumerate(contrast.terms))
-    means = [sum(places[at][number] for at in whole) / len(whole) for number in range(len(contrast.terms)) if whole]
-    return Differences(pairs, len(places) - len(whole), means)
+
+    def means(of: Sequence[tuple[Place, int]]) -> list[float]:
+        return [sum(places[at][number] for at in of) / len(of) for number in range(len(contrast.terms)) if of]
+
+    levels = {place: means([(place, seed) for seed in seeds]) for place, seeds in pairs.items()}
+    return Differences(pairs, len(places) - len(whole), means(whole), levels)
 
 
 OBSTACLES: tuple[tuple[dict[str, str], str], ...] = (

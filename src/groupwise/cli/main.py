@@ -15,7 +15,7 @@ import hydra
 from omegaconf import DictConfig
 
 from groupwise.cli.why import why
-from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, register, to_run_config, too_long
+from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, refuse_both, register, to_run_config, too_long
 from groupwise.config.keys import CONFIG_DIR, groups
 from groupwise.config.schema import RunConfig
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
@@ -115,6 +115,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
             print(why(sys.argv[1:], conf))
             return 0
         arguments = _parse(sys.argv[1:])
+        refuse_both(arguments.overrides)
         if _is_sweep(arguments):
             folder = _prepare(arguments.overrides, conf, train)
             if folder is None:
@@ -122,7 +123,8 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
             sys.argv.append(f"hydra.sweep.dir='{folder}'")
         hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)()
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+        again = "the command without overwrite=true" if "overwrite=true" in sys.argv else "the same command"
+        print(f"interrupted: {again} goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         code = 0 if folder is None else report_sweep(folder, error)

@@ -18,7 +18,7 @@ from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
 
-def check_options(norms: str, partition: Partition, formula: str, batch_axis: int) -> None:
+def check_options(norms: str, partition: Partition, formula: str, batch_axis: int, direct: bool) -> None:
     """Refuse options that are unknown, or do not go together.
 
     Raises:
@@ -32,6 +32,8 @@ def check_options(norms: str, partition: Partition, formula: str, batch_axis: in
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
     if batch_axis not in (0, 1):
         raise UserError(f"batch_axis={batch_axis!r} is unknown: 0, or 1 where sequences come first.")
+    if batch_axis and direct:
+        raise UserError("batch_axis=1 is not for direct=True (FSDP), which takes the first axis: put the batch first.")
 
 
 def check_losses(losses: Tensor) -> None:
@@ -153,7 +155,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
             continue
         seen.add(node)
         kind = node.name()
-        if kind == group:
+        if kind == group and node._forward_cls is GroupFunction:
             continue
         if kind == "CheckpointFunctionBackward":
             raise UserError(
@@ -173,7 +175,8 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot "
                 "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter."
             )
-        following = node.next_functions[:2] if kind == direct else node.next_functions  # probe and input
+        ours = kind == direct and node._forward_cls is DirectFunction
+        following = node.next_functions[:2] if ours else node.next_functions  # probe and input
         stack.extend((next_node, kind) for next_node, _ in following)
     return reorders
 

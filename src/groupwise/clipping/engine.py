@@ -86,7 +86,7 @@ class ClippingEngine:
         direct: bool,
         parts: Parts | None = None,
     ) -> None:
-        check_options(norms, partition, formula, batch_axis)
+        check_options(norms, partition, formula, batch_axis, direct)
         layers = find_layers(model)
         check_partition(layers, partition)
         self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))

@@ -142,6 +142,11 @@ class GroupPass:
     def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> Gradients:
         """The same for a layer that returns its gradients itself, one a parameter."""
         current = self._current(member, FIRST, g)
+        if len(g) != current.examples:
+            raise UserError(
+                f"Layer {member.name!r} saw {len(g)} rows for {current.examples} losses, and with direct=True it can "
+                "not be told whose they are: give it one row for each example, or do without direct=True (FSDP)."
+            )
         if member.name in current.reported:
             raise UserError(
                 f"Layer {member.name!r} runs twice in one forward pass, and with direct=True no norm joins the two: "

@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.atomic import why_unwritable
 from groupwise.config.keys import CHOICES, LIMITS, expected, fits, key_types
-from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, RunConfig
+from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, ModelConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
 
 PLACES = (
@@ -168,11 +168,17 @@ def _weights(config: RunConfig) -> Iterator[str]:
 def _texts_alone(config: RunConfig) -> Iterator[str]:
     if config.model.rematerialize and config.model.name in IMAGE_MODELS:
         yield f"model.rematerialize=true is of text, and model.name={config.model.name} reads none: leave it out."
+    usual = ModelConfig()
+    for key in ("trains", "dropout", "attention_dropout", "untie"):
+        if config.model.name in IMAGE_MODELS and (value := getattr(config.model, key)) != getattr(usual, key):
+            yield f"model.{key}={value} is of language models: leave it out with model.name={config.model.name}."
     if config.data.chat and config.task not in GENERATION:
         yield f"data.chat=true is not for task={config.task}: choose one of {', '.join(GENERATION)}, or leave it out."
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.explain and config.eval.shots is not None:
+        yield "explain=true shows how training clips, and eval.shots trains nothing: drop one of them."
     if config.data.chat and config.eval.shots:
         yield f"eval.shots={config.eval.shots} shows examples as plain text, which data.chat=true is not: drop one."
     if config.eval.shots is not None and config.clip.grouping != "none":

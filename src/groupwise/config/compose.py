@@ -183,6 +183,21 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     return config
 
 
+def refuse_both(overrides: Sequence[str]) -> None:
+    """Refuse ε and σ side by side on a command line; where σ alone is given, it takes the place of a recipe's ε.
+
+    Raises:
+        UserError: both were given, neither as null.
+    """
+    given = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+    both = [given.get(key, "null") for key in ("privacy.epsilon", "privacy.noise_multiplier")]
+    if "null" not in both:
+        raise UserError(
+            f"privacy.epsilon={both[0]} and privacy.noise_multiplier={both[1]} are both given: give one, as the other "
+            "follows from it."
+        )
+
+
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     # "+clip.foo=1" slips a key past Hydra's struct check, and the dataclass would carry it along unread.
     for name in map(str, node):
@@ -195,6 +210,7 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 def compose_run(overrides: list[str], conf: Path) -> RunConfig:
     """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks."""
     register()
+    refuse_both(overrides)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         return to_run_config(composer_of(conf).compose(overrides))
 

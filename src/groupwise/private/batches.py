@@ -29,7 +29,7 @@ def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:
     if order is None:
         return drawn
     ordered = np.asarray(order(drawn))
-    if not np.array_equal(np.sort(ordered, axis=None), drawn):
+    if ordered.shape != drawn.shape or not np.array_equal(np.sort(ordered), drawn):
         raise UserError(
             "order gave other examples than were drawn, which no account of epsilon covers: return the numbers that "
             "it is given, each once."

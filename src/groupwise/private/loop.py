@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from hashlib import sha256
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 import numpy as np
 from torch import Tensor, nn
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
 from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load
@@ -98,6 +99,7 @@ class Private:
         """
         self._check_open()
         check_processes(self.mechanism.ranks)
+        self._check_agreed()
         for name, value in (("microbatch", microbatch), ("steps", 1 if steps is None else steps)):
             if not is_whole(value) or value < 1:
                 raise UserError(f"{name}={value!r} is out of range: give a whole number of at least 1.")
@@ -249,6 +251,15 @@ class Private:
                 "GradScaler, which calls it too)."
             )
 
+    def _check_agreed(self) -> None:
+        """Refuse processes that would draw other batches or noise than each other."""
+        key = sha256(b"groupwise agreed" + self.mechanism.noise.key).hexdigest()
+        if len(set(self.mechanism.ranks.gather((key, self.executed)))) > 1:
+            raise UserError(
+                "The processes are at other steps than each other, or have other keys: load one and the same state "
+                "in all of them."
+            )
+
     def _check_loop(self, loop: int) -> None:
         self._check_open()
         if loop != self._loop:
@@ -286,9 +297,12 @@ class Private:
         changed since. In shards every process calls, and gets whole tensors on the CPU.
         """
         self._check_open()
+        if self._closing:
+            raise UserError("state_dict() within a step would repeat its noise later: call it after private.step().")
         self._reshard()
         state = {
             **self.mechanism.state_dict(),
+            "noise_secure": self.mechanism.noise.secure,
             "step": self.executed,
             "model": self.mechanism.model.state_dict(),
             "optimizer": self.mechanism.optimizer.state_dict(),
@@ -330,17 +344,28 @@ class Private:
 
             self._reshard()
             state = state_in_shards(state, mechanism.model, mechanism.trainable)
-        secret, counted = state["noise_is_secret"], state.get("noise_counted", False)
-        mechanism.use_key(NoiseSource.from_key(state["noise_key"], secret, mechanism.noise.secure, counted))
-        mechanism.model.load_state_dict(state["model"])
-        mechanism.optimizer.load_state_dict(state["optimizer"])
-        mechanism.load_state_dict(state, state["step"])
+        try:
+            secret, counted = state["noise_is_secret"], state.get("noise_counted", False)
+            secure = state.get("noise_secure", mechanism.noise.secure)
+            noise = NoiseSource.from_key(state["noise_key"], secret, secure, counted)
+            mechanism.model.load_state_dict(state["model"])
+            mechanism.optimizer.load_state_dict(state["optimizer"])
+            mechanism.load_state_dict(state, state["step"])
+        except UserError:
+            raise
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"The state does not fit this model and optimiser ({reason(error)}): make them as they were. The key "
+                "of the noise was not taken over."
+            ) from error
+        mechanism.use_key(noise)  # last: where anything failed, no noise of that run may meet other gradients
 
     def detach(self) -> None:
         """End the training: the model and the optimiser are as they were, and nothing more is released here."""
         if not self._closed:
             self._leave()
             self._closed = True
+            self.mechanism.drop()
             self._hook.remove()
             self.engine.detach()
             for module in self.mechanism.model.modules():

@@ -170,6 +170,8 @@ def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: 
         if clip.grouping == "none":
             raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
         return clip
+    threshold, *values = (v.item() if isinstance(v, np.generic) else v for v in (threshold, *settings.values()))
+    settings = dict(zip(settings, values, strict=True))
     known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
     for name in settings:
         if name not in known:
@@ -190,8 +192,11 @@ def _check_clipping(clip: ClipConfig) -> None:
     Raises:
         UserError: naming the setting; a custom grouping's layers are the partition's, if there is no mapping.
     """
+    if clip.grouping == "custom" and not clip.mapping:
+        one = {"grouping": "flat", "rescale": False} if clip.norms == "ghost" else {"grouping": "layer"}
+        clip = replace(clip, **one)  # type: ignore[arg-type]
     try:
-        validate_clipping(replace(clip, grouping="layer") if clip.grouping == "custom" and not clip.mapping else clip)
+        validate_clipping(clip)
     except UserError as error:
         raise UserError(str(error).replace("clip.", "")) from error
 

@@ -20,6 +20,7 @@ from groupwise.data.synthetic_text import synthetic_paired
 from groupwise.data.text import PAIRED
 from groupwise.data.text_examples import PairedText, Request
 from groupwise.errors import UserError, reason
+from groupwise.metrics import check_installed
 from groupwise.models.hub import find_source
 from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.trainable import choose_trainable
@@ -265,6 +266,7 @@ def make_text_generation(
 
     `build` makes the model from its settings and the tokeniser, with what trains chosen; None loads it to `device`.
     """
+    check_installed()
     tokenizer = find_tokenizer(config)
     framed = chat_frame if config.data.chat else plain_frame
     frame = framed(tokenizer, DELIMITER if config.task in SUMMARIES else "")

@@ -15,7 +15,7 @@ changed since. Both are refused.
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,9 +146,12 @@ class MicrobatchGraphs:
         """
         known.launches += 1
         seldom = known.launches & (known.launches - 1) == 0
-        expected = self._losses_again(inputs) if seldom else None
+        expected = None
+        if seldom:
+            with ignoring_lack_of_memory():
+                expected = self._losses_again(inputs)
         known.launch()
-        if expected is not None and not _alike(known.losses, expected):
+        if expected is not None and not torch.allclose(known.losses, expected, rtol=0.05, atol=1e-3, equal_nan=True):
             raise UserError(
                 f"train.cuda_graph=true: at launch {known.launches} of a graph the losses are not those that the task "
                 "computes now: something other than its inputs changed. Return it from read, or keep it in a buffer "
@@ -210,21 +213,26 @@ class MicrobatchGraphs:
             )
         return Recorded(inputs, launch, made[0], {} if self._engine is None else self._engine.squared_norms)
 
-    @torch.no_grad()
     def _losses_again(self, inputs: Inputs) -> Tensor:
-        """The losses (n,) by an eager forward pass that leaves generators and buffers as they were."""
+        """The losses (n,) by a forward pass past the engine that leaves generators and buffers as they were.
+
+        It is one with gradients, as attention without may draw other masks.
+        """
         model = self._task.model
         device = next(model.parameters()).device
         kept = [buffer.clone() for buffer in model.buffers()]
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            losses = self._task.losses_of(inputs)
-        for buffer, before in zip(model.buffers(), kept, strict=True):
-            buffer.copy_(before)
+        past = nullcontext() if self._engine is None else self._engine.bypassed()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), past:
+            losses = self._task.losses_of(inputs).detach()
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), kept, strict=True):
+                buffer.copy_(before)
         return losses
 
     def _check_repeats(self, inputs: Inputs) -> None:
         """Refuse losses that are others when they are computed again from the same inputs, masks and buffers."""
-        if not _alike(self._losses_again(inputs), self._losses_again(inputs)):
+        first, second = self._losses_again(inputs), self._losses_again(inputs)
+        if not torch.allclose(first, second, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise UserError(
                 "train.cuda_graph=true: this model has other losses for the same inputs and masks each time (a number "
                 "or generator of its own on the host), which would stand still: leave the option out."
@@ -244,8 +252,14 @@ class MicrobatchGraphs:
         self._recorder.forget()
 
 
-def _alike(losses: Tensor, others: Tensor) -> bool:
-    return torch.allclose(losses, others, rtol=1e-4, atol=1e-6, equal_nan=True)
+@contextmanager
+def ignoring_lack_of_memory() -> Iterator[None]:
+    """What does not fit into memory inside is left out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
 
 
 def tensors(inputs: Inputs) -> dict[str, Tensor]:

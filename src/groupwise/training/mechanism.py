@@ -182,14 +182,23 @@ class Mechanism:
         if self._opened is None:
             raise UserError("No logical batch is open, so there is nothing to release: open(step) begins one.")
         (step, drawn), self._opened = self._opened, None
-        counts = self._sum_over_replicas()
-        noise_norm = self._release(step)
-        counts = self._as_first_part(counts)
-        self.optimizer.step()
-        if self.thresholds is not None:
-            self.thresholds.update(counts, drawn, self.count_noise, step)  # last: noise took those that clipped
-        self.executed += 1
+        try:
+            counts = self._sum_over_replicas()
+            noise_norm = self._release(step)
+            counts = self._as_first_part(counts)
+            self.optimizer.step()
+            if self.thresholds is not None:
+                self.thresholds.update(counts, drawn, self.count_noise, step)  # last: noise took those that clipped
+        finally:
+            self.executed += 1  # whatever happened in between: this noise is never added to other gradients
         return Released(drawn, counts, noise_norm)
+
+    def drop(self) -> None:
+        """Forget the batch that is open, if one is, with all that it has summed."""
+        if self._opened is not None:
+            self._opened = None
+            for parameter in self.trainable:
+                parameter.grad = None
 
     def _sum_over_replicas(self) -> Tensor:
         """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""

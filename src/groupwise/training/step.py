@@ -254,6 +254,7 @@ class Trainer:
         state = self.state_dict()
         if self.ranks.main:
             save_checkpoint(path, {**state, **extra}, keep=previous(path))
+        self.ranks.barrier()  # nobody leaves while it is being written: whoever watches would end all
 
     def load(self, path: Path, state: dict[str, Any], step: int) -> None:
         """Go on after `step` steps, from `state`, which was read from `path`."""

@@ -15,6 +15,7 @@ from groupwise.analysis.findings import (
     AGREEMENT,
     DISAGREEMENT,
     UNDECIDED,
+    _best,
     decide,
     fill,
     full,
@@ -25,7 +26,16 @@ from groupwise.analysis.findings import (
 )
 from groupwise.analysis.planted_rows import PLANTS, try_out
 from groupwise.analysis.results import Folders, settings_of
-from groupwise.analysis.statistics import Contrast, Summary, detectable, differences, holm, p_trend, summarise
+from groupwise.analysis.statistics import (
+    Contrast,
+    Differences,
+    Summary,
+    detectable,
+    differences,
+    holm,
+    p_trend,
+    summarise,
+)
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
 
@@ -128,6 +138,13 @@ def test_what_cannot_be_decided(world):
     world.write(world.rows("adaptivity"), "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert verdict.why == "hardly learnt: 61.0 at best, 58.5 by one answer for every input"
+
+
+def test_each_task_is_held_to_its_own_floor():
+    levels = {(("seed", "0"), ("task", "e2e")): [60.0, 58.0], (("seed", "0"), ("task", "dart")): [2.0, 1.9]}
+    pairs = Differences({}, 0, [31.0, 29.95], levels)
+    contrast = Contrast("table2text", ({"clip": "flat"},), ({"clip": "adaptive_layer"},))
+    assert (_best(contrast, pairs, "e2e"), _best(contrast, pairs, "dart")) == (60.0, 2.0)
 
 
 def narrowed(world, **scale) -> None:

@@ -78,7 +78,7 @@ def thresholds(record: Record) -> str:
     if not all(0.0 < value < math.inf for value in values):
         raise Disagrees("a threshold is not finite and positive")
     norm = math.sqrt(sum(value**2 for value in values))
-    if not _norm_is_known(config):
+    if not _norm_is_known(config, len(values)):
         return f"K = {len(values)}; they move, and their norm is {norm:.4g} now"
     if not math.isclose(norm, config["clip.threshold"], rel_tol=1e-6):
         raise Disagrees(f"√(ΣC_k²) is {norm:.6g}, and config.yaml has clip.threshold {config['clip.threshold']:g}")
@@ -95,7 +95,7 @@ def noise_norms(record: Record) -> str:
         return "no noise"
     if len(logged) != plan["steps"]:
         raise Disagrees(f"{len(logged)} steps were noised, of {plan['steps']}")
-    if not _norm_is_known(config):
+    if not _norm_is_known(config, plan["num_groups"]):
         raise CannotTell("the thresholds move, and only the last are recorded")
     if config["noise.allocation"] == "equal_budget" and plan["num_groups"] > 1:
         raise CannotTell("noise=equal_budget depends on the size of each group, which is not recorded")
@@ -153,8 +153,8 @@ def steps(record: Record) -> str:
     return f"{planned} steps, each once; {replayed} of them were run again after an interruption, with the same noise"
 
 
-def _norm_is_known(config: dict[str, Any]) -> bool:
-    return config["clip.policy"] != "adaptive" or bool(config["clip.rescale"])
+def _norm_is_known(config: dict[str, Any], groups: int) -> bool:
+    return config["clip.policy"] != "adaptive" or (bool(config["clip.rescale"]) and groups > 1)
 
 
 def data(record: Record) -> str:

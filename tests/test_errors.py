@@ -1,0 +1,49 @@
+"""What a machine lacks or forbids is told in one sentence, with exit code 2."""
+
+from errno import ENOSPC
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import MISTAKE, UserError, command, surroundings_told
+
+
+def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
+    told = r"^sacrebleu is not installed.*pip install 'groupwise\[language\]'"
+    with pytest.raises(UserError, match=told), surroundings_told():
+        raise ModuleNotFoundError("No module named 'sacrebleu.metrics'", name="sacrebleu.metrics")
+    with pytest.raises(ModuleNotFoundError), surroundings_told():
+        raise ModuleNotFoundError("No module named 'groupwise.x'", name="groupwise.x")
+
+
+def test_a_place_that_may_not_be_read_is_named() -> None:
+    told = r"^/secret/data may not be read or written here \(Permission denied\)"
+    with pytest.raises(UserError, match=told), surroundings_told():
+        raise PermissionError(13, "Permission denied", "/secret/data")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(30, "Read-only file system", "results/tables/cifar.md"), "error: results/tables/cifar.md: Read-only"),
+        (OSError(ENOSPC, "No space left on device"), "error: the disk: No space left on device"),
+        (PermissionError(13, "Permission denied", "a"), "error: a may not be read"),
+        (UserError("a sentence."), "error: a sentence."),
+    ],
+)
+def test_a_command_ends_with_a_sentence(error: Exception, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    @command
+    def main() -> int:
+        raise error
+
+    assert main() == MISTAKE
+    assert capsys.readouterr().err.startswith(words)
+
+
+def test_a_command_s_bug_keeps_its_traceback(tmp_path: Path) -> None:
+    @command
+    def main() -> int:
+        raise OSError("no file is named")
+
+    with pytest.raises(OSError, match="no file is named"):
+        main()
