@@ -18,6 +18,7 @@ from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan, make_plan
 from groupwise.privacy.plan import WIDTH
+from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_newest
@@ -26,7 +27,7 @@ from groupwise.training.graphs import refuse_other_devices
 from groupwise.training.memory import keep_freed_blocks, memory_told
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.record import RunRecord, neighbours_of
+from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.reports import result_lines
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
@@ -56,6 +57,8 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         if ranks.main and (told := row.get("paths.data")) not in (None, config.paths.data):
             warnings.warn(f"paths.data was {told} in that run: data of another folder are not looked at.", stacklevel=2)
         print(f"Done already: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
+        if ranks.main and config.export is not None and not Path(config.export).expanduser().exists():
+            _export_finished(config, record, row)
         return row
     if not resumable:
         require_gpu_for_the_paper(config)
@@ -88,8 +91,7 @@ def _run(
         print(textwrap.fill(told, WIDTH, subsequent_indent="  "))
     if "public_text" in described:
         print(textwrap.fill(f"Public in-domain text: {described['public_text']}.", WIDTH, subsequent_indent="  "))
-    if config.export is not None and not task.exports:
-        raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
+    _check_exports(config, task)
     if config.eval.shots is not None:
         return evaluate_in_context(config, record, task, device)
     engine = make_engine(task.model, config.clip)
@@ -121,6 +123,27 @@ def _run(
         record.close()
         if trainer.engine is not None:
             trainer.engine.detach()
+
+
+def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) -> None:
+    """Write the model of a finished run to `export=FOLDER`, as the run would have done at its end."""
+    if config.pipeline.stages > 1 or config.eval.shots is not None:
+        raise UserError(f"export={config.export} is written as a run ends, and this one has ended: leave it out.")
+    task = make_task(config, torch.device("cpu"))
+    _check_exports(config, task)
+    start_from(task.model, str(record.folder))
+    privacy = record.privacy()
+    metrics = {key: value for key, value in row.items() if key.startswith(METRICS)}
+    plan = PrivacyPlan.from_dict(privacy["plan"])
+    described = task.describe_data()
+    folder = Path(str(config.export)).expanduser()
+    task.export(folder, provenance_of(config, plan, privacy["private"], record.git(), described, metrics))
+    print(f"Exported: {folder}")
+
+
+def _check_exports(config: RunConfig, task: Task) -> None:
+    if config.export is not None and not task.exports:
+        raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
 
 
 def _take_up(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Language tasks through the whole program: every mode at scale=smoke, exports, prompts, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,9 @@ def test_a_pretrained_model_is_exported_and_fine_tuned(little_text, tmp_path, ca
     told = json.loads((made / "provenance.json").read_text())
     assert told["hash"] == row["hash"] and told["data"]["sha256"] and told["sha256"]["model.safetensors"]
     assert told["config"]["seed"] == 0
+    shutil.rmtree(made)  # a run that has ended writes it again
+    assert run(smoke(tmp_path, task, "clip=none", f"data.corpus={corpus}", f"export={made}", "train.steps=1")) == row
+    assert json.loads((made / "provenance.json").read_text()) == told
     small = ("train.steps=1", "eval.generate.limit=0")
     done = run(smoke(tmp_path, then, f"model={told['config']['model.name']}", f"model.source={made}", *small))
     assert done["model.fresh"] is False

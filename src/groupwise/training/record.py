@@ -83,6 +83,10 @@ class RunRecord:
         """Where the code came from: sha, dirty and more."""
         return self._read("git.json")
 
+    def privacy(self) -> dict[str, Any]:
+        """What was promised, and what was spent of it."""
+        return self._read("privacy.json")
+
     def result(self) -> dict[str, Any]:
         """The flat row of a finished run."""
         return self._read("result.json")
