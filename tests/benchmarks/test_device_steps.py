@@ -1,0 +1,48 @@
+"""The steps of a GPU by microbatch and precision go on where they stopped, and past a kernel that breaks the GPU."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import device_steps
+from benchmarks.device_steps import FILE, StepOptions, run
+from benchmarks.device_table import AGAIN, LEFT
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The combinations that were measured; the first breaks the GPU."""
+    seen: list[tuple[str, int]] = []
+
+    def row(microbatch: int, precision: str, layout: str, method: str, options: Any, folder: Path) -> dict[str, Any]:
+        seen.append((device_steps.workload_of(options), microbatch))
+        found = {"workload": seen[-1][0], "microbatch": microbatch, "precision": precision, "layout": layout}
+        return found | {"method": method, "device": options.device, "status": "refused: a kernel failed"}
+
+    monkeypatch.setattr(device_steps, "step_row", row)
+    monkeypatch.setattr(device_steps, "is_lost", lambda device: len(seen) == 1)
+    return seen
+
+
+def options(out: Path, **more: Any) -> StepOptions:
+    few = {"microbatch": "2,4", "precision": "float32", "layout": "contiguous"}
+    return StepOptions(out=str(out), device="cpu", **{**few, **more})
+
+
+def test_it_goes_on_in_another_process_and_ends(tmp_path: Path, asked: list[tuple[str, int]]) -> None:
+    assert run(options(tmp_path)) == AGAIN
+    assert run(options(tmp_path, limit=1e-9)) == LEFT
+    assert run(options(tmp_path)) == 0 and run(options(tmp_path)) == 0
+    assert asked == [("wrn16_4_ws", 2), ("wrn16_4_ws", 4)]
+    with (tmp_path / FILE).open(newline="") as lines:
+        assert [row["status"] for row in csv.DictReader(lines)] == ["refused: a kernel failed"] * 2
+
+
+def test_a_rehearsal_at_the_smallest_size_does_not_stand_for_the_real_one(
+    tmp_path: Path, asked: list[tuple[str, int]]
+) -> None:
+    for tiny in (True, True, False):
+        run(options(tmp_path, tiny=tiny))
+    assert asked == [("wrn16_4_ws (tiny)", 2), ("wrn16_4_ws (tiny)", 4), ("wrn16_4_ws", 2), ("wrn16_4_ws", 4)]
