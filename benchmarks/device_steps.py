@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.device_table import AGAIN, LEFT
+from benchmarks.job import Job
 from benchmarks.options import check_above_zero, check_device, command, read, split
 from benchmarks.worker import is_lost
 
@@ -73,7 +74,6 @@ def step_row(
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from benchmarks.job import Job
     from benchmarks.meters import Stopwatch, peak_bytes
     from benchmarks.methods import prepare
     from groupwise.training.arithmetic import arithmetic
@@ -132,7 +132,7 @@ def step_row(
 
 def workload_of(options: StepOptions) -> str:
     """The name that its rows have."""
-    return "wrn16_4_ws (tiny)" if options.tiny else "wrn16_4_ws"
+    return Job("wrn16_4_ws", options.method, tiny=options.tiny).named
 
 
 def run(options: StepOptions) -> int:

@@ -87,11 +87,10 @@ def missing(case: Case, path: Path, hardware: str) -> tuple[str, ...]:
     """Methods of a case that the file has no row of, on this hardware; `none` goes with them."""
     import pandas as pd
 
-    name = f"{case.job.workload} (tiny)" if case.job.tiny else case.job.workload
     there: set[str] = set()
     if path.exists():
         rows = pd.read_csv(path, dtype=str, keep_default_na=False)
-        mine = (rows["workload"] == name) & (rows["dtype"] == case.job.dtype) & (rows["hardware"] == hardware)
+        mine = (rows["workload"] == case.job.named) & (rows["dtype"] == case.job.dtype) & (rows["hardware"] == hardware)
         there = set(rows[mine & (rows["device"] == case.job.device)]["method"])
     left = [method for method in case.methods if method not in there]
     return ("none", *(method for method in left if method != "none")) if left else ()
@@ -190,8 +189,10 @@ def measure_largest(options: TableOptions, late: Callable[[], bool]) -> int:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    name = f"{job.workload} (tiny)" if job.tiny else job.workload
-    return {"workload": name, **{key: getattr(job, key) for key in ("batch", "layers", "threads", "device", "dtype")}}
+    return {
+        "workload": job.named,
+        **{key: getattr(job, key) for key in ("batch", "layers", "threads", "device", "dtype")},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -135,7 +135,7 @@ def row_of(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> di
     clock = "cpu_seconds" if job.device == "cpu" and job.threads == 1 else "wall_seconds"
     seconds = answer.get(clock)
     return {
-        "workload": f"{job.workload} (tiny)" if job.tiny else job.workload,
+        "workload": job.named,
         "method": job.method,
         "memory_format": job.memory_format,
         "batch": job.batch,

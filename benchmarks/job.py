@@ -21,6 +21,11 @@ class Job:
     threads: int = 1
     tiny: bool = False
 
+    @property
+    def named(self) -> str:
+        """The workload's name in its rows."""
+        return f"{self.workload} (tiny)" if self.tiny else self.workload
+
     def dump(self) -> str:
         """As one line of JSON."""
         return json.dumps(asdict(self))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping import ClippingEngine
+from groupwise.clipping.verification.independence import kept_buffers
 from groupwise.errors import UserError, reason
 from groupwise.training.memory import ran_out
 from groupwise.training.task import Task
@@ -220,14 +221,10 @@ class MicrobatchGraphs:
         """
         model = self._task.model
         device = next(model.parameters()).device
-        kept = [buffer.clone() for buffer in model.buffers()]
         past = nullcontext() if self._engine is None else self._engine.bypassed()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad(), past:
-            losses = self._task.losses_of(inputs).detach()
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers(), kept, strict=True):
-                buffer.copy_(before)
-        return losses
+        drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with kept_buffers(model), drawn, torch.enable_grad(), past:
+            return self._task.losses_of(inputs).detach()
 
     def _check_repeats(self, inputs: Inputs) -> None:
         """Refuse losses that are others when they are computed again from the same inputs, masks and buffers."""
