@@ -38,12 +38,10 @@ def begin_sweep(planned: PlannedSweep) -> Path:
     """
     folder, number = planned.folder, 1
     try:
-        while (folder / CELLS).exists():
+        while not _claimed(folder):
             number += 1
             folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
-        folder.mkdir(parents=True, exist_ok=True)
         if planned.cells is not None:
-            (folder / "cells").mkdir(exist_ok=True)
             for cell in planned.cells:
                 write_text(folder / "cells" / f"{cell.hash[:12]}.yaml", save_config(cell.config))
             listed = [
@@ -63,6 +61,15 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             f"the sweep's folder {folder} cannot be written ({error.strerror}): give another with paths.results=FOLDER."
         ) from error
     return folder
+
+
+def _claimed(folder: Path) -> bool:
+    """Has this process made the part of the folder that each sweep begins with? Of several at once, one has."""
+    try:
+        (folder / "cells").mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
 
 
 def read_cells(folder: Path) -> list[dict[str, Any]]:
