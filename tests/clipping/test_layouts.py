@@ -124,6 +124,91 @@ def test_a_mixture_of_experts_is_refused_in_a_later_step_too():
     assert (accepted, refused) == (1, 19)
 
 
+ROWS, WIDE = 6, 5
+
+
+class MetTwice(nn.Module):
+    """What one layer or parameter does to a number of every example, and to rows that all examples share."""
+
+    def __init__(self, of_examples, of_all):
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)
+        self.scale = nn.Parameter(torch.randn(WIDE))
+        self.frozen = nn.Parameter(torch.randn(ROWS, WIDE), requires_grad=False)
+        self.of_examples, self.of_all = of_examples, of_all
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        grid = torch.arange(1.0, 1 + x.shape[1]).outer(torch.arange(1.0, 1 + WIDE)).sin()
+        first = self.of_examples(self, x, h)
+        return self.head((h.tanh() * self.of_all(self, grid)).mean(1) + first)
+
+
+MET_TWICE = {
+    "a parameter": (lambda m, x, h: h.mean(1) * m.scale, lambda m, grid: grid * m.scale),
+    "a parameter that meets numbers": (lambda m, x, h: x.sin().mean(1) * m.scale, lambda m, grid: grid * m.scale),
+    "a parameter that meets a frozen one": (lambda m, x, h: h.mean(1) * m.scale, lambda m, grid: m.frozen * m.scale),
+    "a layer": (lambda m, x, h: m.layer(h.mean(1)), lambda m, grid: m.layer(grid)),
+    "a layer of numbers": (lambda m, x, h: m.layer(x.sin().mean(1)), lambda m, grid: m.layer(grid)),
+    "a layer of a frozen parameter": (lambda m, x, h: m.layer(h.mean(1)), lambda m, grid: m.layer(m.frozen)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MET_TWICE)
+@pytest.mark.parametrize("batches", [(4, 6, 3, 6), (6, 6, 4, 6), (3, 6, 12), (2, 3, 6)])
+def test_what_all_examples_share_is_not_taken_for_the_batch_where_it_is_as_long(name, mode, batches):
+    make_partition, options = MODES[mode]
+    model = MetTwice(*MET_TWICE[name])
+    (model.layer if "parameter that" in name or name == "a parameter" else model.scale).requires_grad_(False)  # unused
+    partition = make_partition(model)
+    thresholds = [0.5] * len(partition)
+    with attach(model, partition, thresholds, **options) as engine:
+        for step, batch in enumerate(batches):
+            x, everybody = torch.randn(batch, ROWS, WIDE), list(range(batch))
+            model.zero_grad()
+            try:
+                engine.backward(losses_of(model, x, everybody))
+            except UserError:
+                assert set(batches[: step + 1]) == {ROWS}, "no other size has told them apart yet"
+                continue
+            sums = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+            with engine.bypassed():
+                truth = clipped_sums(
+                    model, lambda i, x=x: losses_of(model, x, [i])[0], everybody, partition, thresholds
+                )
+            for name_of, wanted in truth.sums.items():
+                torch.testing.assert_close(sums[name_of], wanted, rtol=1e-8, atol=1e-10)
+
+
+class SequencesFirst(nn.Module):
+    """A head that is zero at first, so that no gradient tells anything then."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)
+        self.places = nn.Parameter(torch.randn(ROWS, 1, WIDE))
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.embed(x).transpose(0, 1) + self.places).tanh().mean(0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_are_zero_show_nothing(mode):
+    make_partition, options = MODES[mode]
+    model = SequencesFirst()
+    for parameter in model.embed.parameters():
+        parameter.requires_grad_(False)  # which shapes would tell
+    partition = make_partition(model)
+    with attach(model, partition, [0.5] * len(partition), **options) as engine:
+        x = torch.randn(ROWS, ROWS, WIDE)
+        engine.backward(losses_of(model, x, list(range(ROWS))))
+        nn.init.normal_(model.head.weight)
+        with pytest.raises(UserError, match="places"):
+            engine.backward(losses_of(model, x, list(range(ROWS))))
+
+
 class EmbeddedConvolution(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import FIRST, BatchAxis, Layout, ModelCall, Order
+from groupwise.clipping.layouts import FIRST, NONE, BatchAxis, Layout, ModelCall, Order
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
@@ -41,7 +41,7 @@ class LayerCalls:
     """The calls of an engine's layers, while the model runs.
 
     Args:
-        model: whose buffers are the same for all examples.
+        model: whose buffers and frozen parameters are the same for all examples.
         groups: the engine's.
         passes: where the passes of the groups are kept.
         context: what their rules share.
@@ -127,7 +127,8 @@ class LayerCalls:
 
     def _is_constant(self, x: Tensor) -> bool:
         if self._constants is None:
-            self._constants = {b.untyped_storage().data_ptr() for b in self._model.buffers() if b.numel()}
+            frozen = (p for p in self._model.parameters() if not p.requires_grad)
+            self._constants = {t.untyped_storage().data_ptr() for t in (*self._model.buffers(), *frozen)} - {0}
         return x.untyped_storage().data_ptr() in self._constants
 
     # -- members that are no layers of the model ------------------------------------------------------------------
@@ -229,6 +230,8 @@ class LayerCalls:
         known = self.passes.model_call
         batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
         given = known.is_given if known is not None else lambda _: True
+        if batch > 1 and not x.requires_grad and not given(x) and self._is_constant(x):
+            return NONE, batch
         any_order = member.rule.features_last and not batch_first
         return self.passes.layouts.of(member.label, x, batch, any_order, given), batch
 

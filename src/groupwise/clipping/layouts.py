@@ -92,8 +92,17 @@ class _Seen:
     """Whether at every size of batches an axis could hold it that no order looks at."""
     mixed: bool = False
     """Whether calls in different orders were seen, so that none tells anything about another."""
+    shared: bool = False
+    """Whether a call's first axis was not of the batch's size: what has that size by chance may be no batch either."""
+    guessed: bool = False
+    """Whether a call's first axis was, and it was taken for something that all examples share."""
     proven: Order | None = None
     """The order that the gradients of the losses have shown."""
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What a call may change that matters to other calls."""
+        return self.mixed, self.shared, self.guessed, len(self.lengths)
 
 
 class Layouts:
@@ -105,7 +114,7 @@ class Layouts:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, int], _Seen] = {}
+        self._seen: dict[tuple[str, int, bool], _Seen] = {}
         self._trusted: set[Doubt] = set()
         self._told: dict[tuple[object, ...], Layout] = {}
         """What was said of calls that taught nothing new."""
@@ -148,8 +157,8 @@ class Layouts:
                 f"{name} got an input of shape {tuple(x.shape)}, none of whose axes holds the {batch} examples, so it "
                 "cannot be told whose rows they are: keep the batch as first axis, or freeze it."
             )
-        seen = self._seen.setdefault((name, x.dim() - x.is_floating_point()), _Seen())
-        before = seen.mixed, len(seen.lengths)
+        seen = self._seen.setdefault((name, x.dim() - x.is_floating_point(), x.requires_grad), _Seen())
+        before = seen.state
         seen.mixed |= not seen.fits & fits
         elsewhere = _elsewhere(x, batch, features_last and alike)
         if batch not in seen.lengths:
@@ -160,17 +169,24 @@ class Layouts:
         resolved = len(seen.lengths) > 1
         alike = alike and not seen.mixed
         possible = (seen.fits & fits) or fits
-        known = alike and seen.proven in fits
-        if known and seen.proven is not None:
+        apart = seen.shared and Order.NONE in fits and not own
+        known = alike and seen.proven in fits and not apart
+        if apart:
+            order = Order.NONE
+        elif known and seen.proven is not None:
             order = seen.proven
         else:
             order = next(order for order in _ranked(x, resolved, own) if order in possible)
-        rivals = (possible if alike else fits) - {order} - ({Order.NONE} if own or resolved else set())
+        if order is Order.NONE:
+            seen.shared |= Order.FIRST not in fits
+            seen.guessed |= Order.FIRST in fits
+        varies = resolved and alike and not (seen.shared or seen.guessed)
+        rivals = (possible if alike else fits) - {order} - ({Order.NONE} if own or varies else set())
         sure = not rivals and not (elsewhere and (seen.elsewhere or not alike))
         trusted = (name, x.shape, order) in self._trusted
         certain = known or order is Order.NONE or sure or trusted
         layout = Layout(order, x.shape[0] // batch if order in FOLDS else 1, certain)
-        if before != (seen.mixed, len(seen.lengths)) or len(self._told) == MOST_TOLD:
+        if before != seen.state or len(self._told) == MOST_TOLD:
             self._told.clear()
         self._told[call] = layout
         return layout
@@ -180,10 +196,10 @@ class Layouts:
         self._trusted |= doubts
         self._told.clear()
 
-    def prove(self, name: str, rank: int, orders: set[Order]) -> None:
+    def prove(self, name: str, rank: int, requires_grad: bool, orders: set[Order]) -> None:
         """Remember what the gradients have shown, for inputs with `rank` axes beside that of the features."""
         self._told.clear()
-        seen = self._seen.setdefault((name, rank), _Seen())
+        seen = self._seen.setdefault((name, rank, requires_grad), _Seen())
         seen.mixed |= len(orders | ({seen.proven} if seen.proven else set())) > 1
         seen.proven = None if seen.mixed else next(iter(orders))
 

@@ -63,6 +63,8 @@ class Owned:
     node: Any
     shape: torch.Size
     orders: tuple[Order, ...]
+    telling: tuple[int, ...]
+    """How many rows have a gradient, along axis 0 and, if there is one, axis 1: the others tell nothing."""
 
 
 def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) -> list[Owned]:
@@ -86,7 +88,12 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
         told.append(rows)
     plain, weighed = told
     return [
-        Owned(node, plain[i].shape, tuple(agreeing(plain[i], weighed[i], weights.to(losses.device))))
+        Owned(
+            node,
+            plain[i].shape,
+            tuple(agreeing(plain[i], weighed[i], weights.to(losses.device))),
+            tuple(int((each.isfinite() & (each > 0)).sum()) for each in plain[i].lengths),
+        )
         for i, node in enumerate(nodes)
         if i in plain and i in weighed
     ]
@@ -143,7 +150,8 @@ def _parts(rows: int, columns: int, depth: int) -> Iterator[tuple[slice, slice]]
 
 def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layouts, batch: int) -> None:
     """Give every call the layout that its gradients have shown, and remember it for calls to come."""
-    shown: dict[tuple[str, int], set[Order]] = {}
+    shown: dict[tuple[str, int, bool], set[Order]] = {}
+    silent: set[int] = set()  # groups with rows that no loss has reached
     for owned in owners:
         node, rule = owned.node, owned.node.member.rule
         parameter = isinstance(rule, ParameterRule)
@@ -152,13 +160,18 @@ def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layou
         if not orders:
             _refuse(node.member, owned.shape, batch, parameter)
         order = node.layout.order if node.layout.order in orders else orders[0]
-        node.layout = Layout(order, owned.shape[1 if order is Order.SECOND else 0] // batch)
+        axis = 1 if order is Order.SECOND else 0
+        node.layout = Layout(order, owned.shape[axis] // batch)
+        if owned.telling[axis] < 2:
+            silent.add(id(node.group_pass))
         if len(orders) == 1 and not parameter:
-            shown.setdefault((node.member.label, len(owned.shape) - 1), set()).add(order)
-    for (label, rank), found in shown.items():
-        layouts.prove(label, rank, found)
+            key = node.member.label, len(owned.shape) - 1, bool(node.needs_input_grad[-1])
+            shown.setdefault(key, set()).add(order)
+    for (label, rank, requires_grad), found in shown.items():
+        layouts.prove(label, rank, requires_grad, found)
     for group_pass in passes:
-        layouts.trust(group_pass.doubts)
+        if id(group_pass) not in silent:
+            layouts.trust(group_pass.doubts)
         group_pass.uncertain, group_pass.proven = False, True
 
 
