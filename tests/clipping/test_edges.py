@@ -48,8 +48,10 @@ def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_parti
 
 
 def test_parameters_that_do_not_train_may_be_used_by_anybody():
+    check_paths(torch.ones(3, 2) @ nn.Parameter(torch.ones(2), requires_grad=False), {})
     other = nn.Parameter(torch.ones(2))
-    check_paths(torch.ones(3, 2) @ other, {})
+    with pytest.raises(UserError, match=r"of shape \(2,\) that is not the model's"):  # of a loss, say
+        check_paths(torch.ones(3, 2) @ other, {})
     with pytest.raises(UserError, match="'other' is used outside"):
         check_paths(torch.ones(3, 2) @ other, {id(other): "other"})
     with pytest.raises(UserError, match=r"of shape \(2,\)"):

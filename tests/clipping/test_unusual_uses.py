@@ -156,3 +156,120 @@ def test_two_rows_of_each_example_one_after_the_other_are_still_told_apart_in_th
 
     with attach(model, flat(model), 0.1) as engine:
         assert verify(engine, losses_of, range(8)) < 1e-9
+
+
+class FixedBias(nn.Linear):
+    """A bias that is no parameter but a property of the class."""
+
+    def __init__(self, p, d):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(d, p))
+
+    @property
+    def bias(self):
+        return torch.arange(1.0, 1 + len(self.weight))
+
+
+def by_buffer(layer, name):
+    values = torch.randn_like(getattr(layer, name))
+    delattr(layer, name)
+    layer.register_buffer(name, values)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: by_buffer(nn.Linear(4, 4), "bias"),
+        lambda: by_buffer(nn.Linear(4, 4), "weight"),
+        lambda: by_buffer(nn.LayerNorm(4), "weight"),
+        lambda: FixedBias(4, 4),
+    ],
+    ids=["a bias", "a weight", "a norm's weight", "a property"],
+)
+@pytest.mark.parametrize("examples", [1, 3])
+def test_a_value_that_is_no_parameter_is_used_as_it_is(double, made, examples):
+    model, x = nn.Sequential(made(), nn.Tanh(), nn.Linear(4, 3)), torch.randn(examples, 5, 4)
+    wanted = model(x)
+    with attach(model, flat(model), 1.0) as engine:
+        outputs = model(x)
+        torch.testing.assert_close(outputs, wanted)
+        engine.backward(outputs.flatten(1).sum(1))
+        with engine.bypassed():
+            right = norms_by_loop(model, lambda i: model(x[i : i + 1]), examples)
+    torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+class Pairs(nn.Module):
+    """Two rows of each example, one after the other, through a norm; sequences first with heads through another."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.norm, self.of_heads, self.head = (
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.LayerNorm(2),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x):
+        below = self.below(x)
+        left, right = self.norm(torch.cat([below, below.sin()])).chunk(2)
+        heads = self.of_heads((left * right).transpose(0, 1).unflatten(2, (2, 2)))
+        return self.head(heads.flatten(2).mean(0))
+
+
+@pytest.mark.parametrize("examples", [1, 3, 5])
+def test_a_norm_of_rows_in_any_order(double, examples):
+    model, x = Pairs(), torch.randn(examples, 6, 4)
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(x).sum(1))
+        with engine.bypassed():
+            right = norms_by_loop(model, lambda i: model(x[i : i + 1]), examples)
+    torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+class LearnedMask(nn.Module):
+    """Numbers added to the scores of every head."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mask = nn.MultiheadAttention(4, 2, batch_first=True), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x, by_name):
+        masks = {"attn_mask": self.mask} if by_name else {}
+        return self.attention(x, x, x, *([] if by_name else [None, True, self.mask]), **masks)[0]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("examples", [1, 3, 6])
+def test_a_mask_that_is_learned(double, examples, by_name):
+    model, x = LearnedMask(), torch.randn(examples, 6, 4)
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(x, by_name).flatten(1).sum(1))
+        with engine.bypassed():
+            right = norms_by_loop(model, lambda i: model(x[i : i + 1], by_name), examples)
+    torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+class Routed(nn.Module):
+    """An expert for the tokens above zero, of which an example may have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.expert, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        rows = self.below(x)
+        return self.head(rows.index_put((x[..., 0] > 0,), self.expert(rows[x[..., 0] > 0])).mean(1))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_one_example_of_which_an_expert_gets_no_token(double, tokens):
+    model, x = Routed(), torch.randn(1, 3, 4)
+    x[..., 0] = torch.arange(3) - 2.5 + tokens
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(x).sum(1))
+        with engine.bypassed():
+            right = norms_by_loop(model, lambda i: model(x), 1)
+    torch.testing.assert_close(engine.per_example_norms[0], right)

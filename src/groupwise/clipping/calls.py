@@ -83,7 +83,8 @@ class LayerCalls:
         if call is None:
             raise UserError(
                 f"{label} left the model as if it were the same for all examples: give the model its inputs as "
-                "tensors, the batch first, and do what the loss does with parameters inside the model."
+                "tensors, the batch first, each on its own (not end to end, by torch.cat), and do what the loss does "
+                "with parameters inside the model."
             )
         if call.batch is None:
             raise UserError(

@@ -169,11 +169,16 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 f"{variable.origin.label} goes into {after.removesuffix('Backward')}, a torch.autograd.Function, whose "
                 "gradient is not told apart by examples: compute the same by plain operations, or freeze it."
             )
-        if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
+        if id(variable) in names or (shards and isinstance(variable, nn.Parameter)):
             name = names.get(id(variable), f"of shape {tuple(variable.shape)}")
             raise UserError(
                 f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot "
                 "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter."
+            )
+        if isinstance(variable, nn.Parameter):
+            raise UserError(
+                f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "
+                "gradient nobody clips: make it part of the model before attaching, or freeze it."
             )
         ours = kind == direct and node._forward_cls is DirectFunction
         following = node.next_functions[:2] if ours else node.next_functions  # probe and input

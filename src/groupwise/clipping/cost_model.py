@@ -267,7 +267,7 @@ def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = N
 
 def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Terms | Tensor:
     """The same, or what it is made of."""
-    step = max(1, CHUNK_FLOATS // x.shape[1] ** 2)
+    step = max(1, CHUNK_FLOATS // max(1, x.shape[1] ** 2))
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
         return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])

@@ -59,7 +59,7 @@ class Layout:
         if self.order is Order.SECOND:
             return t.movedim(1, 0)
         if self.order is Order.FOLDED:
-            return t.unflatten(0, (-1, self.each))
+            return t.unflatten(0, (-1, self.each)) if self.each else t.unsqueeze(0)  # no rows: of one example
         if self.order is Order.STACKED:
             return t.unflatten(0, (self.each, -1)).movedim(1, 0)
         return t

@@ -155,8 +155,9 @@ class Patches:
         call = self.calls.passes.model_call
         if isinstance(module, nn.EmbeddingBag) and call is not None:
             offsets = kwargs.get("offsets", args[1] if len(args) > 1 else None)
-            if offsets is not None:  # the input's first axis is no batch
-                call.batch = len(offsets) - bool(module.include_last_offset)
+            bags = 0 if offsets is None else len(offsets) - bool(module.include_last_offset)
+            if bags and (not call.batch or bags % call.batch):  # the input's first axis is no batch
+                call.batch = bags
         recurrent = isinstance(module, nn.RNNBase)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         copies = [leaf for leaf in tensors if isinstance(leaf, PerExample)]
@@ -164,7 +165,11 @@ class Patches:
         if not copies:
             return forward(weights, module, *args, **kwargs)
 
+        mask = kwargs.get("attn_mask", args[5] if len(args) > 5 else None)
+
         def plain(leaf: Any, at: int) -> Any:
+            if leaf is mask and _is_copy(leaf) and leaf.dim() == 2:  # (L, S), the same for all examples and heads
+                return leaf.rows.repeat_interleave(module.num_heads, 0)
             return align(leaf, leaf.dim(), BatchAxis(at), type(module).__name__) if _is_copy(leaf) else leaf
 
         first, rest = (args[:1], args[1:]) if recurrent else (args, ())

@@ -249,7 +249,9 @@ def find_rule(module: nn.Module) -> type[LayerRule] | None:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    return is_parametrized(module, name) or (name not in module._parameters and module.__dict__.get(name) is not None)
+    if is_parametrized(module, name):
+        return True
+    return name not in module._parameters and getattr(module, name, None) is not None
 
 
 def numbers(*tensors: object) -> int:

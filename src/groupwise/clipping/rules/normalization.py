@@ -67,7 +67,7 @@ class LayerNormRule(PerExampleRule):
             product = (upcast(x) - mean).mul_(g)
             if between:
                 rows = product.flatten(1, len(between)).flatten(2)
-                scales = rstd.to(rows.dtype).view(len(x), 1, rows.shape[1])
+                scales = rstd.to(rows.dtype).reshape(len(x), 1, rows.shape[1])
                 weight = torch.bmm(scales, rows).view(len(x), *shape)
             else:
                 weight = product.mul_(rstd)
