@@ -290,3 +290,10 @@ def test_rows_are_looked_at_in_parts(monkeypatch, shape):
     for axis, lengths in enumerate(whole.lengths):
         others = [other for other in range(g.dim()) if other != axis]
         torch.testing.assert_close(lengths, g.double().square().sum(others).sqrt() if others else g.double().abs())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_many_rows_are_formed_for_some_examples_at_a_time(monkeypatch, mode):
+    monkeypatch.setattr("groupwise.clipping.rules.per_example.CHUNK_FLOATS", 200)  # two examples of three rows each
+    assert exact_or_refused(Two(EXACT["folded"]), torch.randn(5, 3, 5), mode)
+    assert exact_or_refused(Two(EXACT["pairs"]), torch.randn(7, 3, 5), mode)

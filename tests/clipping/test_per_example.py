@@ -79,6 +79,12 @@ EXACT = {
     "matmul from the left": ((4, 3), lambda p, layer, x: p @ layer(x)),
     "bmm": ((5, 4), lambda p, layer, x: torch.bmm(layer(x), p.expand(len(x), 5, 4))),
     "repeat": ((5,), lambda p, layer, x: layer(x) + p.repeat(len(x), 3, 1)),
+    "repeated, then seen as one": (
+        (3, 5),
+        lambda p, layer, x: layer(x) + p.repeat(len(x), 1, 1).view(len(x), 1, 15)[..., :5],
+    ),
+    "repeated as it is": ((1, 5), lambda p, layer, x: layer(x) + p.repeat([2 * 3, 1])[:3]),
+    "repeated with others": ((3, 5), lambda p, layer, x: layer(x) + p.repeat(2, 1)[1:4]),
     "positions": ((3, 5), lambda p, layer, x: layer(x + p)),
     "convolution": ((4, 3, 3), lambda p, layer, x: F.conv1d(layer(x), p, padding=1)),
     "folded rows": ((5,), lambda p, layer, x: (layer(x.flatten(0, 1)) * p).unflatten(0, (-1, 3))),
@@ -124,6 +130,27 @@ def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
     monkeypatch.setattr(LayerCalls, "copies", None)
     shape, use = PRODUCTS[name]
     assert_exact(Uses(shape, use), torch.randn(7, 3, 5), "flat")  # 7: no axis but the first can hold the batch
+
+
+def test_a_row_that_is_repeated_takes_no_memory_for_each_time():
+    taken = []
+
+    def repeated(p, layer, x):
+        rows = p.unsqueeze(0).repeat(len(x), 1, 1)
+        taken.append(rows.rows.untyped_storage().nbytes() // x.element_size())
+        return layer(x) + rows
+
+    model = Uses((3, 5), repeated)
+    with attach(model, flat(model), 1.0):
+        model(torch.randn(7, 3, 5))
+    assert taken[0] <= 7 * 15
+
+
+def test_a_use_beside_the_layer_that_copies_large_weights_is_told():
+    model = Uses((5,), lambda p, layer, x: layer(x)[..., :5] * p + layer.weight[x[..., 0].long().abs() % 5])
+    model.layer = nn.Linear(5, 1000)
+    with attach(model, flat(model), 1.0), pytest.warns(UserWarning, match=r"layer.weight beside its layer"):
+        model(torch.randn(7, 3, 5))
 
 
 class Prototypes(nn.Module):

@@ -4,6 +4,7 @@ Besides the model's own layers a group may have members that are none: a paramet
 linear maps and embeddings inside a module. They are made when they are first used.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFun
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, NONE, BatchAxis, Layout, ModelCall, Order
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
+from groupwise.clipping.partition import COPIED
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
-from groupwise.clipping.rules.base import LayerRule, RuleContext
+from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
@@ -173,7 +175,14 @@ class LayerCalls:
         """A parameter's copies (B, *shape), made once a forward pass."""
         key = ("parameter", group.index, place)
         if key not in self._members:
-            rule = ParameterRule(*group.homes[place])
+            home, local = group.homes[place]
+            if find_rule(home) is not None and home._parameters[local].numel() > COPIED and batch > 1:
+                warnings.warn(
+                    f"groupwise has no rule for what is done with {group.names[place]} beside its layer: it is clipped "
+                    "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
+                    stacklevel=2,
+                )
+            rule = ParameterRule(home, local)
             self._members[key] = Member(group.names[place], rule, (True,), (place,), self._context.for_layer())
         member, parameter = self._members[key], group.parameters[place]
         group_pass = self.passes.open.get(group.index)

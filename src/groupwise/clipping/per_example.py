@@ -9,7 +9,7 @@ copy. The gradient of the copies, (B, *shape), then is the per-example gradient,
 The same holds for what a layer makes of an input without a batch axis, such as `wpe(torch.arange(T))`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -218,6 +218,10 @@ def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
             return args[1].origin.embedding(args[0], given.get("padding_idx"))
     if kwargs or not args:
         return None
+    if name == "repeat" and isinstance(args[0], PerExample):
+        return _expanded(args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:])
+    if name == "view" and isinstance(args[0], PerExample) and not isinstance(args[1], torch.dtype):
+        return args[0].reshape(*args[1:])  # of what was expanded
     if name in _TRANSPOSES and _is_matrix(args[0]) and args[1:] in _BOTH_AXES:
         return _transposed(args[0])
     if name in ("matmul", "__matmul__") and len(args) == 2:
@@ -265,6 +269,14 @@ def _product(x: Any, weight: Any, bias: Any, turned: bool, columns: bool = False
     if place is None or place.each > 1 or x.dim() < place.axis + 2 + columns:
         return None
     return weight.origin.linear(x.mT if columns else x, bias, turned != weight.transposed, place)
+
+
+def _expanded(copies: PerExample, times: Sequence[int]) -> Tensor | None:
+    """What `repeat` makes of axes of one entry, without a gradient for each time; None where it has others."""
+    shape = (*(1,) * (len(times) - copies.dim()), *copies.shape)
+    if any(count != 1 and size != 1 for count, size in zip(times, shape, strict=True)):
+        return None
+    return copies.expand([count * size for count, size in zip(times, shape, strict=True)])
 
 
 def _is_source(value: Any) -> bool:

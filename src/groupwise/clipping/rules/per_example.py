@@ -6,8 +6,10 @@ every example (frames, windows, choices), whose gradients are added up for each 
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from groupwise.clipping.cost_model import CHUNK_FLOATS
 from groupwise.clipping.factors import weigh_rows
 from groupwise.clipping.layouts import Layout
 from groupwise.clipping.norm_terms import RowTerms, Terms
@@ -102,6 +104,18 @@ class FoldedRule(PerExampleRule):
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """(B, *shape) for each wanted parameter."""
+        size = sum(p.numel() for p in self.module.parameters(recurse=False))
+        step = max(1, CHUNK_FLOATS // max(1, self.layout.each * size))
+        count = len(g) // self.layout.each
+        if count <= step:
+            return self._added(saved, g, wanted)
+        parts = [self._added(*self.examples(saved, g, slice(i, i + step)), wanted) for i in range(0, count, step)]
+        return tuple(
+            None if of_one[0] is None else torch.cat([r for r in of_one if r is not None])
+            for of_one in zip(*parts, strict=True)
+        )
+
+    def _added(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         rows = self.inner.per_example_gradients(saved, g, wanted)
         return tuple(None if r is None else self.layout.examples_first(upcast(r)).sum(1) for r in rows)
 
