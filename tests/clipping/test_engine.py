@@ -301,3 +301,21 @@ def test_reentrant_checkpointing_is_refused(double):
         losses = checkpoint(inner, x, use_reentrant=True).sum(1)
         with pytest.raises(UserError, match=r"use_reentrant=False|graph"):
             engine.backward(losses)
+
+
+@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("lowered_losses", [True, False])
+def test_one_example_moves_a_sum_of_half_precision_by_no_more_than_its_threshold(norms, lowered_losses):
+    """Ghost clipping runs backward twice: the second pass rounds as the first has, or the norm is another's."""
+    threshold = 0.037
+    for seed in range(8):
+        torch.manual_seed(seed)
+        blocks = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+        model = nn.Sequential(*blocks, nn.Linear(32, 4))
+        with attach(model, flat(model), threshold, norms=norms) as engine:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs = model(torch.randn(1, 8, 32))
+            losses = 100 * ((outputs if lowered_losses else outputs.float()) - 1).abs().mean((1, 2))
+            engine.backward(losses)
+        moved = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
+        assert 0.99 * threshold < moved <= threshold * (1 + 1e-6)

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import run_backward, run_norms, total_squares
+from groupwise.clipping.autograd import reweighed, run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.cost_model import Choices, Formula, Rates
-from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out
+from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out, weighing
 from groupwise.clipping.groups import build_groups, one_each, share_thresholds
 from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
@@ -243,12 +243,12 @@ class ClippingEngine:
 
     def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[BackwardPass, Tensor]:
         """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
-        with torch.no_grad():
-            factors = self.factors(squares)
-        kept = left_out(factors, self.masks_rows)
-        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, kept, {0: squares})
+        factors = self.factors(squares)
+        at_layers = any(each.lowered for each in self._passes.open.values())
+        of_rows = (weighing if at_layers else left_out)(factors, self.masks_rows)
+        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, of_rows, {0: squares})
         self._passes.backward_pass = current
-        return current, torch.where(factors != 0, losses * factors.to(losses.dtype), torch.zeros_like(losses))
+        return current, reweighed(losses, factors, at_layers)
 
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
         self.squared_norms = squared_norms
@@ -266,8 +266,6 @@ class ClippingEngine:
                     yield current
         finally:
             self._context.clear()
-
-    # -- several microbatches at once (pipelines) ------------------------------------------------------------------
 
     @contextmanager
     def forward_of(self, microbatch: Hashable) -> Iterator[None]:
@@ -339,14 +337,16 @@ class ClippingEngine:
             self.squared_norms = current.squared_norms
 
     @contextmanager
-    def sums_of(self, microbatch: Hashable, examples: int, factors: Tensor | None = None) -> Iterator[None]:
+    def sums_of(
+        self, microbatch: Hashable, examples: int, factors: Tensor | None = None, at_layers: bool = False
+    ) -> Iterator[None]:
         """A backward pass inside adds Σ_i ∂loss_i to .grad, of losses that were multiplied by the factors; uncounted.
 
         Args:
             microbatch: the name that `forward_of` got.
             examples: rows of the microbatch.
-            factors: the factors (examples,) from `factors`; rows with factor 0 are left out of the sums whatever they
-                hold (0 · NaN is NaN). None leaves nobody out.
+            factors: (examples,), of `factors`; rows with factor 0 are left out, whatever they hold. None: nobody is.
+            at_layers: the losses were not multiplied: each layer multiplies its rows, exactly in half precision too.
 
         Raises:
             UserError: no such forward pass; inside another one; a parameter that was not reached; several groups.
@@ -355,7 +355,7 @@ class ClippingEngine:
             raise UserError(f"Reweighted losses clip one group; this engine has {len(self.groups)}: use backward_of.")
         self._attached.check_same()
         with self._backward(Phase.SUMS, examples, microbatch) as current:
-            current.factors = None if factors is None else left_out(factors)
+            current.factors = None if factors is None else (weighing if at_layers else left_out)(factors)
             yield
             self._check_reached(current)
 

@@ -172,6 +172,11 @@ def left_out(factors: Tensor, masks: bool = True) -> Tensor | None:
     return keep if is_sync_free(keep) else with_gone(keep, masks)
 
 
+def weighing(factors: Tensor, masks: bool = True) -> Tensor:
+    """Factors by which layers multiply rows, of which `gone_rows` is computed once for all layers."""
+    return factors if is_sync_free(factors) else with_gone(factors, masks)
+
+
 def only_leaves_out(factors: Tensor) -> bool:
     """Whether factors are those of `left_out`, 0 or 1, so that rows need not be multiplied."""
     return getattr(factors, "only_leaves_out", False)

@@ -214,7 +214,7 @@ class StageRunner:
         """As `run`, but one group over all stages: two passes, and one all-reduce of the examples' squared norms.
 
         The first pass gets norms alone. Then all stages know every example's whole norm and so its factor, and the
-        second pass has the losses multiplied by them. `randomness` makes dropout the same in both.
+        second pass runs the same again, with each layer's rows multiplied by them. `randomness` makes dropout the same.
         """
         engine = self.engine
         assert engine is not None and len(engine.groups) == 1, "one group over all stages is one group on each"
@@ -234,12 +234,12 @@ class StageRunner:
             dist.all_reduce(squares, group=self.group)
         engine.count_norms(_present(squares, microbatches).unsqueeze(0))
         factors = engine.factors(squares.flatten()).view_as(squares)
-        weighted = [_weigh(microbatch, row) for microbatch, row in zip(microbatches, factors, strict=True)]
+        kept = [_weigh(microbatch, row != 0) for microbatch, row in zip(microbatches, factors, strict=True)]
 
         def sums(i: int) -> AbstractContextManager[object]:
-            return engine.sums_of(i, weighted[i].examples, factors[i])
+            return engine.sums_of(i, kept[i].examples, factors[i], at_layers=True)
 
-        self._pass(weighted, (engine.forward_of, sums), randomness)
+        self._pass(kept, (engine.forward_of, sums), randomness)
         return losses
 
     def _pass(
