@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from groupwise.config.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent / "conf"
+VENV = CONF.parent / ".venv"
 
 
 def train(config: RunConfig) -> float | None:
@@ -30,8 +31,10 @@ def main() -> int:
     try:
         from groupwise.cli.main import launch
     except ModuleNotFoundError as error:
-        told = f"run.py needs {error.name}, which is not installed: `make env`, or pip install -e '.[suite,language]'."
-        print(f"error: {told}", file=sys.stderr)
+        cure = "`make env`, or pip install -e '.[suite,language]'"
+        if (VENV / ".complete").exists() and Path(sys.prefix).resolve() != VENV:
+            cure = f"`. {os.path.relpath(VENV)}/bin/activate`, which make env made"
+        print(f"error: run.py needs {error.name}, which is not installed here: {cure}.", file=sys.stderr)
         return 2
     return launch(CONF, train)
 

@@ -22,7 +22,8 @@ HELP = """python -m benchmarks.throughput [key=value ...]
                    fastdp_layer, fastdp_flat, private_transformers, where peers= says where they are;
                    none_again, only when it is named: none in a second process, so its spread is the clock's
   batch=4,8        batch sizes; default the workload's own
-  layers=4         transformer blocks of the language models; 12 is the full shape
+  layers=4         transformer blocks of the language models; the full shapes have 12, llama and lora_llama 30,
+                   lora_gpt2_xl 48
   rounds=5         how often each method has its turn
   steps=3          steps on the clock in a turn, after one to warm up
   threads=1        threads of each process; processes run one at a time

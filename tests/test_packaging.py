@@ -199,11 +199,15 @@ def test_what_blocks_imports_does_block(tmp_path: Path) -> None:
 
 
 def test_run_py_without_the_suite_says_what_to_install(tmp_path: Path) -> None:
-    code = f"import runpy; sys.argv = ['run.py']; runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')"
-    done = run(BLOCKED.format(blocked={"hydra"}) + code, tmp_path, SOURCE)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: run.py needs hydra, ")
-    assert len(done.stderr.splitlines()) == 1 and "suite" in done.stderr
+    script = shutil.copy(ROOT / "run.py", tmp_path)
+    code = f"import runpy; sys.argv = ['run.py']; runpy.run_path({str(script)!r}, run_name='__main__')"
+    for cure in ("[suite,language]", ". .venv/bin/activate"):  # without and with what `make env` makes
+        done = run(BLOCKED.format(blocked={"hydra"}) + code, tmp_path, SOURCE)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: run.py needs hydra, ")
+        assert len(done.stderr.splitlines()) == 1 and cure in done.stderr
+        (tmp_path / ".venv").mkdir(exist_ok=True)
+        (tmp_path / ".venv" / ".complete").touch()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.workloads import WORKLOADS as KINDS
 from groupwise.analysis.benchmark_tables import (
     fill,
     full,
@@ -35,7 +36,7 @@ def test_the_committed_page_shows_the_committed_rows():
 def test_a_throughput_table(throughput):
     text = throughput_tables(throughput)
     assert text.count("**GPT-2 shape, tied, 100 tokens**") == 2  # one thread, two threads
-    assert "batch 4, reduced to 4 of 12 layers, 3 rounds" in text and "commit `0123456`" in text
+    assert "batch 4, 4 of 12 layers, 3 rounds" in text and "commit `0123456`" in text
     assert "| adaptive per layer | 96.96 | 0.970 [0.960..0.979] | 1.01 | 0.990 | 12.0 |" in text
     assert "| Opacus, ghost | refused: tied weights \\| no |  |  |  |  |" in text
 
@@ -46,7 +47,17 @@ def test_two_formats_are_told_apart(throughput):
 
 
 def test_full_depth_is_not_called_reduced(throughput):
-    assert "reduced" not in throughput_tables(throughput.assign(layers=12))
+    assert "of 12 layers" not in throughput_tables(throughput.assign(layers=12))
+
+
+def test_the_full_depths_are_those_of_the_workloads(throughput):
+    for name, kind in KINDS.items():
+        if kind.layers is not None:
+            found = throughput_tables(throughput.assign(workload=name, layers=kind.layers - 1))
+            assert f", {kind.layers - 1} of {kind.layers} layers, " in found
+            whole = throughput_tables(throughput.assign(workload=name, layers=kind.layers))
+            assert f"of {kind.layers} layers" not in whole
+    assert "SmolLM2-135M shape, 4 of 30 layers, batch 4" in throughput_summary(throughput.assign(workload="llama"))
 
 
 def test_a_growth_table(growth):
@@ -63,7 +74,8 @@ def test_the_loop_table(loop):
 def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus(throughput):
     slower = throughput[throughput["method"] == "opacus_hooks"].assign(method="opacus_functorch", ratio=0.1)
     text = throughput_summary(pd.concat([throughput, slower]))
-    assert "| GPT-2 shape, tied, 100 tokens, batch 4 | Made-up CPU, 1 thread, float32 | 0.97 / 1.01 |" in text
+    first = "| GPT-2 shape, tied, 100 tokens, 4 of 12 layers, batch 4 | Made-up CPU, 1 thread, float32 | 0.97 / 1.01 |"
+    assert first in text
     assert text.count("GPT-2 shape") == 2 and "0.10 /" not in text
     assert text.splitlines()[2].endswith(" | – | – | 2.40 × |")
     peer = throughput[throughput["method"] == "opacus_hooks"].assign(method="fastdp_flat", ratio=0.5, peer="fastDP abc")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import IterableDataset
 from transformers import T5Config, T5ForConditionalGeneration
 
+from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.integrations.arguments import REFUSED, check_arguments
 from groupwise.integrations.resume import KEY
@@ -177,6 +178,14 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: trainer(f, budget=privacy(epsilon=8.0)).train(),
         "give exactly one",
     ),
+    "thresholds that follow public examples": (
+        lambda f: trainer(f, budget=privacy(clip="public_layer")).train(),
+        "choose another mode",
+    ),
+    "a whole ClipConfig of such thresholds": (
+        lambda f: trainer(f, budget=privacy(clip=ClipConfig(name="mine", policy="public"))).train(),
+        "clip='mine' follows public examples",
+    ),
     "train() twice": (twice, "training again would spend another epsilon"),
     "train() where a killed run can go on": (after_a_kill, "a private training that did not end"),
     "resuming with other settings": (other_settings, "weight_decay is 0.1 and was 0.0"),
@@ -276,5 +285,5 @@ def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path, whole):
 
 
 def test_the_page_names_no_argument_that_is_taken():
-    page = PAGE.read_text().split("arguments that were not tried")[1].split("`max_grad_norm`")[0]
+    page = " ".join(PAGE.read_text().split()).split("arguments that were not tried")[1].split("`max_grad_norm`")[0]
     assert set(re.findall(r"`(\w+)`", page)) <= {*REFUSED, "optim"}

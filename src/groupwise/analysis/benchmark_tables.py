@@ -43,8 +43,8 @@ WORKLOADS = {
     "lora_gpt2": "LoRA, rank 16, on GPT-2",
     "lora_llama": "LoRA, rank 16, on SmolLM2-135M",
 }
-FULL_DEPTH = 12
-"""Layers of the language models' base shape."""
+DEPTHS = {"llama": 30, "lora_llama": 30, "lora_gpt2_xl": 48}
+"""Layers of the full shapes in `benchmarks.workloads`; the other language models have 12."""
 KINDS = {
     "adaptive_layer": "adaptive per layer",
     "flat": "flat, book-keeping",
@@ -74,7 +74,8 @@ def throughput_summary(rows: pd.DataFrame) -> str:
         first = cell.iloc[0]
         measured = cell[was_measured(cell)]
         best = {kind: measured[measured["method"].str.startswith(kind)].nlargest(1, "ratio") for kind in KINDS}
-        name = WORKLOADS.get(first["workload"], first["workload"]) + f", batch {first['batch']:g}"
+        name = ", ".join([WORKLOADS.get(first["workload"], first["workload"]), *_depth(first)])
+        name += f", batch {first['batch']:g}"
         machine = in_words(tuple(first[column] for column in MACHINE))
         ratios = [
             f"{one['ratio'].item():.2f} / {one['memory_ratio'].item():.2f}" if len(one) else "–"
@@ -117,16 +118,19 @@ def _throughput_table(lines: pd.DataFrame) -> str:
 
 
 def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
-    parts = [f"batch {first['batch']:g}"]
-    if first["layers"] < FULL_DEPTH:  # never so where the depth is no option: NaN
-        parts.append(f"reduced to {first['layers']:g} of {FULL_DEPTH} layers")
-    parts.append(f"{lines['rounds'].max()} rounds")
+    parts = [f"batch {first['batch']:g}", *_depth(first), f"{lines['rounds'].max()} rounds"]
     versions = [f"{name} {first[name]}" for name in ("torch", "opacus") if isinstance(first[name], str)]
     versions += sorted({name for name in lines["peer"] if isinstance(name, str)})
     commits = sorted({f"`{str(line.commit)[:7]}`{' + changes' if line.dirty else ''}" for line in lines.itertuples()})
     where = in_words(tuple(first[name] for name in MACHINE))
     title = WORKLOADS.get(first["workload"], first["workload"])
     return f"**{title}**: {', '.join(parts)}. {where}; {', '.join(versions)}; commit {', '.join(commits)}."
+
+
+def _depth(first: pd.Series) -> list[str]:
+    """How many of its layers a language model was measured with, unless with all."""
+    full = DEPTHS.get(first["workload"], 12)
+    return [f"{first['layers']:g} of {full} layers"] if first["layers"] < full else []  # NaN: no option
 
 
 def growth_tables(rows: pd.DataFrame) -> str:

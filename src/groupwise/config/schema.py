@@ -241,7 +241,7 @@ class TrainConfig:
     steps: int | None = number(None, POSITIVE)
     """T: null means round(epochs * N / B)."""
     microbatch: int | None = number(None, POSITIVE)
-    """Examples in memory at once; null chooses. It never changes the update."""
+    """Examples in memory at once; null chooses. The update depends on it by rounding, and by masks if there are any."""
     token_loss: str = one_of("mean", "mean", "sum")
     """Text: of an example's losses over that example's own tokens; losses are summed over examples."""
     precision: str = one_of("float32", "float32", "tf32", "bfloat16")

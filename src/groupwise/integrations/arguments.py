@@ -104,6 +104,20 @@ REFUSED: dict[str, tuple[_Value, str]] = {
 """Name -> what is refused of it (None, False, 0 and "" are fine), and why, with what to do."""
 
 
+def check_privacy(privacy: PrivacyArguments) -> None:
+    """Refuse thresholds that follow public examples, which nobody gives to a Trainer.
+
+    Raises:
+        UserError: naming the mode.
+    """
+    clip = privacy.clip
+    if getattr(clip, "policy", None) == "public" or (isinstance(clip, str) and clip.startswith("public_")):
+        raise UserError(
+            f"clip={getattr(clip, 'name', clip)!r} follows public examples, which PrivateTrainer has no place for: "
+            "choose another mode, or use make_private(public=...) in a loop of your own."
+        )
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse what cannot be private, by name; set right what only has no meaning, and say so.
 

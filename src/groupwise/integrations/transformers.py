@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from groupwise.clipping import verify
 from groupwise.errors import UserError
 from groupwise.integrations import resume
-from groupwise.integrations.arguments import PrivacyArguments, check_arguments, moving_settings
+from groupwise.integrations.arguments import PrivacyArguments, check_arguments, check_privacy, moving_settings
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
 from groupwise.private.batches import length_of
@@ -148,6 +148,7 @@ class PrivateTrainer(Trainer):
     ) -> None:
         args = args or TrainingArguments("tmp_trainer")
         check_arguments(args)
+        check_privacy(privacy)
         if others.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
             raise UserError(
                 "compute_loss gives one loss for a whole batch, which cannot be clipped by example: give "
