@@ -281,9 +281,3 @@ def _in_one_sentence() -> Iterator[None]:
                 f"a WSConv2d, say): use operations that are not in place. torch says: {first}"
             ) from error
         raise
-
-
-def reweighed(losses: Tensor, factors: Tensor, at_layers: bool) -> Tensor:
-    """Losses times factors, (B,), or as they are where layers multiply rows by them; zeros where a factor is 0."""
-    weighed = losses if at_layers else losses * factors.to(losses.dtype)
-    return torch.where(factors != 0, weighed, torch.zeros_like(losses))

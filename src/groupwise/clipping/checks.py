@@ -27,7 +27,7 @@ def check_options(norms: str, partition: Partition, formula: str, batch_axis: in
     if norms not in ("bookkeeping", "ghost"):
         raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
     if norms == "ghost" and len(partition) != 1:
-        raise UserError(f"Ghost clipping reweights whole losses, so it needs one group; {len(partition)} were given.")
+        raise UserError(f"Ghost clipping has one factor for an example, so it needs one group; {len(partition)} were given.")
     if formula not in get_args(Formula):
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
     if batch_axis not in (0, 1):

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import reweighed, run_backward, run_norms, total_squares
+from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.cost_model import Choices, Formula, Rates
-from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, left_out, weighing
+from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, weighing
 from groupwise.clipping.groups import build_groups, one_each, share_thresholds
 from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
 from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
@@ -223,7 +223,7 @@ class ClippingEngine:
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
-                current, losses = self._reweigh(losses, self._ghost_norms(losses))
+                current, losses = self._second_pass(losses, self._ghost_norms(losses))
             run_backward(losses)
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
@@ -241,14 +241,12 @@ class ClippingEngine:
         with torch.no_grad():
             return total_squares([group_pass])[0]
 
-    def _reweigh(self, losses: Tensor, squares: Tensor) -> tuple[BackwardPass, Tensor]:
-        """Second pass: Σ_i factor_i · loss_i; examples with a norm that is not finite are left out everywhere."""
-        factors = self.factors(squares)
-        at_layers = any(each.lowered for each in self._passes.open.values())
-        of_rows = (weighing if at_layers else left_out)(factors, self.masks_rows)
-        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, of_rows, {0: squares})
+    def _second_pass(self, losses: Tensor, squares: Tensor) -> tuple[BackwardPass, Tensor]:
+        """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
+        factors = weighing(self.factors(squares), self.masks_rows)
+        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
         self._passes.backward_pass = current
-        return current, reweighed(losses, factors, at_layers)
+        return current, torch.where(factors != 0, losses, torch.zeros_like(losses))
 
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
         self.squared_norms = squared_norms
@@ -307,7 +305,7 @@ class ClippingEngine:
                 with a gradient; ghost norms, which take two passes.
         """
         if self.norms == "ghost":
-            raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of on reweighted losses.")
+            raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of.")
         if not 0 <= absent <= examples:
             raise UserError(f"{absent} of {examples} examples cannot be absent: give a number from 0 to {examples}.")
         self._attached.check_same()
@@ -337,25 +335,22 @@ class ClippingEngine:
             self.squared_norms = current.squared_norms
 
     @contextmanager
-    def sums_of(
-        self, microbatch: Hashable, examples: int, factors: Tensor | None = None, at_layers: bool = False
-    ) -> Iterator[None]:
-        """A backward pass inside adds Σ_i ∂loss_i to .grad, of losses that were multiplied by the factors; uncounted.
+    def sums_of(self, microbatch: Hashable, examples: int, factors: Tensor | None = None) -> Iterator[None]:
+        """A backward pass inside adds Σ_i factor_i · ∂loss_i to .grad, and is not counted; the losses are as they were.
 
         Args:
             microbatch: the name that `forward_of` got.
             examples: rows of the microbatch.
-            factors: (examples,), of `factors`; rows with factor 0 are left out, whatever they hold. None: nobody is.
-            at_layers: the losses were not multiplied: each layer multiplies its rows, exactly in half precision too.
+            factors: (examples,), of `factors`; rows with factor 0 are left out, whatever they hold. None: all are 1.
 
         Raises:
             UserError: no such forward pass; inside another one; a parameter that was not reached; several groups.
         """
         if len(self.groups) != 1:
-            raise UserError(f"Reweighted losses clip one group; this engine has {len(self.groups)}: use backward_of.")
+            raise UserError(f"Factors clip one group; this engine has {len(self.groups)}: use backward_of.")
         self._attached.check_same()
         with self._backward(Phase.SUMS, examples, microbatch) as current:
-            current.factors = None if factors is None else (weighing if at_layers else left_out)(factors)
+            current.factors = None if factors is None else weighing(factors)
             yield
             self._check_reached(current)
 

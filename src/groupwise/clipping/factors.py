@@ -123,8 +123,8 @@ def without_rows(rows: Tensor, gone: Tensor | None) -> Tensor:
 
 def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:
     """rows_i · factor_i, and exact zeros for the examples left out; ``None`` keeps the rows as they are."""
-    if factors is None or only_leaves_out(factors):
-        return drop_zero_rows(factors, rows)
+    if factors is None:
+        return rows
     return drop_zero_rows(factors, rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)))
 
 
@@ -163,23 +163,9 @@ def _sum_of_rows(rows: Tensor, weights: Tensor, gone: Tensor | None) -> Tensor:
     return total.nan_to_num_(0.0, math.inf, -math.inf)
 
 
-def left_out(factors: Tensor, masks: bool = True) -> Tensor | None:
-    """0 for examples that are left out and 1 for the others; None where it is known that nobody is."""
-    keep = (factors != 0).to(factors.dtype)
-    if is_sync_free(keep) and bool(keep.all()):
-        return None
-    keep.only_leaves_out = True  # type: ignore[attr-defined]
-    return keep if is_sync_free(keep) else with_gone(keep, masks)
-
-
 def weighing(factors: Tensor, masks: bool = True) -> Tensor:
     """Factors by which layers multiply rows, of which `gone_rows` is computed once for all layers."""
     return factors if is_sync_free(factors) else with_gone(factors, masks)
-
-
-def only_leaves_out(factors: Tensor) -> bool:
-    """Whether factors are those of `left_out`, 0 or 1, so that rows need not be multiplied."""
-    return getattr(factors, "only_leaves_out", False)
 
 
 RELATIONS = ("add_remove",)

@@ -43,7 +43,7 @@ class BackwardPass:
     passes: "dict[int, GroupPass]"
     """Those that take part, by group."""
     factors: Tensor | None = None
-    """Ghost, second pass: None, or by what rows are multiplied: 0 for examples left out."""
+    """Ghost, second pass: by what rows are multiplied, or None; 0 for examples left out."""
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
     reported: set[str] = field(default_factory=set)
@@ -79,8 +79,8 @@ class GroupPass:
         """Squared norms that factors were formed from, one part of the batch after the other."""
         self.terms: list[Terms | Tensor] = []
         """What its layers reported of their squared norms."""
-        self.received = self.done = self.lowered = False
-        """Whether a layer's gradients have come; whether the sums are there already; whether some have few digits."""
+        self.received = self.done = False
+        """Whether a layer's gradients have come; whether the sums are there already."""
 
     @property
     def waits(self) -> bool:
@@ -103,7 +103,7 @@ class GroupPass:
         current = self._current(member, layout, g)
         if current.phase is Phase.LOOK:
             return
-        self.received, self.lowered = True, self.lowered or g.element_size() < 4
+        self.received = True
         rule, saved, g = self._examples_first(member, layout, saved, g)
         given = (saved, g, member.wanted, member.context)
         if current.phase is Phase.SUMS:
@@ -153,7 +153,7 @@ class GroupPass:
                 "use a layer for each, or do without direct=True."
             )
         current.reported.add(member.name)
-        self.received, self.lowered = True, self.lowered or g.element_size() < 4
+        self.received = True
         if current.phase is Phase.NORMS:
             self.terms.append(member.rule.norm_terms(saved, g, member.wanted, member.context))
             return (None,) * len(member.wanted)

@@ -237,7 +237,7 @@ class StageRunner:
         kept = [_weigh(microbatch, row != 0) for microbatch, row in zip(microbatches, factors, strict=True)]
 
         def sums(i: int) -> AbstractContextManager[object]:
-            return engine.sums_of(i, kept[i].examples, factors[i], at_layers=True)
+            return engine.sums_of(i, kept[i].examples, factors[i])
 
         self._pass(kept, (engine.forward_of, sums), randomness)
         return losses

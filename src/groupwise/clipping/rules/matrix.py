@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.cost_model import Work, gram_terms
-from groupwise.clipping.factors import add_weighed_rows, gone_rows, only_leaves_out, weigh_rows, without_rows
+from groupwise.clipping.factors import add_weighed_rows, gone_rows, weigh_rows, without_rows
 from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together, starts_kernels
 from groupwise.clipping.precision import (
     batched_product,
@@ -90,7 +90,7 @@ class MatrixRule(LayerRule):
     ) -> Gradients:
         x, g = self.rows(saved, g)
         dtype = torch.promote_types(g.dtype, torch.float32)
-        weights, gone = None if factors is None or only_leaves_out(factors) else factors.to(dtype), gone_rows(factors)
+        weights, gone = None if factors is None else factors.to(dtype), gone_rows(factors)
         weight = bias = None
         if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
             sums = without_rows(g.sum(1, dtype=dtype), gone)
