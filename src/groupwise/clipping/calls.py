@@ -176,7 +176,7 @@ class LayerCalls:
         key = ("parameter", group.index, place)
         if key not in self._members:
             home, local = group.homes[place]
-            if find_rule(home) is not None and home._parameters[local].numel() > COPIED and batch > 1:
+            if find_rule(home) is not None and home.get_parameter(local).numel() > COPIED and batch > 1:
                 warnings.warn(
                     f"groupwise has no rule for what is done with {group.names[place]} beside its layer: it is clipped "
                     "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",

@@ -27,7 +27,9 @@ def check_options(norms: str, partition: Partition, formula: str, batch_axis: in
     if norms not in ("bookkeeping", "ghost"):
         raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
     if norms == "ghost" and len(partition) != 1:
-        raise UserError(f"Ghost clipping has one factor for an example, so it needs one group; {len(partition)} were given.")
+        raise UserError(
+            f"Ghost clipping has one factor an example, so it needs one group; {len(partition)} were given."
+        )
     if formula not in get_args(Formula):
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
     if batch_axis not in (0, 1):
@@ -169,7 +171,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 f"{variable.origin.label} goes into {after.removesuffix('Backward')}, a torch.autograd.Function, whose "
                 "gradient is not told apart by examples: compute the same by plain operations, or freeze it."
             )
-        if id(variable) in names or (shards and isinstance(variable, nn.Parameter)):
+        if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
             name = names.get(id(variable), f"of shape {tuple(variable.shape)}")
             raise UserError(
                 f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot "

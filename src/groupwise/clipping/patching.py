@@ -165,7 +165,7 @@ class Patches:
         if not copies:
             return forward(weights, module, *args, **kwargs)
 
-        mask = kwargs.get("attn_mask", args[5] if len(args) > 5 else None)
+        mask: Any = kwargs.get("attn_mask", args[5] if len(args) > 5 else None)
 
         def plain(leaf: Any, at: int) -> Any:
             if leaf is mask and _is_copy(leaf) and leaf.dim() == 2:  # (L, S), the same for all examples and heads
