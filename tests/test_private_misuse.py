@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: in_the_loop(lambda use, x, y: use.private.backward(use.losses(X[:9], Y[:9]))),
         "losses has shape",
     ),
-    "another model's losses": (lambda: in_the_loop(other_model), "attached model|reach no layer"),
+    "another model's losses": (lambda: in_the_loop(other_model), "not the model's"),
     "`backward` outside of `batches`": (lambda: Use().private.backward(torch.ones(3)), "no microbatch"),
     "two `backward` for one microbatch": (
         lambda: in_the_loop(then(lambda use: use.private.backward(torch.ones(4)))),
