@@ -21,7 +21,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
-from groupwise.sweeps.prepare import plan_sweep
+from groupwise.sweeps.prepare import plan_sweep, refuse_without_weights
 
 WIDTH = 80
 """Columns of a terminal."""
@@ -173,6 +173,7 @@ def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], 
             for line in finished_table((cell.name, cell.run) for cell in planned.cells):
                 print(line)
             return None
+        refuse_without_weights(planned.cells)
     folder = begin_sweep(planned)
     if Path(sys.argv[0]).resolve() == conf.resolve().parent / "run.py":
         run_from(folder, conf.resolve().parent)

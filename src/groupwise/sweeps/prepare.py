@@ -73,6 +73,25 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         return PlannedSweep(name, str(whole.scale), folder, _cells(composer_of(conf), whole, given, shared, name))
 
 
+def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
+    """Refuse cells that begin with a model's weights and name none, before any other cell has begun.
+
+    Raises:
+        UserError: naming their models and the first of them.
+    """
+    missing = [
+        cell
+        for cell in cells
+        if cell.config.model.architecture and not (cell.config.model.source or cell.config.model.fresh or cell.done)
+    ]
+    if missing:
+        models = ", ".join(dict.fromkeys(cell.config.model.name for cell in missing))
+        raise UserError(
+            f"{len(missing)} of {len(cells)} cells, those of model={models}, have no weights to begin with (first: "
+            f"{missing[0].name}): run them with model.source=FOLDER, and the others on their own."
+        )
+
+
 def check_sweep(overrides: Sequence[str], conf: Path) -> int:
     """The number of cells of ``-m OVERRIDES...``, checked as `plan_sweep` does; 0 where it is not known beforehand."""
     return len(plan_sweep(overrides, conf).cells or ())
