@@ -12,10 +12,19 @@ from traceback import walk_tb
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from groupwise.cli.why import why
-from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, refuse_both, register, to_run_config, too_long
+from groupwise.config.compose import (
+    COMPOSITION_ERRORS,
+    in_one_sentence,
+    refuse_both,
+    refuse_idle,
+    register,
+    to_run_config,
+    too_long,
+)
 from groupwise.config.keys import CONFIG_DIR, groups
 from groupwise.config.schema import RunConfig
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
@@ -95,6 +104,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
             return run_cell(composed, train)
         try:
             config = to_run_config(composed)
+            refuse_idle(HydraConfig.get().overrides.task, config)
             if config.tuning.name != "off":
                 raise UserError(
                     "tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2."

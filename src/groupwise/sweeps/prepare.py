@@ -7,7 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from groupwise.config.compose import COMPOSITION_ERRORS, Composer, composer_of, in_one_sentence, to_run_config
+from groupwise.config.compose import (
+    COMPOSITION_ERRORS,
+    Composer,
+    composer_of,
+    in_one_sentence,
+    refuse_idle,
+    to_run_config,
+)
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
@@ -189,6 +196,7 @@ def _number(value: str) -> Any:
 def _checked(composer: Composer, name: str, arguments: Sequence[str]) -> PlannedCell:
     try:
         config = to_run_config(composer.compose(arguments))
+        refuse_idle(arguments, config)
     except COMPOSITION_ERRORS as error:
         raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
     return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))
