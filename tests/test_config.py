@@ -180,6 +180,15 @@ def test_per_device_clipping_on_samsum_is_the_papers(stages: int) -> None:
     assert (config.train.epochs, config.eval.generate.beams, config.pipeline.rematerialize) == (5, 4, True)
 
 
+def test_settings_of_adapters_are_refused_where_none_train() -> None:
+    with pytest.raises(UserError, match=r"model\.lora\.rank=4 is of adapters, and model\.trains=all"):
+        compose_run(["task=e2e", "model.lora.rank=4"], CONF)
+    for adapters in (["task=e2e", "model.trains=lora"], ["task=samsum"]):
+        assert compose_run([*adapters, "model.lora.rank=4"], CONF).model.lora.rank == 4
+    idle = compose_run(["task=e2e", "model=gpt2_mini", "scale=mini"], CONF).model
+    assert (idle.lora.rank, idle.trains) == (16, "all")  # of the model's own recipe
+
+
 @pytest.mark.parametrize("model", ["opt_66b", "opt_175b"])
 def test_open_models_of_gpt3s_scale_have_the_papers_adapters(model: str) -> None:
     config = run("task=samsum_pipeline", f"model={model}", "pipeline.stages=16").model

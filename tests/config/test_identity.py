@@ -62,6 +62,12 @@ def test_everything_else_does(other: RunConfig) -> None:
     assert config_hash(other) != config_hash(RunConfig())
 
 
+def test_a_run_is_taken_up_with_another_batch_of_its_evaluation() -> None:
+    smaller = RunConfig()
+    smaller.eval.batch_size, smaller.eval.generate.batch_size = 8, 1
+    assert differences(RunConfig(), smaller) == []
+
+
 def test_a_key_younger_than_committed_rows_counts_only_where_it_is_used() -> None:
     assert not [key for key in stable_config(RunConfig()) if key.startswith("tuning.")]
     secure = RunConfig(noise=NoiseConfig(secure=True))

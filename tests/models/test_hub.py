@@ -42,6 +42,12 @@ def test_no_name_is_spelt_like_a_path():
         locate("model.tokenizer", "/no/such/folder")
 
 
+def test_a_model_of_our_own_that_is_gone_is_not_asked_for_at_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)  # would show any name
+    with pytest.raises(UserError, match=r"pretrained/none is a model of this project's own.*make pretrain"):
+        locate("model.source", "pretrained/none")
+
+
 @pytest.mark.parametrize("kind", ["RepositoryNotFoundError", "RemoteEntryNotFoundError", "GatedRepoError"])
 def test_a_name_that_the_hub_does_not_show(monkeypatch, kind):
     from huggingface_hub import errors

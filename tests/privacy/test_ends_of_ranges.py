@@ -4,10 +4,20 @@ import math
 import warnings
 
 import pytest
-from scipy.stats import binom
+from scipy.integrate import quad
+from scipy.stats import binom, norm
 
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import epsilon_rdp, epsilon_revealed, gaussian_delta, gaussian_epsilon, nothing_shows
+from groupwise.privacy.accountants import (
+    MOST_NOISE,
+    ORDERS,
+    epsilon_rdp,
+    epsilon_revealed,
+    gaussian_delta,
+    gaussian_epsilon,
+    nothing_shows,
+    rdp_of_steps,
+)
 from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds, epsilon_prv
 from groupwise.privacy.calibration import calibrate, split_noise
 from groupwise.privacy.plan import make_plan
@@ -57,6 +67,22 @@ def test_every_noise_multiplier_has_an_epsilon_and_no_accountant_warns(accountan
     assert 0.0 <= plan.epsilon < math.inf
     assert plan.spent(STEPS).epsilon <= plan.epsilon
     assert "closed form" in plan.statement() or 1e-4 < sigma < 1e9
+
+
+def test_a_small_sample_of_many_examples_costs_little_by_rdp_too():
+    """One step's Rényi divergence at order 8, from its definition by quadrature, and what a million of them cost."""
+    rate, alpha, steps = 1e-6, 8, 10**6
+
+    def moment(x):
+        return norm.pdf(x) * ((1 - rate) + rate * math.exp(x - 0.5)) ** alpha - norm.pdf(x)
+
+    exact = math.log1p(quad(moment, -10, 30, epsabs=1e-22, limit=500)[0]) / (alpha - 1)
+    found = rdp_of_steps(1.0, rate, 1)[ORDERS.index(alpha)]
+    assert exact <= found * (1 + 1e-3) and found <= max(1.001 * exact, alpha / (2 * MOST_NOISE**2))
+    assert 0.6 < epsilon_rdp(1.0, rate, steps, 1e-9) < 0.75
+    assert calibrate(3.0, 1e-9, rate, steps, accountant="rdp").noise_multiplier < 1.0
+    for sigma in (0.5, 1.0, 5.0, 1e3, 1e6, 1e300):  # more noise never costs more
+        assert epsilon_rdp(2 * sigma, rate, steps, 1e-9) <= epsilon_rdp(sigma, rate, steps, 1e-9)
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)

@@ -11,7 +11,7 @@ import pytest
 from groupwise.config.compose import compose_run, register
 from groupwise.config.identity import config_hash
 from groupwise.errors import UserError
-from groupwise.sweeps.prepare import plan_sweep
+from groupwise.sweeps.prepare import plan_sweep, refuse_without_weights
 from tests.sweeps.conftest import Checkout
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -164,6 +164,22 @@ def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
     scale = [] if "scale=" in arguments else ["scale=smoke"]
     with pytest.raises(UserError, match=re.escape(words)):
         plan_sweep(["+sweep=table", *scale, *arguments.split()], tmp_path / "conf")
+
+
+def test_cells_without_weights_are_refused_before_the_others_begin():
+    register()
+    planned = plan_sweep(["+sweep=samsum"], CONF).cells
+    with pytest.raises(UserError, match=r"8 of 12 cells, those of model=opt_175b, .* clip=per_device model=opt_175b"):
+        refuse_without_weights(planned)
+    refuse_without_weights([cell for cell in planned if cell.config.model.name == "gpt2_xl"])
+    given = plan_sweep(["+sweep=samsum", "model=opt_175b", "model.source=weights"], CONF).cells
+    refuse_without_weights(given)
+    assert {(cell.config.pipeline.stages, cell.config.model.frozen_dtype) for cell in given} == {
+        (16, "bfloat16"),
+        (1, "bfloat16"),  # in context
+    }
+    shown = [cell.config.eval.prompt_set for cell in given if cell.config.eval.shots == 4]
+    assert shown == [0, 1, 2]  # a table's number is the mean over the seeds
 
 
 def test_a_key_of_no_grid_may_have_several_values_too():

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,7 @@ class Trained:
         row = {"hash": digest, **flat_config(config), **plan, "valid/accuracy": score, "nonprivate/train_loss": 0.5}
         (folder / "result.json").write_text(json.dumps(row))
         (folder / "model.pt").write_text(f"{len(self.rates)}: weights at {rate}")
+        os.utime(folder / "model.pt", (1, 1))  # long ago
         (folder / "DONE").touch()
         self.rates.append(rate)
         return score
@@ -105,6 +107,13 @@ def test_the_best_run_alone_is_left(search, drawn, capfd):
     assert "a secret" not in told and "another" not in told and lines[0] == "Released: optim.learning_rate=8"
     said = told + "".join(path.read_text() for path in (search.folder / "released").iterdir())
     assert "nonprivate" not in said and str(search.folder / "unreleased" / "1") not in said
+
+
+def test_no_file_of_a_release_is_as_old_as_its_run(search, drawn):
+    drawn(1, 3, 0)
+    before = time.time() - 10  # a file system's clock may be a little behind
+    run_search(search, Trained())
+    assert all(path.stat().st_mtime > before for path in (search.folder / "released").iterdir())
 
 
 def test_neither_how_many_nor_which_can_be_read_off(search, drawn):

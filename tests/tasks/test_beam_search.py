@@ -11,6 +11,7 @@ from groupwise.clipping import attach, per_layer
 from groupwise.config.schema import GenerateConfig
 from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
+from groupwise.tasks import beam_search
 from groupwise.tasks.beam_search import generate
 
 import_torchvision()
@@ -245,6 +246,24 @@ def test_an_attached_engine_notices_nothing(tokenizer, lora):
             found.append((engine.counts, [p.grad.clone() for p in model.parameters() if p.requires_grad]))
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_what_does_not_fit_into_memory_is_written_with_fewer_prompts_at_once(tokenizer, monkeypatch, capsys):
+    prompts = encode(tokenizer)
+    expected = write(random_gpt2(), tokenizer, prompts)
+    search = beam_search._search
+
+    def small(generator, tokenizer, prompts, *rest):
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return search(generator, tokenizer, prompts, *rest)
+
+    monkeypatch.setattr(beam_search, "_search", small)
+    assert write(random_gpt2(), tokenizer, prompts, batch_size=4) == expected
+    assert "evaluating with 2 examples at once" in capsys.readouterr().err
+    with pytest.raises(torch.OutOfMemoryError):
+        monkeypatch.setattr(beam_search, "_search", lambda *_: small(0, 0, [0] * 3))
+        write(random_gpt2(), tokenizer, prompts, batch_size=4)
 
 
 def test_nothing_to_write(tokenizer):

@@ -60,6 +60,14 @@ def test_a_held_out_share_of_the_training_images_is_what_is_validated_on():
     assert "test set" in whole.describe_data()["selected_on"]
 
 
+def test_the_same_images_are_held_out_whatever_the_network_reads_of_them():
+    held = DataConfig("digits", holdout=0.2)
+    pixels = make_task(config(data=held), CPU)
+    features = make_task(config(data=held, model=ModelConfig(name="scatter_cnn", norm_groups=27)), CPU)
+    assert torch.equal(pixels._splits["valid"][1], features._splits["valid"][1])
+    assert torch.equal(pixels._splits["train"][1], features._splits["train"][1])
+
+
 def test_initial_weights_depend_on_the_seed_alone():
     first, same, other = (make_task(config(seed=seed), CPU).model.state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], same[name]) for name in first)

@@ -139,11 +139,28 @@ def test_nothing_of_the_part_that_did_not_fit_is_held():
 
 
 def test_outside_of_a_step_it_is_one_sentence():
-    with pytest.raises(UserError, match=r"lower eval\.batch_size"), memory_told():
+    with pytest.raises(UserError, match=r"lower eval\.batch_size or eval\.generate\.batch_size"), memory_told():
         raise ERRORS["GPU"]()
     with pytest.raises(RuntimeError, match="a bug"), memory_told():
         raise RuntimeError("a bug")
     assert not ran_out(ValueError("DefaultCPUAllocator"))
+
+
+def test_an_evaluation_that_does_not_fit_goes_on_with_half_as_many_at_once(capsys):
+    trainer, asked = make_trainer(NONE), []
+
+    def evaluate(split: str, batch_size: int, limit: int | None, final: bool) -> dict[str, float]:
+        asked.append(batch_size)
+        if batch_size > 3:
+            raise ERRORS["CPU"]()
+        return {"loss": 0.0}
+
+    trainer.task.evaluate = evaluate
+    assert trainer.evaluate("valid", 12) == {"loss": 0.0} and asked == [12, 6, 3]
+    assert capsys.readouterr().err.endswith("warning: memory ran out; evaluating with 3 examples at once.\n")
+    trainer.task.evaluate = lambda split, batch_size, limit, final: evaluate(split, 4, limit, final)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        trainer.evaluate("valid", 2)
 
 
 def losses_of(width: int):

@@ -77,7 +77,25 @@ def test_wandb_is_told_what_the_run_is_called(tmp_path: Path, monkeypatch: pytes
     config, record = begun(tmp_path, "wandb")
     make_tracker(config, record)
     assert told["name"] == "cifar wide_resnet adaptive_layer eps 8 seed 0"
-    assert (told["id"], told["tags"], told["mode"]) == (record.hash[:12], ["paper"], "offline")
+    assert (told["tags"], told["mode"]) == (["paper"], "offline")
+
+
+def test_a_resumed_run_goes_on_in_wandb_and_one_that_began_anew_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    fake = SimpleNamespace(init=lambda **given: told.append(given["id"]), Settings=lambda **given: given)
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    config, record = begun(tmp_path, "wandb")
+    make_tracker(config, record)
+    make_tracker(config, record, step=3)
+    record.close()
+    config.overwrite = True
+    again = RunRecord.open(config)
+    again.begin()
+    make_tracker(config, again)
+    first, resumed, anew = told
+    assert first == resumed != anew
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
+from groupwise.training.step import Trainer
 from groupwise.training.train import train
 from tests.pipeline.ranks import run_ranks
 from tests.training.data_parallel import ADAPTIVE_LAYER, BATCHES, PointsTask, build
@@ -99,6 +100,35 @@ def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):
     assert steps == [1, 2, 3, 4, 4]
     whole, resumed = (torch.load(folders[name] / "model.pt") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def _ask(self, *_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise AssertionError("it goes on")
+
+
+def _run_out(self, *_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(("ends", "told"), [(_ask, None), (_run_out, torch.OutOfMemoryError)])
+def test_a_run_whose_last_evaluation_does_not_end_goes_on_with_it_alone(ends, told, tmp_path, monkeypatch):
+    whole = session(tmp_path / "whole", Alone())
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(PointsTask, "evaluate", ends)
+        if told is None:
+            assert session(tmp_path / "broken", Alone()) == "stopped"
+        else:
+            with pytest.raises(told):
+                session(tmp_path / "broken", Alone())
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr(Trainer, "step", None)  # nothing is trained again
+    row = session(tmp_path / "broken", Alone(), resumes=True)
+    assert row["plan.replayed_steps"] == 0 and row["system.examples_per_second"] > 0
+    assert row["valid/loss"] == whole["valid/loss"]
+    models = [torch.load(next((tmp_path / name / "runs").iterdir()) / "model.pt") for name in ("whole", "broken")]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 @pytest.mark.parametrize(("error", "words"), [(-1, "released 0 steps"), (+1, "released 5 steps|spent epsilon")])

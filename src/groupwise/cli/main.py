@@ -12,16 +12,25 @@ from traceback import walk_tb
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from groupwise.cli.why import why
-from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence, refuse_both, register, to_run_config, too_long
+from groupwise.config.compose import (
+    COMPOSITION_ERRORS,
+    in_one_sentence,
+    refuse_both,
+    refuse_idle,
+    register,
+    to_run_config,
+    too_long,
+)
 from groupwise.config.keys import CONFIG_DIR, groups
 from groupwise.config.schema import RunConfig
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
-from groupwise.sweeps.prepare import plan_sweep
+from groupwise.sweeps.prepare import plan_sweep, refuse_without_weights
 
 WIDTH = 80
 """Columns of a terminal."""
@@ -95,6 +104,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
             return run_cell(composed, train)
         try:
             config = to_run_config(composed)
+            refuse_idle(HydraConfig.get().overrides.task, config)
             if config.tuning.name != "off":
                 raise UserError(
                     "tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2."
@@ -173,6 +183,7 @@ def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], 
             for line in finished_table((cell.name, cell.run) for cell in planned.cells):
                 print(line)
             return None
+        refuse_without_weights(planned.cells)
     folder = begin_sweep(planned)
     if Path(sys.argv[0]).resolve() == conf.resolve().parent / "run.py":
         run_from(folder, conf.resolve().parent)

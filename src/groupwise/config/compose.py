@@ -198,6 +198,17 @@ def refuse_both(overrides: Sequence[str]) -> None:
         )
 
 
+def refuse_idle(overrides: Sequence[str], config: RunConfig) -> None:
+    """Refuse adapters' settings on a command line where none train; recipes of models may hold them all the same.
+
+    Raises:
+        UserError: naming one.
+    """
+    idle = next((override for override in overrides if override.lstrip("+").startswith("model.lora.")), None)
+    if idle is not None and config.model.trains != "lora":
+        raise UserError(f"{idle} is of adapters, and model.trains={config.model.trains}: add model.trains=lora.")
+
+
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     # "+clip.foo=1" slips a key past Hydra's struct check, and the dataclass would carry it along unread.
     for name in map(str, node):
@@ -212,7 +223,9 @@ def compose_run(overrides: list[str], conf: Path) -> RunConfig:
     register()
     refuse_both(overrides)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        return to_run_config(composer_of(conf).compose(overrides))
+        config = to_run_config(composer_of(conf).compose(overrides))
+    refuse_idle(overrides, config)
+    return config
 
 
 def composer_of(conf: Path) -> Composer:

@@ -56,6 +56,9 @@ LATER = {
 }
 """Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
 
+SIZES = ("eval.batch_size", "eval.generate.batch_size")
+"""Keys that a run may change as it is taken up, where its evaluation did not fit into memory."""
+
 FREE_MAPPINGS = ("clip.mapping", "model.shape", "own_task")
 
 
@@ -94,9 +97,10 @@ def config_hash(config: RunConfig) -> str:
 
 
 def differences(there: RunConfig, here: RunConfig) -> list[str]:
-    """The stable keys that differ, each in words: ``clip.threshold is 1.0 there and 0.5 here``."""
+    """What keeps a run from being taken up: stable keys that differ, ``clip.threshold is 1.0 there and 0.5 here``."""
     old, new = _settings(there), _settings(here)
-    return [f"{key} is {old[key]} there and {new[key]} here" for key in new if old[key] != new[key]]
+    differing = [key for key in new if old[key] != new[key] and key not in SIZES]
+    return [f"{key} is {old[key]} there and {new[key]} here" for key in differing]
 
 
 def save_config(config: RunConfig) -> str:

@@ -143,7 +143,7 @@ def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
             pairs.append((linearise_mr(row[mr_at]), row[ref_at].strip()))
         except ValueError as error:
             raise UserError(
-                f"{path}: line {number} has the mr {row[mr_at]!r}; expected slots such as name[Alimentum], "
+                f"{path}: line {number} has an mr that cannot be parsed; expected slots such as name[Alimentum], "
                 "area[city centre], so mend or remove the line."
             ) from error
     if not pairs:

@@ -10,6 +10,8 @@ from groupwise.config.schema import ModelConfig
 from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, command, did_you_mean, reason
 
+OWN = "pretrained/"
+"""How the names of models begin that lie in the checkout, and are asked for nowhere else."""
 PATIENCE = 5.0
 """Seconds that the hub has to answer; transformers itself would go on asking for half a minute."""
 
@@ -29,6 +31,11 @@ def locate(key: str, name: str) -> str:
     place = find_source(name)
     if Path(place).is_dir():
         return place
+    if name.startswith(OWN):
+        raise UserError(
+            f"{key}={name} is a model of this project's own, and is not here: take the folder from a checkout, or make "
+            "it as pretrained/README.md says (`make pretrain`)."
+        )
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
 

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from groupwise.errors import UserError
 
 
@@ -141,8 +144,8 @@ ORDERS = (
 
 
 MOST_NOISE = 1e5
-"""Of σ/ρ. Above it the rounding of a sum near 1 swallows what one step costs, about ρ²α/2σ², and may show less than
-nothing; more noise costs no more than this much."""
+"""What a step without sampling costs at it, α/2σ², is the least that a step is said to cost: of less, about ρ²α/2σ²,
+the rounding of a sum near 1 leaves nothing sure, and may show less than nothing."""
 
 
 def epsilon_rdp(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
@@ -151,19 +154,19 @@ def epsilon_rdp(noise_multiplier: float, sample_rate: float, steps: int, delta: 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; any finite set of orders is valid.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
-    return float(rdp_accountant(noise_multiplier, sample_rate, steps).get_epsilon(delta))
-
-
-def rdp_accountant(noise_multiplier: float, sample_rate: float, steps: int) -> Any:
-    """Return a ``dp_accounting`` accountant that has composed T steps; its ``rdp`` is their curve at `ORDERS`, inf at
-    those that it could not compute."""
     from dp_accounting import rdp
 
-    noise_multiplier = min(noise_multiplier, MOST_NOISE * sample_rate)
+    return float(rdp.compute_epsilon(ORDERS, rdp_of_steps(noise_multiplier, sample_rate, steps), delta)[0])
+
+
+def rdp_of_steps(noise_multiplier: float, sample_rate: float, steps: int) -> NDArray[np.float64]:
+    """Return an upper bound on the RDP of T steps at `ORDERS`; inf at those that could not be computed."""
+    from dp_accounting import rdp
+
     accountant = rdp.RdpAccountant(orders=ORDERS)
     with _orders_left_out_in_silence():
-        accountant.compose(training_event(noise_multiplier, sample_rate), int(steps))
-    return accountant
+        accountant.compose(training_event(min(noise_multiplier, MOST_NOISE), sample_rate), int(steps))
+    return np.maximum(accountant.rdp, steps * np.array(ORDERS) / (2.0 * MOST_NOISE**2))
 
 
 @contextmanager

@@ -54,7 +54,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.errors import UserError, command
-from groupwise.privacy.accountants import COMPOSITION_FAILURES, ORDERS, check_mechanism, rdp_accountant, training_event
+from groupwise.privacy.accountants import COMPOSITION_FAILURES, ORDERS, check_mechanism, rdp_of_steps, training_event
 from groupwise.privacy.accounting import epsilon_bounds
 from groupwise.privacy.calibration import calibrate
 
@@ -211,8 +211,7 @@ def rdp_curve(trainings: Sequence[Training]) -> Curve:
 
 @lru_cache(maxsize=256)
 def _one_curve(training: Training) -> Curve:
-    accountant = rdp_accountant(training.noise_multiplier, training.sample_rate, training.steps)
-    return np.maximum(accountant.rdp, 0.0)
+    return rdp_of_steps(training.noise_multiplier, training.sample_rate, training.steps)
 
 
 def curve_epsilon(curve: Curve, delta: float) -> float:

@@ -166,12 +166,15 @@ def handed_on() -> Path | None:
 
 
 def copy_code(root: Path, code: Path) -> None:
-    """Copy `PARTS` of the checkout, without what git ignores, and what git knows of it (`RECORDED`)."""
+    """Copy `PARTS` of the checkout, without what git ignores, and what git knows of it (`RECORDED`); its models, which
+    are large, are a link."""
     for name in _files(root):
         source, target = root / name, code / name
         if source.is_symlink() or source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
+    if (models := root.resolve() / "pretrained").is_dir():
+        (code / models.name).symlink_to(models)
     write_json(code / RECORDED, git_state(root))
 
 

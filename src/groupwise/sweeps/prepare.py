@@ -7,7 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from groupwise.config.compose import COMPOSITION_ERRORS, Composer, composer_of, in_one_sentence, to_run_config
+from groupwise.config.compose import (
+    COMPOSITION_ERRORS,
+    Composer,
+    composer_of,
+    in_one_sentence,
+    refuse_idle,
+    to_run_config,
+)
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
@@ -71,6 +78,25 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
         return PlannedSweep(name, str(whole.scale), folder, _cells(composer_of(conf), whole, given, shared, name))
+
+
+def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
+    """Refuse cells that begin with a model's weights and name none, before any other cell has begun.
+
+    Raises:
+        UserError: naming their models and the first of them.
+    """
+    missing = [
+        cell
+        for cell in cells
+        if cell.config.model.architecture and not (cell.config.model.source or cell.config.model.fresh or cell.done)
+    ]
+    if missing:
+        models = ", ".join(dict.fromkeys(cell.config.model.name for cell in missing))
+        raise UserError(
+            f"{len(missing)} of {len(cells)} cells, those of model={models}, have no weights to begin with (first: "
+            f"{missing[0].name}): run them with model.source=FOLDER, and the others on their own."
+        )
 
 
 def check_sweep(overrides: Sequence[str], conf: Path) -> int:
@@ -170,6 +196,7 @@ def _number(value: str) -> Any:
 def _checked(composer: Composer, name: str, arguments: Sequence[str]) -> PlannedCell:
     try:
         config = to_run_config(composer.compose(arguments))
+        refuse_idle(arguments, config)
     except COMPOSITION_ERRORS as error:
         raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
     return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))

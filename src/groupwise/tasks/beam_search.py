@@ -13,6 +13,7 @@ from tqdm import tqdm
 from groupwise.config.schema import GenerateConfig
 from groupwise.errors import UserError
 from groupwise.models.language import position_limit
+from groupwise.training.memory import in_halves
 from groupwise.training.task import eval_mode
 
 FEW_BATCHES = 3
@@ -42,7 +43,7 @@ def generate(
         tokenizer: its tokeniser; the end token also pads where there is no pad token.
         prompts: token ids, at least one each.
         settings: beams, max_new_tokens, length_penalty, no_repeat_ngram (which also counts the prompt's own), and
-            batch_size, in prompts; `limit` is the caller's.
+            batch_size, in prompts, which is halved where memory runs out; `limit` is the caller's.
         ends: tokens that end a text; by default the tokeniser's end token alone.
         device: where the model is.
         single_line: a text ends at its first line break; beams end there, too, so that what would come after it does
@@ -63,21 +64,26 @@ def generate(
                 f"A prompt has {len(prompt)} tokens, and the model has {positions} positions: give it at least one "
                 f"token and at most {positions - 1}."
             )
-    batches = _batches([len(prompt) for prompt in prompts], positions, settings)
+    lengths = [len(prompt) for prompt in prompts]
     breaks = _line_breaks(generator, tokenizer).to(device) if single_line else None
-    texts = [""] * len(prompts)
-    shown = progress and len(batches) > FEW_BATCHES
-    with _quiet(model, generator), torch.no_grad():
+
+    def write(size: int) -> list[str]:
+        texts = [""] * len(prompts)
+        batches = _batches(lengths, positions, settings, size)
+        shown = progress and len(batches) > FEW_BATCHES
         for batch in tqdm(batches, "generate", unit="batch", disable=None if shown else True, file=sys.stderr):
             some = [prompts[i] for i in batch]
             new = _search(generator, tokenizer, some, positions, settings, list(ends), breaks, device)
             for index, tokens in zip(batch, new.tolist(), strict=True):
                 texts[index] = _text(tokenizer, tokens, single_line)
-    return texts
+        return texts
+
+    with _quiet(model, generator), torch.no_grad():
+        return in_halves(settings.batch_size, write)
 
 
-def _batches(lengths: list[int], positions: int, settings: GenerateConfig) -> list[list[int]]:
-    """Indices of prompts in batches, the longest first."""
+def _batches(lengths: list[int], positions: int, settings: GenerateConfig, size: int) -> list[list[int]]:
+    """Indices of prompts in batches of at most `size`, the longest first."""
 
     def alike(index: int) -> tuple[int, int]:
         """What the prompts of a batch have in common: the room after them and, as padding would count among the
@@ -89,7 +95,7 @@ def _batches(lengths: list[int], positions: int, settings: GenerateConfig) -> li
     batches = []
     for _, group in groupby(order, alike):
         same = list(group)
-        batches += [same[start : start + settings.batch_size] for start in range(0, len(same), settings.batch_size)]
+        batches += [same[start : start + size] for start in range(0, len(same), size)]
     return batches
 
 

@@ -181,10 +181,10 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
     if settings.name not in NETWORKS:
         raise UserError(f"model.name={settings.name} is not known for images: choose {' or '.join(NETWORKS)}.")
     data = load_images(config.data.name, Path(config.paths.data).expanduser(), image_size=config.data.image_size)
-    if settings.name == "scatter_cnn":
-        data = scattering(data)
     if config.data.holdout:
         data = hold_out(data, config.data.holdout)
+    if settings.name == "scatter_cnn":
+        data = scattering(data)
     chosen = _first_of_each_class(data.y_train, config.data.train_limit)
     model = _network(settings, data).to(device)
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format

@@ -2,16 +2,20 @@
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from groupwise.errors import UserError
 
+T = TypeVar("T")
 PROBE = 2
 """Examples of the forward pass that is measured."""
 OVERHEAD = 3.0
@@ -110,6 +114,23 @@ def ran_out(error: BaseException) -> bool:
     return error.__context__ is not None and ran_out(error.__context__)  # a recording that it ended fails once more
 
 
+def in_halves(size: int, work: Callable[[int], T]) -> T:
+    """What `work` returns for `size` examples at once, or for half as many, and so on, where memory runs out.
+
+    Not where processes work together, as others would wait for messages of the first try.
+    """
+    while True:
+        try:
+            return work(size)
+        except (RuntimeError, MemoryError) as error:
+            if size == 1 or dist.is_initialized() or not ran_out(error):
+                raise
+        size //= 2  # once the error is gone, and what it held
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # pieces that halves do not fit into
+        print(f"warning: memory ran out; evaluating with {size} examples at once.", file=sys.stderr)
+
+
 @contextmanager
 def memory_told() -> Iterator[None]:
     """A lack of memory inside, where nothing can be halved, becomes a `UserError`."""
@@ -119,6 +140,6 @@ def memory_told() -> Iterator[None]:
         if not ran_out(error):
             raise
         raise UserError(
-            "Memory ran out outside of a training step: lower eval.batch_size or train.microbatch, or use a smaller "
-            "model."
+            "Memory ran out outside of a training step: use a smaller model, or lower eval.batch_size or "
+            "eval.generate.batch_size, with resume=<the run's folder> where it has a checkpoint."
         ) from error

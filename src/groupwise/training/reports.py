@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import textwrap
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
+from groupwise.atomic import write_text
 from groupwise.config.identity import flat_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
@@ -65,7 +68,8 @@ class FilesTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, offline by default; its id is the run's hash, so a resumed run goes on there.
+    """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run goes on there, and one
+    that began anew (overwrite=true) is another.
 
     The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
     """
@@ -79,7 +83,7 @@ class WandbTracker:
                 project=config.tracker.project,
                 mode=config.tracker.mode,  # type: ignore[arg-type]
                 dir=str(record.folder),
-                id=record.hash[:12],
+                id=_wandb_id(record.folder),
                 resume="allow",
                 config=flat_config(config),
                 name=f"{config.task} {config.model.name} {config.clip.name} {_budget(config)} seed {config.seed}",
@@ -97,6 +101,14 @@ class WandbTracker:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(folder: Path) -> str:
+    path = folder / "wandb" / "id"
+    if not path.is_file():
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, secrets.token_hex(6))
+    return path.read_text(encoding="utf-8")
 
 
 class TensorBoardTracker:

@@ -22,7 +22,7 @@ from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.graphs import MicrobatchGraphs
 from groupwise.training.mechanism import Mechanism
-from groupwise.training.memory import ran_out
+from groupwise.training.memory import in_halves, ran_out
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Split, Task
 
@@ -234,9 +234,12 @@ class Trainer:
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """The task's own metrics; replicas are equal, and each works them out for itself."""
+        """The task's own metrics; replicas are equal, and each works them out for itself.
+
+        `batch_size` is halved where memory runs out, unless there are other processes.
+        """
         with self._averaged():
-            return self.task.evaluate(split, batch_size, limit, final=final)
+            return in_halves(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
 
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
         """Texts that the last final evaluation made."""

@@ -7,7 +7,7 @@ agreed on once a step, together with the sums that the step reports; the main pr
 import io
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
 
     Raises:
         UserError: more was spent than planned, or something cannot be written.
-        KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step.
+        KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step; in the last
+            evaluation at once, as the last step has its checkpoint.
     """
     plan, ranks, headline = trainer.plan, trainer.ranks, trainer.task.headline
     private = plan.is_private and trainer.noise.is_secret
@@ -82,14 +83,15 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
             examples += drawn
             tracker.log(step + 1, {**metrics, "epsilon_estimate": plan.progress(step + 1)})
             bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
-            if due or stopping:
+            if due or stopping or step + 1 == plan.steps:  # what comes then may fail, and is tried again alone
                 save(step + 1)
                 saved = time.monotonic()
             if stopping:
                 raise KeyboardInterrupt
-        throughput = bar.examples_per_second
+        throughput = bar.examples_per_second if start < plan.steps else examples / max(elapsed, 1e-9)
     seconds = elapsed + time.monotonic() - began
-    final = measure(final=True)
+    with _signals_to(_interrupt):
+        final = measure(final=True)
     tracker.log(plan.steps, final)
     del final["seconds"]  # of the curve; the row has those of the whole run
     outputs = trainer.outputs()
@@ -242,13 +244,24 @@ def _stop_flag() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         stop.append(number)
 
-    try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are somebody else's
+    with _signals_to(ask):
         yield stop
+
+
+def _interrupt(number: int, _: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _signals_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Let `handler` take what asks the process to stop, and afterwards what took it before."""
+    try:
+        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield
         return
     try:
-        yield stop
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, own in before.items():
+            signal.signal(number, own)
