@@ -181,12 +181,19 @@ def test_per_device_clipping_on_samsum_is_the_papers(stages: int) -> None:
 
 
 def test_settings_of_adapters_are_refused_where_none_train() -> None:
-    with pytest.raises(UserError, match=r"model\.lora\.rank=4 is of adapters, and model\.trains=all"):
+    with pytest.raises(UserError, match=r"model\.lora\.rank=4 is of adapters; model\.trains=all"):
         compose_run(["task=e2e", "model.lora.rank=4"], CONF)
     for adapters in (["task=e2e", "model.trains=lora"], ["task=samsum"]):
         assert compose_run([*adapters, "model.lora.rank=4"], CONF).model.lora.rank == 4
     idle = compose_run(["task=e2e", "model=gpt2_mini", "scale=mini"], CONF).model
     assert (idle.lora.rank, idle.trains) == (16, "all")  # of the model's own recipe
+
+
+def test_a_norm_to_which_nothing_is_held_is_refused() -> None:
+    with pytest.raises(UserError, match=r"clip\.threshold=2 changes nothing: .* clip\.initial_threshold="):
+        compose_run(["task=sst2", "clip=adaptive_layer", "clip.threshold=2"], CONF)
+    for told in (["clip=flat"], ["clip=adaptive_layer", "clip.rescale=true"]):
+        assert compose_run(["task=sst2", *told, "clip.threshold=2"], CONF).clip.threshold == 2
 
 
 @pytest.mark.parametrize("model", ["opt_66b", "opt_175b"])

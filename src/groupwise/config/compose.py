@@ -199,14 +199,21 @@ def refuse_both(overrides: Sequence[str]) -> None:
 
 
 def refuse_idle(overrides: Sequence[str], config: RunConfig) -> None:
-    """Refuse adapters' settings on a command line where none train; recipes of models may hold them all the same.
+    """Refuse settings on a command line that change nothing; recipes may hold them all the same.
 
     Raises:
         UserError: naming one.
     """
-    idle = next((override for override in overrides if override.lstrip("+").startswith("model.lora.")), None)
-    if idle is not None and config.model.trains != "lora":
-        raise UserError(f"{idle} is of adapters, and model.trains={config.model.trains}: add model.trains=lora.")
+    clip = config.clip
+    free = clip.policy == "adaptive" and clip.initial_threshold is not None and not clip.rescale
+    for override in (each.lstrip("+") for each in overrides):
+        if override.startswith("model.lora.") and config.model.trains != "lora":
+            raise UserError(f"{override} is of adapters; model.trains={config.model.trains}: add model.trains=lora.")
+        if override.startswith("clip.threshold=") and free:
+            raise UserError(
+                f"{override} changes nothing: these thresholds start at clip.initial_threshold="
+                f"{clip.initial_threshold:g} and are not held to C (clip.rescale=false), so give one of these two."
+            )
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
