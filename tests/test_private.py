@@ -20,6 +20,7 @@ from groupwise.build import build_trainer
 from groupwise.clipping import per_layer
 from groupwise.config.schema import OptimConfig, RunConfig
 from groupwise.privacy import NoiseSource, make_plan
+from groupwise.errors import UserError
 from groupwise.private import Private
 from groupwise.private.make import MODES, settle_clip
 from groupwise.training.from_config import make_engine
@@ -168,7 +169,8 @@ def test_an_empty_batch_is_a_step_of_noise_alone():
     task = Points()
     private = start(task, adam=False, batch_size=0.001, steps=1)
     before = weights(task.model)
-    assert go_on(private, task) == 0 and private.executed == 1
+    assert go_on(private, task) == 1 and private.executed == 1  # whoever steps a schedule with it sees no difference
+    assert private.engine.examples == 0 and private.engine.counts.sum() == 0
     moved = weights(task.model) - before
     assert bool((moved != 0).all())
     expected = 0.5 * private.plan.gradient_noise_multiplier * math.sqrt(len(moved)) / 0.001
@@ -325,3 +327,44 @@ def test_two_replicas_are_one_process():
         torch.testing.assert_close(found, weights(task.model), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(thresholds, private.mechanism.thresholds.clip_thresholds, rtol=1e-12, atol=0)
         assert executed == STEPS
+
+
+def _small_shares(rank, world):
+    task = Points(dropout=0.0)
+    private = start(task, adam=False, ranks=Ranks(), batch_size=2, steps=12, noise_multiplier=1.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(private.mechanism.optimizer, total_iters=12)
+    shares = [len(private.mechanism.ranks.share(private.mechanism.sampler.indices(step))) for step in range(12)]
+    for x, y in private.batches(MICROBATCH):
+        private.backward(task.of(x, y))
+        if private.step():
+            schedule.step()
+    return weights(task.model), schedule.last_epoch, shares
+
+
+def test_a_process_whose_share_of_a_batch_is_empty_steps_its_schedule_with_the_others():
+    (one, epochs, shares), (other, *_, others) = run_ranks(_small_shares, 2)
+    assert 0 in others and any(ours and not theirs for ours, theirs in zip(shares, others, strict=True))
+    assert epochs == 12
+    assert torch.equal(one, other)
+
+
+def _parts_of_the_data(rank, world):
+    task = Points(dropout=0.0)
+    task.x = task.x.roll(rank, 0)
+    private = start(task, ranks=Ranks(), noise_source=None)
+    try:
+        go_on(private, task)
+    except UserError as error:
+        return str(error)
+
+
+def test_processes_with_data_of_their_own_are_refused():
+    for told in run_ranks(_parts_of_the_data, 2):
+        assert "the whole data set in each of them" in told
+
+
+def test_a_state_of_more_processes_is_refused():
+    private = start(Points())
+    state = private.state_dict() | {"processes": "2 processes"}
+    with pytest.raises(UserError, match=r"made by 2 processes, and here are 1 process:"):
+        start(Points()).load_state_dict(state)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
-from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load
+from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load, print_of
 from groupwise.private.watch import Watch, check_parameters, checksums
 from groupwise.training.mechanism import Mechanism
 
@@ -38,7 +38,7 @@ class Private:
         """Which call of `batches` is in force; a loop with an older number is over."""
         self._rows: int | None = None
         """Examples of the microbatch that waits for its backward pass."""
-        self._last = self._summed = self._closing = self._closed = self._filler = False
+        self._last = self._summed = self._closing = self._closed = self._filler = self._agreed = False
         self._watch = Watch(mechanism)
         TAKEN.update(mechanism.model.modules())
 
@@ -82,8 +82,9 @@ class Private:
     ) -> Iterator[Any]:
         """Draw the batches of the steps that are left, and yield them in microbatches.
 
-        A step that draws nobody, on this process, is taken here and yields nothing. A loop that is left in the middle
-        of a logical batch has released nothing of it; the next one begins the same batch again, where memory ran out
+        Every step yields: of one that draws nobody, on this process, an example whose losses `backward` takes times 0,
+        so that what is done once a step, say to the learning rate, tells nothing. A loop that is left in the middle of
+        a logical batch has released nothing of it; the next one begins the same batch again, where memory ran out
         with a smaller ``microbatch``. From the yield until `backward` has returned, the default generators of torch,
         Python and numpy are the key's, for the masks of the model; a generator of your own is yours to seed.
 
@@ -143,9 +144,7 @@ class Private:
                         raise UserError(
                             "A microbatch had no private.backward(losses): all that are drawn take part in their step."
                         )
-                if not parts:
-                    self._close()
-                elif self.executed == step:
+                if self.executed == step:
                     raise UserError(
                         "private.step() was not called after the last microbatch of a batch: call it after each "
                         "private.backward(losses), and it acts when the batch is complete."
@@ -162,13 +161,14 @@ class Private:
     def _parts(self, drawn: np.ndarray, size: int, order: Order | None) -> list[tuple[int, np.ndarray, bool]]:
         """This process's microbatches of a batch: where each begins, its examples, and whether it is a filler.
 
-        In shards all processes take as many, as each needs the others' parts of the parameters: one that has no more
-        examples repeats the first that was drawn, with its loss times 0.
+        Each takes one or more. In shards all processes take as many, as each needs the others' parts of the parameters.
+        Who has no more examples takes the data's first, with its loss times 0.
         """
         share = in_order(self.mechanism.ranks.share(drawn), order)  # shares first: orders may differ between processes
         most = -(-len(drawn) // self.mechanism.ranks.replicas) if self.mechanism.in_shards else len(share)
-        rows = {start: share[start : start + size] for start in range(0, most, size)}
-        return [(start, own if len(own) else drawn[:1], not len(own)) for start, own in rows.items()]
+        rows = {start: share[start : start + size] for start in range(0, max(most, 1), size)}
+        first = np.zeros(1, dtype=drawn.dtype)
+        return [(start, own if len(own) else first, not len(own)) for start, own in rows.items()]
 
     def _reshard(self) -> None:
         """Whole parameters that an evaluation left behind become shards again."""
@@ -242,6 +242,11 @@ class Private:
         finally:
             self._closing = self._last = False
 
+    @property
+    def _processes(self) -> str:
+        replicas = self.mechanism.ranks.replicas
+        return f"{replicas} process{'' if replicas == 1 else 'es'}{' in shards' if self.mechanism.in_shards else ''}"
+
     # -- what is refused ----------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, *_: Any) -> None:
@@ -252,13 +257,23 @@ class Private:
             )
 
     def _check_agreed(self) -> None:
-        """Refuse processes that would draw other batches or noise than each other."""
+        """Refuse processes that would draw other batches or noise than each other, or from other data."""
+        ranks = self.mechanism.ranks
         key = sha256(b"groupwise agreed" + self.mechanism.noise.key).hexdigest()
-        if len(set(self.mechanism.ranks.gather((key, self.executed)))) > 1:
+        if len(set(ranks.gather((key, self.executed)))) > 1:
             raise UserError(
                 "The processes are at other steps than each other, or have other keys: load one and the same state "
                 "in all of them."
             )
+        if self._agreed or ranks.replicas == 1:
+            return
+        promised = repr((self.plan.to_dict(), self.engine.thresholds.tolist()))
+        if len(set(ranks.gather(promised))) > 1 or len(set(ranks.gather(print_of(self._data))) - {None}) > 1:
+            raise UserError(
+                "The processes have other data, plans or thresholds than each other: give make_private the same "
+                "arguments and the whole data set in each of them (it deals the examples out itself)."
+            )
+        self._agreed = True
 
     def _check_loop(self, loop: int) -> None:
         self._check_open()
@@ -303,6 +318,7 @@ class Private:
         state = {
             **self.mechanism.state_dict(),
             "noise_secure": self.mechanism.noise.secure,
+            "processes": self._processes,
             "step": self.executed,
             "model": self.mechanism.model.state_dict(),
             "optimizer": self.mechanism.optimizer.state_dict(),
@@ -330,6 +346,11 @@ class Private:
         if state["plan"] != self.plan.to_dict():
             raise UserError(
                 "The state was made under another plan (data, budget, steps or groups): give the same ones."
+            )
+        if state.get("processes", self._processes) != self._processes:
+            raise UserError(
+                f"The state was made by {state['processes']}, and here are {self._processes}: other processes share a "
+                "batch otherwise, and its noise would meet other gradients. Start as many, or make_private anew."
             )
         if "checksums" in state and state["checksums"] != checksums(state):
             raise UserError(
