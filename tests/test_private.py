@@ -19,8 +19,8 @@ from groupwise import make_private
 from groupwise.build import build_trainer
 from groupwise.clipping import per_layer
 from groupwise.config.schema import OptimConfig, RunConfig
-from groupwise.privacy import NoiseSource, make_plan
 from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
 from groupwise.private.make import MODES, settle_clip
 from groupwise.training.from_config import make_engine
