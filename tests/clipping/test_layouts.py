@@ -1,5 +1,7 @@
 """Which axis of a layer's input counts examples: told by shapes, shown by gradients, or refused."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -297,3 +299,99 @@ def test_gradients_of_many_rows_are_formed_for_some_examples_at_a_time(monkeypat
     monkeypatch.setattr("groupwise.clipping.rules.per_example.CHUNK_FLOATS", 200)  # two examples of three rows each
     assert exact_or_refused(Two(EXACT["folded"]), torch.randn(5, 3, 5), mode)
     assert exact_or_refused(Two(EXACT["pairs"]), torch.randn(7, 3, 5), mode)
+
+
+def shared_grid(x):
+    return torch.arange(1.0, 1 + ROWS).outer(torch.arange(1.0, 1 + WIDE)).sin().to(x.dtype)
+
+
+class Towers(nn.Module):
+    """Two towers: one gets the examples, the other rows that all of them share."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_examples, self.of_rows = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x, rows):
+        return self.of_examples(x).tanh() @ self.of_rows(rows).tanh().mT
+
+
+class RowByRow(nn.Module):
+    """A layer that gets one example's rows at a time, of which there are as many as examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDE, WIDE * ROWS), nn.Linear(WIDE, 2)
+
+    def forward(self, x):
+        return torch.stack([self.b(rows).tanh().mean(0) for rows in self.a(x).tanh().unflatten(1, (ROWS, WIDE))])
+
+
+class Attends(nn.Module):
+    """Examples attend to a table that is computed; the head is zero at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x):
+        keys = self.a(shared_grid(x)).tanh()
+        return self.head((x @ keys.mT).softmax(-1) @ keys)
+
+
+class Reordered(nn.Module):
+    """Examples are put in another order and back, by `there`."""
+
+    def __init__(self, there):
+        super().__init__()
+        self.a, self.b, self.there = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE), there
+
+    def forward(self, x):
+        order = x[:, 0, 0].argsort()
+        return self.b(self.there(self.a(x), order))[order.argsort()]
+
+
+TAKEN_FOR_THE_BATCH = {
+    "two towers": (Towers, lambda m, x: m(x[:, 0], shared_grid(x))),
+    "one example's rows": (RowByRow, lambda m, x: m(x[:, 0])),
+    "attention to a table": (Attends, lambda m, x: m(x[:, 0])),
+    "rows by two indices": (
+        lambda: Reordered(lambda h, order: h[order[:, None], torch.arange(h.shape[1])]),
+        lambda m, x: m(x).flatten(1),
+    ),
+    "rows of a table": (
+        lambda: Reordered(lambda h, order: F.embedding(order, h.flatten(1)).view_as(h)),
+        lambda m, x: m(x).flatten(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TAKEN_FOR_THE_BATCH)
+@pytest.mark.parametrize("batches", [(ROWS, ROWS, 4, ROWS), (4, ROWS, 1, ROWS)])
+def test_no_sum_is_wrong_where_shapes_look_like_the_batch(name, mode, batches):
+    """Shapes that were never seen are shown by gradients; a head that is zero shows nothing."""
+    make_partition, options = MODES[mode]
+    make, run = TAKEN_FOR_THE_BATCH[name]
+    model = make()
+    partition = make_partition(model)
+    thresholds = [0.5] * len(partition)
+    with attach(model, partition, thresholds, **options) as engine:
+        for batch in batches:
+            x, everybody = torch.randn(batch, ROWS, WIDE), list(range(batch))
+
+            def losses_of_some(some, x=x):
+                out = run(model, x[some])
+                return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(some) + 1.0)
+
+            model.zero_grad()
+            with contextlib.suppress(UserError):
+                engine.backward(losses_of_some(everybody))
+            if sums := {of: p.grad for of, p in model.named_parameters() if p.grad is not None}:
+                with engine.bypassed():
+                    truth = clipped_sums(model, lambda i: losses_of_some([i])[0], everybody, partition, thresholds)
+                for of, wanted in truth.sums.items():
+                    torch.testing.assert_close(sums[of], wanted, rtol=1e-8, atol=1e-10)
+            if name == "attention to a table":
+                nn.init.normal_(model.head.weight)

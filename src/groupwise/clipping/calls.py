@@ -112,6 +112,7 @@ class LayerCalls:
         layout = self.passes.layouts.of(_meeting(label, x), x, batch, True, call.is_given, alike=False)
         if layout.order is Order.NONE:
             return None
+        self.passes.note(label, layout)
         return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
 
     def was_certain(self, label: str, x: Tensor, place: BatchAxis) -> bool:
@@ -225,6 +226,7 @@ class LayerCalls:
         inputs, values = autocast(member.rule.autocast, x, values)
         group_pass, probe = self.enter(group, member, batch, x.device)
         group_pass.uncertain |= not layout.certain
+        self.passes.note(member.label, layout)
         y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
         return y
 

@@ -209,14 +209,15 @@ _ON_AN_AXIS = {
     *("ScatterReduceBackward0", "IndexAddBackward0", "IndexCopyBackward0", "SortBackward0", "TopkBackward0"),
     *("FlipBackward0", "RollBackward0"),
 }
-_ANYWHERE = {"MaskedSelectBackward0", "MaskedScatterBackward0", "TakeBackward0", "PutBackward0"}
+_ANYWHERE = {"MaskedSelectBackward0", "MaskedScatterBackward0", "TakeBackward0", "PutBackward0", "EmbeddingBackward0"}
 
 
 def _reorders(node: Any, kind: str) -> bool:
     """Whether an operation may move rows along an axis that may be the batch: one of the first two."""
     if kind in _INDEXED:
         indices = [index for index in node._saved_indices[:2] if index is not None]
-        return bool(indices) and not any(map(_counts, indices)) and not _of_copies(node)
+        zipped = indices if len({index.shape for index in indices}) == 1 else indices[:1]
+        return bool(indices) and not any(map(_counts, zipped)) and not _of_copies(node)
     if kind in _ON_AN_AXIS:
         axes = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
         axes = axes if isinstance(axes, tuple | list) else (axes,)

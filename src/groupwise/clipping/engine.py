@@ -14,7 +14,7 @@ from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, weighing
 from groupwise.clipping.groups import build_groups, one_each, share_thresholds
 from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
-from groupwise.clipping.ownership import prove_layouts, refuse_doubts, rows_as_losses
+from groupwise.clipping.ownership import prove_layouts, recording, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.parts import Parts
 from groupwise.clipping.patching import Patches
@@ -219,7 +219,11 @@ class ClippingEngine:
         """
         self._passes.refuse_nesting()
         check_losses(losses)
-        self.check_output(losses)
+        try:
+            self.check_output(losses)
+        except UserError:
+            self._passes.end()  # what was refused shows nothing of another forward pass
+            raise
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
@@ -246,7 +250,7 @@ class ClippingEngine:
         factors = weighing(self.factors(squares), self.masks_rows)
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
         self._passes.backward_pass = current
-        return current, torch.where(factors != 0, losses, torch.zeros_like(losses))
+        return current, losses
 
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
         self.squared_norms = squared_norms
@@ -287,7 +291,8 @@ class ClippingEngine:
         reorders = check_paths(output, self._names, shards=self._direct)
         if output.dim() > 0 and output.requires_grad and not self._direct:
             rows = rows_as_losses(output)
-            prove_layouts(rows, self._passes, reorders and self.asks_order, self._patches.recomputing)
+            asks = self.asks_order
+            prove_layouts(rows, self._passes, reorders and asks, asks and not recording(), self._patches.recomputing)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Tells which axis of a tensor counts examples, from its shape and those of the model's inputs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -53,6 +53,8 @@ class Layout:
     each: int = 1
     certain: bool = True
     """Whether shapes alone tell it; otherwise gradients must."""
+    pattern: "Pattern | None" = field(default=None, compare=False)
+    """What gradients show once for all sizes of batches."""
 
     def examples_first(self, t: Tensor) -> Tensor:
         """(…) -> (B, …) for FIRST and SECOND, (B, k, …) for the two with k rows an example."""
@@ -70,6 +72,9 @@ class Layout:
         chosen = self.examples_first(torch.arange(rows))[examples]
         return (chosen.mT if self.order is Order.STACKED else chosen).flatten()
 
+
+Pattern = tuple[object, ...]
+"""A call's order, k, and the axes of its input but the batch's; whether it depends on parameters."""
 
 Doubt = tuple[str, torch.Size, Order]
 """Which parameter met a tensor of what shape, and how its batch was taken to be held."""
@@ -118,6 +123,8 @@ class Layouts:
         self._trusted: set[Doubt] = set()
         self._told: dict[tuple[object, ...], Layout] = {}
         """What was said of calls that taught nothing new."""
+        self.shown: set[tuple[str, tuple[Pattern, ...]]] = set()
+        """The calls of a layer, or meetings of a parameter, that gradients have confirmed in a forward pass."""
 
     def of(
         self,
@@ -186,6 +193,9 @@ class Layouts:
         trusted = (name, x.shape, order) in self._trusted
         certain = known or order is Order.NONE or sure or trusted
         layout = Layout(order, x.shape[0] // batch if order in FOLDS else 1, certain)
+        if order is not Order.NONE:  # which is right of any tensor
+            rest = (x.shape[0], *x.shape[2:]) if order is Order.SECOND else x.shape[1:]
+            layout = replace(layout, pattern=(order, layout.each, *rest, x.requires_grad))
         if before != seen.state or len(self._told) == MOST_TOLD:
             self._told.clear()
         self._told[call] = layout

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.clipping.factors import with_gone
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order
+from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order, Pattern
 from groupwise.clipping.norm_terms import Terms, starts_kernels
 from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
@@ -281,6 +281,8 @@ class OpenPasses:
         self.layouts = Layouts()
         self.model_call: ModelCall | None = None
         """The call of the outermost module that runs."""
+        self.asked: dict[str, list[Pattern]] = {}
+        """How the calls since the last backward pass were taken, by their layer or parameter."""
         self._microbatch = NOT_NAMED
         self._waiting: dict[Hashable, dict[int, GroupPass]] = {}
 
@@ -301,6 +303,11 @@ class OpenPasses:
             self.open[group.index] = group_pass
         group_pass.note(member)
         return group_pass
+
+    def note(self, label: str, layout: Layout) -> None:
+        """A layer, or a parameter, met a tensor, which was taken so; running once more (checkpointing) adds nothing."""
+        if self.backward_pass is None and layout.pattern is not None:
+            self.asked.setdefault(label, []).append(layout.pattern)
 
     def together(self, group_pass: GroupPass) -> list[GroupPass]:
         """The passes that close with this one: those of the groups beside it that have no probe yet."""
@@ -354,9 +361,7 @@ class OpenPasses:
             yield self.backward_pass
         finally:
             self.backward_pass = None
-            for group_pass in self.open.values():  # also after an error: a probe's node holds the passes that hold it
-                group_pass.over, group_pass.probe = True, None
-            self.open.clear()
+            self.end()  # also after an error: a probe's node holds the passes that hold it
             self.open = outer
 
     def refuse_nesting(self) -> None:
@@ -380,3 +385,9 @@ class OpenPasses:
     def forget(self) -> None:
         """Drop the microbatches that wait."""
         self._waiting.clear()
+
+    def end(self) -> None:
+        """The forward passes that are open get no losses."""
+        for group_pass in self.open.values():
+            group_pass.over, group_pass.probe = True, None
+        self.open.clear()

@@ -5,6 +5,7 @@ It takes two backward passes, which change nothing and keep two numbers a row: a
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -110,20 +111,35 @@ def telling_weights(examples: int) -> Tensor:
 
 
 def prove_layouts(
-    losses: Tensor, passes: OpenPasses, doubted: bool, recomputing: Callable[[], AbstractContextManager[None]]
+    losses: Tensor,
+    passes: OpenPasses,
+    doubted: bool,
+    first: bool,
+    recomputing: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """See from gradients which rows of the layers' outputs are whose, where shapes do not tell or that is doubted.
+    """See from gradients which rows of the layers' outputs are whose: where shapes do not tell or that is doubted, and,
+    as a shape may be the batch's by chance, at the `first` sight of any layer's calls.
 
     Raises:
         UserError: a layer's rows, or a parameter's copies, are not one example's each.
     """
+    layouts = passes.layouts
+    new = {(label, tuple(patterns)) for label, patterns in passes.asked.items()} - layouts.shown
+    passes.asked = {}
+    doubted |= first and bool(new)
     running = [group_pass for group_pass in passes.open.values() if group_pass.probe is not None]
     doubted |= any(group_pass.uncertain or group_pass.batch != len(losses) for group_pass in running)
     if len(losses) < 2 or passes.backward_pass is not None or not running or not doubted:
         return
     with recomputing(), passes.looking(len(losses)), no_autocast(losses.device.type):
         owners = find_owners(losses, layer_nodes(losses), [p.probe for p in running if p.probe is not None])
-    _settle(owners, running, passes.layouts, len(losses))
+    telling = _settle(owners, running, layouts, len(losses))
+    layouts.shown |= {(of, calls) for of, calls in new if telling[of] >= (len(calls) if of.startswith("Layer") else 1)}
+
+
+def recording() -> bool:
+    """Whether a CUDA graph records, which cannot be asked for values; it ran before it was recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def rows_as_losses(output: Tensor) -> Tensor:
@@ -148,8 +164,13 @@ def _parts(rows: int, columns: int, depth: int) -> Iterator[tuple[slice, slice]]
             yield slice(row, min(row + high, rows)), slice(column, min(column + wide, columns))
 
 
-def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layouts, batch: int) -> None:
-    """Give every call the layout that its gradients have shown, and remember it for calls to come."""
+def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layouts, batch: int) -> Counter[str]:
+    """Give every call the layout that its gradients have shown, and remember it for calls to come.
+
+    Returns:
+        Of how many calls two rows or more had a gradient, by what messages call a layer, parameter or output.
+    """
+    telling: Counter[str] = Counter()
     shown: dict[tuple[str, int, bool], set[Order]] = {}
     silent: set[int] = set()  # groups with rows that no loss has reached
     for owned in owners:
@@ -164,6 +185,9 @@ def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layou
         node.layout = Layout(order, owned.shape[axis] // batch)
         if owned.telling[axis] < 2:
             silent.add(id(node.group_pass))
+            continue
+        for kind in ("Layer", "Parameter", "The output of layer"):
+            telling[f"{kind} {node.member.name!r}"] += 1
         if len(orders) == 1 and not parameter:
             key = node.member.label, len(owned.shape) - 1, bool(node.needs_input_grad[-1])
             shown.setdefault(key, set()).add(order)
@@ -173,6 +197,7 @@ def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layou
         if id(group_pass) not in silent:
             layouts.trust(group_pass.doubts)
         group_pass.uncertain, group_pass.proven = False, True
+    return telling
 
 
 def refuse_doubts(passes: Iterable[GroupPass], examples: int) -> None:

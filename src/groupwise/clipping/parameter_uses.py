@@ -185,6 +185,7 @@ class LateLinear:
         zero = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape[0], steps, len(weight))
         self.added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, zero)
         group_pass.uncertain |= not layout.certain
+        calls.passes.note(member.label, layout)
 
     def note(self, x: Tensor) -> None:
         """Keep the inputs of all steps, (B, T, d), for the gradient; once, before the backward pass."""
