@@ -250,7 +250,7 @@ def run_backward(losses: Tensor) -> None:
     Raises:
         UserError: a kept tensor was changed in place; a checkpoint that does not compute the same again.
     """
-    with _in_one_sentence(), no_autocast(losses.device.type):  # gradients in the precision in which they were attached
+    with in_one_sentence(), no_autocast(losses.device.type):  # gradients in the precision in which they were attached
         losses.sum().backward()
 
 
@@ -260,12 +260,13 @@ def run_norms(losses: Tensor, probe: Tensor) -> None:
     Raises:
         UserError: as `run_backward`.
     """
-    with _in_one_sentence(), no_autocast(losses.device.type):
+    with in_one_sentence(), no_autocast(losses.device.type):
         torch.autograd.grad(losses.sum(), probe, retain_graph=True, allow_unused=True)
 
 
 @contextmanager
-def _in_one_sentence() -> Iterator[None]:
+def in_one_sentence() -> Iterator[None]:
+    """What autograd says of tensors that were changed, and checkpointing of what changed, becomes a `UserError`."""
     try:
         yield
     except RuntimeError as error:

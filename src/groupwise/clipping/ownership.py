@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from groupwise.clipping.autograd import in_one_sentence
 from groupwise.clipping.checks import layer_nodes
 from groupwise.clipping.groups import Member
 from groupwise.clipping.layouts import FOLDS, Layout, Layouts, Order
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
-from groupwise.clipping.precision import no_autocast
+from groupwise.clipping.precision import full_float32, no_autocast
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
@@ -65,7 +66,7 @@ class Owned:
     shape: torch.Size
     orders: tuple[Order, ...]
     telling: tuple[int, ...]
-    """How many rows have a gradient, along axis 0 and, if there is one, axis 1: the others tell nothing."""
+    """How many rows have a gradient, along axis 0 and, if there is one, axis 1: zeros tell nothing."""
 
 
 def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) -> list[Owned]:
@@ -93,11 +94,18 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
             node,
             plain[i].shape,
             tuple(agreeing(plain[i], weighed[i], weights.to(losses.device))),
-            tuple(int((each.isfinite() & (each > 0)).sum()) for each in plain[i].lengths),
+            tuple(map(_telling, plain[i].lengths)),
         )
         for i, node in enumerate(nodes)
         if i in plain and i in weighed
     ]
+
+
+def _telling(lengths: Tensor) -> int:
+    """How many rows are neither zero nor infinite; one that is alone among infinite ones tells as much as two."""
+    finite = lengths[lengths.isfinite()]
+    count = int((finite > 0).sum())
+    return 2 if count == len(finite) == 1 and len(lengths) > 1 else count
 
 
 def telling_weights(examples: int) -> Tensor:
@@ -131,7 +139,7 @@ def prove_layouts(
     doubted |= any(group_pass.uncertain or group_pass.batch != len(losses) for group_pass in running)
     if len(losses) < 2 or passes.backward_pass is not None or not running or not doubted:
         return
-    with recomputing(), passes.looking(len(losses)), no_autocast(losses.device.type):
+    with recomputing(), passes.looking(len(losses)), in_one_sentence(), no_autocast(losses.device.type), full_float32():
         owners = find_owners(losses, layer_nodes(losses), [p.probe for p in running if p.probe is not None])
     telling = _settle(owners, running, layouts, len(losses))
     layouts.shown |= {(of, calls) for of, calls in new if telling[of] >= (len(calls) if of.startswith("Layer") else 1)}
