@@ -58,6 +58,17 @@ class Stop(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Logged(TrainerCallback):
+    """Keeps the losses of steps, which are in no checkpoint."""
+
+    def __init__(self, losses: dict[int, float]) -> None:
+        self.losses = losses
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "nonprivate/loss" in logs:
+            self.losses[state.global_step] = logs["nonprivate/loss"]
+
+
 def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float((np.argmax(found.predictions, 1) == found.label_ids).mean())}
 

@@ -1,7 +1,6 @@
 """Every way to hold `PrivateTrainer` wrong that docs/integrations.md lists is refused in a sentence, or harmless."""
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +13,11 @@ from transformers import T5Config, T5ForConditionalGeneration
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.integrations.arguments import REFUSED, check_arguments
-from groupwise.integrations.resume import KEY
+from groupwise.integrations.resume import key_path
 from groupwise.integrations.transformers import PrivateTrainer
+from groupwise.privacy import NoiseSource
 from tests.integrations.test_transformers import Kill, Killed
-from tests.integrations.tiny import Texts, arguments, collate, encoder, privacy, trainer, weights
+from tests.integrations.tiny import Texts, arguments, collate, copy_run, encoder, privacy, trainer, weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
@@ -109,8 +109,19 @@ def other_data(folder: Path) -> None:
 
 @going_on
 def without_the_key(folder: Path) -> None:
-    (folder / KEY).unlink()
+    key_path(folder).unlink()
     resume(folder)
+
+
+@going_on
+def after_a_move(folder: Path) -> None:
+    resume(folder.rename(folder / ".." / f"{folder.name}-moved"))
+
+
+@going_on
+def into_another_folder(folder: Path) -> None:
+    """Its key would stay where it is, for good."""
+    trainer(folder / "other").train(folder / "checkpoint-3")
 
 
 def only_the_model(folder: Path) -> None:
@@ -158,6 +169,17 @@ class Stream(IterableDataset):
         return iter(Texts())
 
 
+class Rows(Texts):
+    """Texts whose labels are these, in turn."""
+
+    def __init__(self, labels) -> None:
+        super().__init__()
+        self.labels = list(labels)
+
+    def __getitem__(self, row: int) -> dict:
+        return super().__getitem__(row) | {"labels": self.labels[row % len(self.labels)]}
+
+
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "compute_loss_func, or compute_loss of one's own": (own_loss, "compute_loss gives one loss for a whole batch"),
     "losses_of that returns a mean": (
@@ -169,6 +191,19 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "it cannot be told whose they are",
     ),
     "labels that are no classes or tokens": (regression, "no whole numbers as 'labels'"),
+    "labels beyond the model's classes": (
+        lambda f: trainer(f, train_dataset=Rows(range(3))).train(),
+        "has the label 2, and the model has 2 classes",
+    ),
+    "labels below 0": (lambda f: trainer(f, train_dataset=Rows((-1, 0))).train(), "has the label -1, and"),
+    "texts of several lengths that nothing pads": (
+        lambda f: trainer(f, data_collator=None).train(),
+        "give processing_class=tokenizer or a data_collator that pads",
+    ),
+    "secure_noise with a source that is not secure": (
+        lambda f: trainer(f, budget=privacy(secure_noise=True)),
+        "secure_noise=True does not reach the given noise_source",
+    ),
     "an encoder-decoder without losses_of": (seq2seq, "makes its inputs from the labels"),
     "a dataset without numbered examples": (
         lambda f: trainer(f, train_dataset=Stream()).train(),
@@ -194,7 +229,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "resuming on other weights": (other_weights, "are not those that were saved"),
     "resuming without the optimiser's state": (no_optimizer_state, "are not those that were saved"),
     "resuming on other data": (other_data, "another plan"),
-    "resuming without the key": (without_the_key, f"There is no {KEY} beside"),
+    "resuming without the key": (without_the_key, ".noise_key.pt: bring it there if the run was killed"),
+    "resuming where the folder was moved to": (after_a_move, "-moved.noise_key.pt: bring it there if"),
+    "resuming into another folder": (into_another_folder, "lies outside of output_dir"),
     "resuming from save_only_model": (only_the_model, "no whole checkpoint of a private training"),
     "going back after the end": (after_the_end, "one that is done does not go on"),
     "going on after the end": (at_the_end, "nothing is left to train"),
@@ -206,10 +243,25 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_way_to_hold_it_wrong_is_refused_in_a_sentence(tmp_path, way, folders):
     do, words = REFUSALS[way]
     if do in FINDS:
-        shutil.copytree(folders[FINDS[do]], tmp_path, dirs_exist_ok=True)
+        copy_run(folders[FINDS[do]], tmp_path)
     with pytest.raises(UserError, match=re.escape(words)) as refusal:
         do(tmp_path)
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
+
+
+def test_a_secure_source_is_taken_with_secure_noise(tmp_path):
+    source = NoiseSource.from_seed(1, secure=True)
+    run = trainer(tmp_path, budget=privacy(secure_noise=True), noise_source=source, save_strategy="no", max_steps=1)
+    run.train()
+    assert run.private.mechanism.noise.secure
+
+
+def test_a_folder_beside_which_no_key_can_be_kept_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.integrations.resume.why_unwritable", lambda folder: f"no permission in {folder}")
+    run = trainer(tmp_path / "out")
+    with pytest.raises(UserError, match=re.escape(f"beside output_dir (no permission in {tmp_path})")):
+        run.train()
+    assert run.private.executed == 0
 
 
 ARGUMENTS = {

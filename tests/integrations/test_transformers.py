@@ -10,21 +10,30 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface_hub.utils import filter_repo_objects
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, TrainerCallback, TrainingArguments
 from transformers.models.roberta import RobertaForSequenceClassification
 
 from groupwise import make_private
 from groupwise.errors import UserError
-from groupwise.integrations.resume import KEY, STATE
+from groupwise.integrations.resume import STATE, key_path
 from groupwise.integrations.transformers import PrivacyArguments
 from groupwise.privacy import NoiseSource
 from tests.checked import verify_once
-from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, encoder, privacy, trainer, weights
+from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, encoder, privacy, trainer, weights
 
 
 class Killed(Exception):
     """Stands for a signal."""
+
+
+class Losses(TrainerCallback):
+    """Keeps the step that a training began at, and those whose losses it is told."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.at, self.told = state.global_step, []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.told += [state.global_step] if "nonprivate/loss" in logs else []
 
 
 class Kill(TrainerCallback):
@@ -82,29 +91,25 @@ def killed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("asked", [True, "checkpoint-3"])
+@pytest.mark.parametrize("asked", [True, str, Path])
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, whole, killed, asked):
-    shutil.copytree(killed, tmp_path / "killed")
+    copy_run(killed, tmp_path / "killed")
     torch.manual_seed(99)
     resumed = trainer(tmp_path / "killed", noise_source=NoiseSource.from_seed(99))
-    output = resumed.train(asked if asked is True else str(tmp_path / "killed" / asked))
+    begun = Losses()
+    resumed.add_callback(begun)
+    output = resumed.train(asked if asked is True else asked(tmp_path / "killed" / "checkpoint-3"))
+    assert begun.at == (6 if asked is True else 3)
     assert torch.equal(weights(resumed.model), weights(whole.model))
     thresholds = [run.private.mechanism.thresholds.clip_thresholds for run in (resumed, whole)]
     assert torch.equal(*thresholds)
     assert output.metrics["epsilon"] == whole.private.epsilon
-    lines = [
-        [
-            {key: value for key, value in line.items() if key != "nonprivate/loss"}  # the Trainer forgets its sum
-            for line in run.state.log_history
-            if "grad_norm" in line
-        ]
-        for run in (resumed, whole)
-    ]
+    lines = [[line for line in run.state.log_history if "grad_norm" in line] for run in (resumed, whole)]
     assert lines[0] == lines[1] and len(lines[0]) == 4
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, whole, killed):
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    copy_run(killed, tmp_path)
     state = tmp_path / "checkpoint-6" / "trainer_state.json"
     state.write_text(state.read_text()[:50])
     resumed = trainer(tmp_path)
@@ -113,16 +118,17 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, whole, killed):
     assert torch.equal(weights(resumed.model), weights(whole.model))
 
 
-def test_epsilon_is_in_logs_state_and_metrics_and_losses_are_marked(tmp_path):
-    run = trainer(tmp_path, eval_dataset=Texts(12, seed=2), eval_strategy="steps", eval_steps=4, max_grad_norm=1.0)
+def test_epsilon_is_in_logs_state_and_metrics_and_losses_go_to_callbacks_alone(tmp_path):
+    evaluated = {"eval_dataset": Texts(12, seed=2), "eval_strategy": "steps", "eval_steps": 4}
+    run = trainer(tmp_path, callbacks=[losses := Losses()], max_grad_norm=1.0, **evaluated)
     output = run.train()
     assert run.args.max_grad_norm == 0
     kept = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
     plan = run.private.plan
     for line in kept:
         assert line["epsilon"] == pytest.approx(plan.spent(line["step"]).epsilon)
-        assert not {"loss", "train_loss"} & line.keys()
-    assert {line["step"] for line in kept if "nonprivate/loss" in line} == {2, 4, 6, 8}
+        assert not [name for name in line if "loss" in name and name != "eval_loss"], "a checkpoint may be published"
+    assert losses.told == [2, 4, 6, 8]
     assert {line["step"] for line in kept if "eval_loss" in line} == {4, 8}
     assert output.metrics["epsilon"] == plan.epsilon == run.private.epsilon
     assert output.metrics["nonprivate/train_loss"] == output.training_loss
@@ -164,20 +170,43 @@ def secrets_in(folder: Path, key: bytes) -> list[str]:
     return [str(file.relative_to(folder)) for file in files if any(form in file.read_bytes() for form in forms)]
 
 
-def test_the_key_is_in_one_file_that_its_owner_alone_reads_and_the_hub_never_gets(tmp_path, caplog, capfd):
-    run = trainer(tmp_path, noise_source=None, callbacks=[Kill(7)], log_level="debug")
+class Uploads(TrainerCallback):
+    """Takes the whole folder where the callbacks of Comet, DagsHub and DVCLive do; notes whether the key is in it."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer, self.found = trainer, []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.found.append(secrets_in(Path(args.output_dir), self.trainer.private.mechanism.noise.key))
+
+    on_train_end = on_save
+
+
+def test_the_key_is_in_one_file_beside_the_folder_that_its_owner_alone_reads(tmp_path, caplog, capfd):
+    folder = tmp_path / "out"
+    run = trainer(folder, noise_source=None, callbacks=[Kill(7)], log_level="debug")
     with caplog.at_level("DEBUG"), pytest.raises(Killed):
         run.train()
     run.save_model()
     key = run.private.mechanism.noise.key
-    assert secrets_in(tmp_path, key) == [KEY]
-    assert (tmp_path / KEY).stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "checkpoint-6" / STATE).stat().st_mode & 0o777 == 0o600
+    assert secrets_in(tmp_path, key) == ["out.noise_key.pt"] and key_path(folder) == tmp_path / "out.noise_key.pt"
+    assert key_path(folder).stat().st_mode & 0o777 == 0o600
+    assert (folder / "checkpoint-6" / STATE).stat().st_mode & 0o777 == 0o600
     assert key.hex() not in caplog.text + "".join(capfd.readouterr())
-    pushed = filter_repo_objects([KEY, "config.json"], ignore_patterns=["_*", "checkpoint-*"])  # of Trainer.push_to_hub
-    assert list(pushed) == ["config.json"]
-    trainer(tmp_path, noise_source=None).train(True)
+    resumed = trainer(folder, noise_source=None)
+    resumed.add_callback(uploads := Uploads(resumed))
+    resumed.train(True)
+    assert uploads.found == [[], []], "at step 8 and at the end"
+    assert resumed.private.mechanism.noise.key == key
     assert secrets_in(tmp_path, key) == [], "the key of a run that is done is removed"
+
+
+@pytest.mark.parametrize("spelt", [".", "../out", "../link", "inner/.."])
+def test_the_key_lies_outside_of_the_folder_however_that_is_spelt(tmp_path, monkeypatch, spelt):
+    (tmp_path / "out" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("out")
+    monkeypatch.chdir(tmp_path / "out")
+    assert key_path(Path(spelt)) == tmp_path / "out.noise_key.pt"
 
 
 def test_an_exported_model_is_loaded_back(tmp_path):

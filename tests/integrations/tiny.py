@@ -1,5 +1,6 @@
 """A tiny encoder on made-up texts of tokens, and its private trainer, which the tests of this folder share."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForSequenceClassification, TrainingArguments
 
+from groupwise.integrations.resume import key_path
 from groupwise.integrations.transformers import PrivacyArguments, PrivateTrainer
 from groupwise.privacy import NoiseSource
 
@@ -74,6 +76,13 @@ def trainer(
     return PrivateTrainer(
         model or encoder(), arguments(folder, **options), privacy=budget or privacy(), **{**own, **given}
     )
+
+
+def copy_run(folder: Path, to: Path) -> None:
+    """Copy what a run has written, and its key if there is one."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    if key_path(folder).exists():
+        shutil.copy(key_path(folder), key_path(to))
 
 
 def weights(model: nn.Module) -> Tensor:

@@ -8,6 +8,7 @@ import transformers
 from transformers import TrainingArguments
 
 from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
 
 
 def _option(default: Any, text: str) -> Any:
@@ -104,12 +105,16 @@ REFUSED: dict[str, tuple[_Value, str]] = {
 """Name -> what is refused of it (None, False, 0 and "" are fine), and why, with what to do."""
 
 
-def check_privacy(privacy: PrivacyArguments) -> None:
-    """Refuse thresholds that follow public examples, which nobody gives to a Trainer.
+def check_privacy(privacy: PrivacyArguments, source: NoiseSource | None = None) -> None:
+    """Refuse thresholds that follow public examples, which nobody gives to a Trainer, and a source that is not secure.
 
     Raises:
-        UserError: naming the mode.
+        UserError: naming the mode, or ``secure_noise``.
     """
+    if privacy.secure_noise and source is not None and not source.secure:
+        raise UserError(
+            "secure_noise=True does not reach the given noise_source: make that with secure=True, or leave it out."
+        )
     clip = privacy.clip
     if getattr(clip, "policy", None) == "public" or (isinstance(clip, str) and clip.startswith("public_")):
         raise UserError(

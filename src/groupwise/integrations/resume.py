@@ -1,11 +1,12 @@
 """Keeps what a private training needs to go on beside transformers' checkpoints, and the key of the noise out of them.
 
 A checkpoint's folder may be published, pushed or tracked: its `privacy.pt` holds plan, thresholds and steps, but no
-key. The key lies one folder above, readable by its owner alone, under a name that `push_to_hub` leaves out.
+key. The key lies beside ``output_dir``, which some trackers upload whole, in a file that its owner alone reads.
 """
 
 import hashlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,32 @@ import torch
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 
-from groupwise.atomic import remove
+from groupwise.atomic import remove, why_unwritable
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 
-KEY, STATE = "_noise_key.pt", "privacy.pt"
+STATE = "privacy.pt"
+
+
+def key_path(folder: Path) -> Path:
+    """Where the key of the run in ``folder`` lies: out -> out.noise_key.pt, beside the folder itself, never in it."""
+    whole = folder.resolve()
+    return whole.parent / f"{whole.name}.noise_key.pt"
 
 
 def begin(folder: Path, noise: NoiseSource) -> None:
-    """Keep the key of a run that writes its checkpoints into ``folder``, before its first release."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder / KEY, {"noise_key": noise.key, "noise_is_secret": noise.is_secret})
+    """Keep the key of a run that writes its checkpoints into ``folder``, before its first release.
+
+    Raises:
+        UserError: nothing can be written beside the folder.
+    """
+    path = key_path(folder)
+    if why := why_unwritable(path.parent):
+        raise UserError(f"The key of the noise cannot be kept in {path}, beside output_dir ({why}): give another one.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(path, {"noise_key": noise.key, "noise_is_secret": noise.is_secret})
 
 
 def check_new(folder: Path) -> None:
@@ -35,27 +49,32 @@ def check_new(folder: Path) -> None:
     Raises:
         UserError: there are its key and a checkpoint.
     """
-    if (folder / KEY).exists() and any(folder.glob(f"checkpoint-*/{STATE}")):
+    if key_path(folder).exists() and any(folder.glob(f"checkpoint-*/{STATE}")):
         raise UserError(
             f"{folder} holds a private training that did not end, and a new one would spend another epsilon: "
             "train(resume_from_checkpoint=True) goes on with it, or give another output_dir."
         )
 
 
-def find(folder: Path, asked: str | bool) -> Path:
+def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
     """The checkpoint to go on from: ``asked``, or for True the last that was written to its end.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it lies elsewhere, where its key would stay.
     """
-    places = [Path(asked)] if isinstance(asked, str) else sorted(folder.glob("checkpoint-*"), key=_number, reverse=True)
+    if isinstance(asked, str | os.PathLike):
+        places = [Path(asked)]
+        if (home := places[0].absolute().parent).resolve() != folder.resolve():
+            raise UserError(f"{asked} lies outside of output_dir={str(folder)!r}: give output_dir={str(home)!r}.")
+    else:
+        places = sorted(folder.glob("checkpoint-*"), key=_number, reverse=True)
     for place in places:
         if _whole(place):
             return place
         if place is not places[-1]:
             warnings.warn(f"{place} was not written to its end: going on from the one before it.", stacklevel=2)
     raise UserError(
-        f"{asked if isinstance(asked, str) else folder} has no whole checkpoint of a private training with its "
+        f"{folder if isinstance(asked, bool) else asked} has no whole checkpoint of a private training with its "
         "optimiser: give one that PrivateTrainer wrote without save_only_model, or begin anew."
     )
 
@@ -76,8 +95,8 @@ def _whole(checkpoint: Path) -> bool:
 
 def forget(folder: Path) -> None:
     """Remove the key of a run that is done."""
-    if (folder / KEY).exists():
-        remove(folder / KEY)
+    if (path := key_path(folder)).exists():
+        remove(path)
 
 
 def save(folder: Path, private: Private, settings: dict[str, str]) -> None:
@@ -128,10 +147,11 @@ def load(folder: Path, saved: dict[str, Any], private: Private, steps: int) -> N
 
 
 def _key_of(folder: Path, saved: dict[str, Any]) -> dict[str, Any]:
-    path = folder.absolute().parent / KEY
+    path = key_path(folder.absolute().parent)
     if not path.exists():
         raise UserError(
-            f"There is no {KEY} beside {folder}: bring it back if the run was killed; one that is done does not go on."
+            f"The key of the noise is not at {path}: bring it there if the run was killed or its folder moved; one "
+            "that is done does not go on."
         )
     key = load_checkpoint(path)
     if _key_digest(key["noise_key"]) != saved["key_digest"]:

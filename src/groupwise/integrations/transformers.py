@@ -1,6 +1,7 @@
 """Trains privately with the transformers library's Trainer: same arguments, checkpoints, metrics and callbacks."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import TrainOutput
 
 from groupwise.clipping import verify
@@ -39,7 +40,7 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
         shifted: the logits at position t are of token t + 1, as in a causal model.
 
     Raises:
-        UserError: labels of another kind or shape.
+        UserError: labels of another kind or shape, or that name no class.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -47,14 +48,21 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
     logits = outputs["logits"]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if labels.ndim == 1 and logits.ndim == 2:
+    if labels.ndim not in (1, 2) or logits.ndim != labels.ndim + 1 or labels.shape != logits.shape[:-1]:
+        raise UserError(
+            f"The logits have shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}, which is neither "
+            f"classification nor a language model: {MEND}."
+        )
+    classes = logits.shape[-1]
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+    if len(wrong):
+        raise UserError(
+            f"An example has the label {int(wrong[0])}, and the model has {classes} classes or tokens, counted from 0: "
+            f"make a model of as many as there are ({IGNORED} predicts nothing)."
+        )
+    if labels.ndim == 1:
         return F.cross_entropy(logits, labels, reduction="none")
-    if labels.ndim == 2 and logits.ndim == 3 and labels.shape == logits.shape[:2]:
-        return token_losses(logits[:, :-1], labels[:, 1:]) if shifted else token_losses(logits, labels)
-    raise UserError(
-        f"The logits have shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}, which is neither "
-        f"classification nor a language model: {MEND}."
-    )
+    return token_losses(logits[:, :-1], labels[:, 1:]) if shifted else token_losses(logits, labels)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -64,6 +72,21 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """
     losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def collate_equal(collate: Callable[[list[Any]], dict[str, Any]], examples: list[Any]) -> dict[str, Any]:
+    """A batch by transformers' default collator, which does not pad.
+
+    Raises:
+        UserError: the examples do not make one tensor, as those of several lengths.
+    """
+    try:
+        return collate(examples)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"No batch can be made of these examples ({error}): give processing_class=tokenizer or a data_collator "
+            "that pads, or make all of them equally long."
+        ) from error
 
 
 CANDIDATES: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
@@ -115,8 +138,8 @@ class PrivateTrainer(Trainer):
     reads the batch per_device_train_batch_size examples at a time. Drawing, clipping, noise, update and count happen
     inside of `training_step`, so that no callback or hook sees a gradient without noise. An epoch is ⌈N/B⌉ steps.
 
-    `log_history`, trackers and metrics get ``epsilon``, of the steps that were executed; the training loss, which no
-    noise protects, is called ``nonprivate/loss``.
+    `log_history`, trackers and metrics get ``epsilon``, of the steps that were executed. The training loss, which no
+    noise protects, is called ``nonprivate/loss``; callbacks get it, `log_history` and so checkpoints do not.
 
     Example:
         trainer = PrivateTrainer(model, args, privacy=PrivacyArguments(epsilon=8), train_dataset=data)
@@ -148,7 +171,7 @@ class PrivateTrainer(Trainer):
     ) -> None:
         args = args or TrainingArguments("tmp_trainer")
         check_arguments(args)
-        check_privacy(privacy)
+        check_privacy(privacy, noise_source)
         if others.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
             raise UserError(
                 "compute_loss gives one loss for a whole batch, which cannot be clipped by example: give "
@@ -172,6 +195,8 @@ class PrivateTrainer(Trainer):
             length_of(self.train_dataset)
         loader = super().get_train_dataloader()
         self._data, self._collate = loader.dataset, loader.collate_fn
+        if self.data_collator is default_data_collator:
+            self._collate = partial(collate_equal, loader.collate_fn)
         self._lengths = None
         if self.args.train_sampling_strategy == "group_by_length":
             self._lengths = np.array(loader.batch_sampler.sampler.lengths)  # type: ignore[union-attr]
@@ -220,7 +245,9 @@ class PrivateTrainer(Trainer):
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **others: Any) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **others: Any
+    ) -> TrainOutput:
         """As the Trainer does. Afterwards the model is as it was, with other weights.
 
         Raises:
@@ -228,8 +255,9 @@ class PrivateTrainer(Trainer):
                 that did not end.
         """
         self._resuming = bool(resume_from_checkpoint)
+        checkpoint = None
         if resume_from_checkpoint:
-            resume_from_checkpoint = str(resume.find(self._folder, resume_from_checkpoint))
+            checkpoint = str(resume.find(self._folder, resume_from_checkpoint))
         else:
             if self._released:
                 raise UserError(
@@ -238,7 +266,7 @@ class PrivateTrainer(Trainer):
                 )
             resume.check_new(self._folder)
         try:
-            output = super().train(resume_from_checkpoint, *args, **others)
+            output = super().train(checkpoint, *args, **others)
             if self.private is not None and self.private.executed == self.private.plan.steps:
                 resume.forget(self._folder)
             return output
@@ -284,13 +312,18 @@ class PrivateTrainer(Trainer):
         return 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the Trainer does, with ``epsilon``; losses on training data become ``nonprivate/...``."""
+        """As the Trainer does, with ``epsilon``; losses on training data become ``nonprivate/...``.
+
+        Those go to callbacks alone: checkpoints, which may be published, keep `log_history`.
+        """
         for name in ("loss", "train_loss"):
             if name in logs:
                 logs[f"nonprivate/{name}"] = logs.pop(name)
         if self.private is not None:
             logs["epsilon"] = self.private.epsilon
         super().log(logs, start_time)
+        kept = self.state.log_history[-1]
+        self.state.log_history[-1] = {name: kept[name] for name in kept if not name.startswith("nonprivate/")}
 
     def hyperparameter_search(self, *args: Any, **others: Any) -> NoReturn:
         """Refuse: every trial is a release."""
@@ -312,7 +345,6 @@ class PrivateTrainer(Trainer):
         saved = resume.read(Path(checkpoint), self._settings())
         super()._load_optimizer_and_scheduler(checkpoint)
         resume.load(Path(checkpoint), saved, self.private, self.state.global_step)
-        resume.begin(self._folder, self.private.mechanism.noise)
 
     def _settings(self) -> dict[str, str]:
         assert self.private is not None
