@@ -220,7 +220,7 @@ class ClippingEngine:
         self._passes.refuse_nesting()
         check_losses(losses)
         try:
-            self.check_output(losses)
+            self.check_output(losses, first=self.asks_order and not recording())
         except UserError:
             self._passes.end()  # what was refused shows nothing of another forward pass
             raise
@@ -279,7 +279,7 @@ class ClippingEngine:
         with self._passes.forward_of(microbatch):
             yield
 
-    def check_output(self, output: Tensor) -> None:
+    def check_output(self, output: Tensor, first: bool = False) -> None:
         """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.
 
         `backward` does it each time; the model of a pipeline runs the same code on every microbatch, so once is enough.
@@ -291,8 +291,7 @@ class ClippingEngine:
         reorders = check_paths(output, self._names, shards=self._direct)
         if output.dim() > 0 and output.requires_grad and not self._direct:
             rows = rows_as_losses(output)
-            asks = self.asks_order
-            prove_layouts(rows, self._passes, reorders and asks, asks and not recording(), self._patches.recomputing)
+            prove_layouts(rows, self._passes, reorders and self.asks_order, first, self._patches.recomputing)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
