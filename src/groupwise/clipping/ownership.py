@@ -141,7 +141,7 @@ def prove_layouts(
         return
     with recomputing(), passes.looking(len(losses)), in_one_sentence(), no_autocast(losses.device.type), full_float32():
         owners = find_owners(losses, layer_nodes(losses), [p.probe for p in running if p.probe is not None])
-    telling = _settle(owners, running, layouts, len(losses))
+    telling = _settle(owners, running, layouts, len(losses), first)
     layouts.shown |= {(of, calls) for of, calls in new if telling[of] >= (len(calls) if of.startswith("Layer") else 1)}
 
 
@@ -172,8 +172,13 @@ def _parts(rows: int, columns: int, depth: int) -> Iterator[tuple[slice, slice]]
             yield slice(row, min(row + high, rows)), slice(column, min(column + wide, columns))
 
 
-def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layouts, batch: int) -> Counter[str]:
+def _settle(
+    owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layouts, batch: int, again: bool
+) -> Counter[str]:
     """Give every call the layout that its gradients have shown, and remember it for calls to come.
+
+    Args:
+        again: what rows without a gradient leave open is asked again; else (pipelines ask once) the order is taken.
 
     Returns:
         Of how many calls two rows or more had a gradient, by what messages call a layer, parameter or output.
@@ -193,7 +198,8 @@ def _settle(owners: Sequence[Owned], passes: Sequence[GroupPass], layouts: Layou
         node.layout = Layout(order, owned.shape[axis] // batch)
         if owned.telling[axis] < 2:
             silent.add(id(node.group_pass))
-            continue
+            if again:
+                continue
         for kind in ("Layer", "Parameter", "The output of layer"):
             telling[f"{kind} {node.member.name!r}"] += 1
         if len(orders) == 1 and not parameter:
