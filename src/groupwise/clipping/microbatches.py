@@ -383,8 +383,9 @@ class OpenPasses:
             self.backward_pass = None
 
     def forget(self) -> None:
-        """Drop the microbatches that wait."""
+        """Drop the microbatches that wait, and what was asked of them: a pipeline's are looked at once alone."""
         self._waiting.clear()
+        self.asked = {}
 
     def end(self) -> None:
         """The forward passes that are open get no losses."""
