@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.per_example import _for_all
+from groupwise.clipping.example_by_example import _for_all
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, release_gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, clip_factors, factors, per_layer
+from groupwise.clipping import attach, clip_factors, factors, flat, per_layer
 from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, squares_together
@@ -48,6 +48,16 @@ def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[li
         sums = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         return sums, engine.counts
+
+
+@pytest.mark.parametrize("make_partition", [per_layer, flat])
+def test_sums_of_equal_layers_are_made_at_once(together, monkeypatch, make_partition):
+    made, sums_of = [], RowTerms.sums_of
+    monkeypatch.setattr(RowTerms, "sums_of", lambda *given: made.append(sums_of(*given)) or made[-1])
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    with attach(model, make_partition(model), 0.3) as engine:
+        engine.backward(model(torch.randn(5, 4)).square().sum(1))
+    assert len(made) == 1 and made[0] is not None and len(made[0]) == 3
 
 
 def test_groups_that_follow_each_other_close_together(together):

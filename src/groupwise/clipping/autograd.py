@@ -22,9 +22,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from groupwise.clipping.groups import Member, factors_together
 from groupwise.clipping.layouts import FIRST, Layout
-from groupwise.clipping.microbatches import GroupPass, Phase
+from groupwise.clipping.microbatches import GroupPass
 from groupwise.clipping.norm_terms import RowTerms, squares_together
 from groupwise.clipping.parts import add_up
+from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import autocast, no_autocast
 from groupwise.clipping.rules.base import IndexedSum
 from groupwise.errors import UserError
@@ -109,7 +110,7 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     for each, weights in zip(passes, factors, strict=True):
         indexed: list[tuple[Member, IndexedSum]] = []
         while each.due:  # what a layer kept is freed as soon as its sum is made
-            member, finish = each.due.pop()
+            member, finish = each.due.pop(0)
             if isinstance(finish, RowTerms) and finish.joined:
                 same.setdefault(finish.key, []).append((each, member, finish, weights))
             elif isinstance(finish, IndexedSum):

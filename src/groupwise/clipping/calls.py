@@ -111,6 +111,7 @@ class LayerCalls:
             return None
         layout = self.passes.layouts.of(_meeting(label, x), x, batch, True, call.is_given, alike=False)
         if layout.order is Order.NONE:
+            call.turned |= call.is_given(x) and batch in x.shape
             return None
         self.passes.note(label, layout)
         return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
@@ -245,7 +246,10 @@ class LayerCalls:
         if batch > 1 and not x.requires_grad and not given(x) and self._is_constant(x):
             return NONE, batch
         any_order = member.rule.features_last and not batch_first
-        return self.passes.layouts.of(member.label, x, batch, any_order, given), batch
+        layout = self.passes.layouts.of(member.label, x, batch, any_order, given)
+        if known is not None and layout.order is Order.NONE:
+            known.turned |= given(x) and batch in x.shape
+        return layout, batch
 
     def _run_rows(self, group: ClippingGroup, member: Member, rows: Tensor, values: Values) -> Tensor:
         """The output for each example's own input, rows (B, ...)."""

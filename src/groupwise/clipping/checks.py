@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, GroupFunction, LateFunction, LayerFunction
 from groupwise.clipping.cost_model import Formula
+from groupwise.clipping.example_by_example import ALONE
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.microbatches import BackwardPass
 from groupwise.clipping.partition import Partition
@@ -52,7 +53,7 @@ def check_losses(losses: Tensor) -> None:
     if isinstance(losses, PerExample):
         raise UserError(
             f"The losses hold no batch (they come from {losses.origin.label[0].lower()}{losses.origin.label[1:]}): "
-            "the first axis of the model's inputs must be the batch, or attach with batch_axis=1 if the second is."
+            "the batch must be the first axis of the model's first input, or give batch_axis=1 if it is the second."
         )
     if not losses.requires_grad:
         raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")
@@ -112,8 +113,10 @@ def check_groups(groups: Sequence[ClippingGroup], current: BackwardPass, direct:
     """Refuse a group of which no layer took part; with `direct`, whose layers report themselves, a single layer.
 
     Raises:
-        UserError: naming the group or the layer, and a parameter of it.
+        UserError: naming the group or the layer, and a parameter of it; a second pass on other numbers than the first.
     """
+    for group_pass in current.passes.values():
+        group_pass.recomputed.check()
     for group in groups:
         silent = [member for member in group.members if member.name not in current.reported] if direct else []
         if group.index not in current.closed or silent:
@@ -127,7 +130,7 @@ def check_groups(groups: Sequence[ClippingGroup], current: BackwardPass, direct:
 
 
 def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
-    raise UserError(f"Parameter {name!r} was {done} after attaching: detach, then attach again{remedy}.")
+    raise UserError(f"Parameter {name!r} was {done} after attaching: detach(), then attach again{remedy}.")
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> bool:
@@ -164,7 +167,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 "Reentrant checkpointing runs a part of the model inside the backward pass, where its parameters "
                 "cannot be clipped: use checkpointing with use_reentrant=False."
             )
-        reorders |= _reorders(node, kind)
+        reorders |= _reorders(node, kind, losses.shape[0] if losses.dim() else 1)
         variable = getattr(node, "variable", None)
         if isinstance(variable, PerExample):
             raise UserError(
@@ -189,7 +192,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
 
 
 def layer_nodes(losses: Tensor) -> list[Any]:
-    """The nodes in the autograd graph of the losses that say which rows are whose, each with `label` and `order`."""
+    """The nodes in the autograd graph of the losses that say which rows are whose, each with `member` and `layout`."""
     kinds = {kind.__name__ + "Backward" for kind in (LayerFunction, LateFunction, CopiesFunction)}
     seen, stack, found = set(), [losses.grad_fn], []
     while stack:
@@ -207,44 +210,38 @@ _INDEXED = {"IndexBackward0", "IndexPutBackward0"}
 _ON_AN_AXIS = {
     *("IndexSelectBackward0", "GatherBackward0", "ScatterBackward0", "ScatterBackward1", "ScatterAddBackward0"),
     *("ScatterReduceBackward0", "IndexAddBackward0", "IndexCopyBackward0", "SortBackward0", "TopkBackward0"),
-    *("FlipBackward0", "RollBackward0"),
+    *("FlipBackward0", "RollBackward0", "SegmentReduceBackward0"),
 }
 _ANYWHERE = {"MaskedSelectBackward0", "MaskedScatterBackward0", "TakeBackward0", "PutBackward0", "EmbeddingBackward0"}
 
 
-def _reorders(node: Any, kind: str) -> bool:
+def _reorders(node: Any, kind: str, batch: int) -> bool:
     """Whether an operation may move rows along an axis that may be the batch: one of the first two."""
     if kind in _INDEXED:
-        indices = [index for index in node._saved_indices[:2] if index is not None]
-        zipped = indices if len({index.shape for index in indices}) == 1 else indices[:1]
-        return bool(indices) and not any(map(_counts, zipped)) and not _of_copies(node)
+        return _moves(node, batch) and ALONE not in node.metadata
     if kind in _ON_AN_AXIS:
-        axes = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
+        axes = next(getattr(node, name) for name in ("_saved_dim", "_saved_dims", "_saved_axis") if hasattr(node, name))
         axes = axes if isinstance(axes, tuple | list) else (axes,)
         rank = len(node._input_metadata[0].shape)
         first = {0, 1, -rank, 1 - rank} if rank < 4 else {0, -rank}  # images are rolled along their height, axis 1
-        return any((axis - (1 << 64) if axis >= 1 << 63 else axis) in first for axis in axes) and not _of_copies(node)
-    return kind in _ANYWHERE and not _of_copies(node)
+        moved = not axes or any((axis - (1 << 64) if axis >= 1 << 63 else axis) in first for axis in axes)
+        return moved and ALONE not in node.metadata
+    return kind in _ANYWHERE and ALONE not in node.metadata
 
 
-def _of_copies(node: Any) -> bool:
-    """Whether an operation is on parameters' copies and constants alone: their examples are on an axis of vmap's."""
-    seen, stack, copies = {node}, [node], CopiesFunction.__name__ + "Backward"
-    while stack:
-        for following, _ in stack.pop().next_functions:
-            if following is None or following in seen or following.name() == copies:
-                continue
-            if not following.next_functions or len(seen) > 64 or following.name() in _LAYERS:
-                return False
-            seen.add(following)
-            stack.append(following)
-    return True
-
-
-_LAYERS = {kind.__name__ + "Backward" for kind in (LayerFunction, LateFunction, DirectFunction)}
+def _moves(node: Any, batch: int) -> bool:
+    """Whether indices move rows: on the first axis, or on a second one that the batch may be on."""
+    shape = node._saved_self_sym_sizes if hasattr(node, "_saved_self_sym_sizes") else node._input_metadata[0].shape
+    indices = dict(enumerate(node._saved_indices[:2]))
+    given = [axis for axis, index in indices.items() if index is not None]
+    still = {axis for axis in given if _counts(indices[axis])}
+    if len(given) == 2 and indices[0].shape == indices[1].shape and list(shape[:2]) != [batch, batch]:
+        return 0 not in still and (shape[0] % batch == 0 or 1 not in still)  # rows of pairs: (i, what is picked there)
+    return any(axis not in still and (axis == 0 or shape[axis] % batch == 0) for axis in given)
 
 
 def _counts(index: Tensor) -> bool:
     """Whether an index is 0, 1, 2, ...: rows stay where they are."""
     flat = index.flatten()
-    return len(flat) == len(index) and torch.equal(flat, torch.arange(len(flat), device=flat.device))
+    along = max(index.shape, default=0)
+    return len(flat) == along and torch.equal(flat, torch.arange(along, device=flat.device))

@@ -13,11 +13,12 @@ from groupwise.clipping.checks import Attached, check_groups, check_losses, chec
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, weighing
 from groupwise.clipping.groups import build_groups, one_each, share_thresholds
-from groupwise.clipping.microbatches import BackwardPass, OpenPasses, Phase
+from groupwise.clipping.microbatches import BackwardPass, OpenPasses
 from groupwise.clipping.ownership import prove_layouts, recording, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.parts import Parts
 from groupwise.clipping.patching import Patches
+from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.errors import UserError

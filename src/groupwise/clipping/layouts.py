@@ -104,6 +104,10 @@ class _Seen:
     proven: Order | None = None
     """The order that the gradients of the losses have shown."""
 
+    def grows(self, each: float) -> bool:
+        """Whether the first axis was `each` > 1 times as long as the batch at three sizes of batches or more."""
+        return each > 1 and len(self.lengths) > 2 and {n / batch for batch, n in self.lengths.items()} == {each}
+
     @property
     def state(self) -> tuple[object, ...]:
         """What a call may change that matters to other calls."""
@@ -161,8 +165,10 @@ class Layouts:
             fits.discard(Order.NONE)
         if not fits:
             raise UserError(
-                f"{name} got an input of shape {tuple(x.shape)}, none of whose axes holds the {batch} examples, so it "
-                "cannot be told whose rows they are: keep the batch as first axis, or freeze it."
+                f"{name} got an input of shape {tuple(x.shape)}, none of whose axes holds the {batch} examples (as "
+                "many as the model's first input has rows), so it cannot be told whose rows they are: keep the batch "
+                "as first axis, or give batch_axis=1; where data choose the rows (experts, graphs end to end), let "
+                "each example have all of them, padded or masked; or freeze it."
             )
         seen = self._seen.setdefault((name, x.dim() - x.is_floating_point(), x.requires_grad), _Seen())
         before = seen.state
@@ -175,8 +181,8 @@ class Layouts:
             seen.elsewhere &= elsewhere
         resolved = len(seen.lengths) > 1
         alike = alike and not seen.mixed
-        possible = (seen.fits & fits) or fits
-        apart = seen.shared and Order.NONE in fits and not own
+        possible = fits if own and not alike else (seen.fits & fits) or fits
+        apart = seen.shared and Order.NONE in fits and not own and not seen.grows(x.shape[0] / batch)
         known = alike and seen.proven in fits and not apart
         if apart:
             order = Order.NONE
@@ -237,6 +243,8 @@ def _ranked(x: Tensor, resolved: bool, given: bool) -> Sequence[Order]:
     if not resolved and not x.requires_grad and not given:
         if x.shape[0] == 1 or (x.dim() == 1 and not x.is_floating_point()):
             return Order.NONE, Order.FIRST, Order.FOLDED, Order.STACKED
+        if x.dim() > 3:  # images, which no model has as constants
+            return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
         return Order.FIRST, Order.SECOND, Order.NONE, Order.FOLDED, Order.STACKED
     return Order.FIRST, Order.SECOND, Order.FOLDED, Order.STACKED, Order.NONE
 
@@ -249,6 +257,8 @@ class ModelCall:
         self.certain: dict[Doubt, bool] = {}
         """Whether its first question about a parameter and a shape was answered with certainty."""
         self.batch: int | None = None
+        self.turned = False
+        """Whether an input was met with the batch on an axis that is none of its orders'."""
         packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)), None)
         if packed is not None:
             self.batch = int(packed.batch_sizes[0])

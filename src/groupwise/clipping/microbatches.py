@@ -9,7 +9,6 @@ the passes of one microbatch only.
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -18,20 +17,12 @@ from groupwise.clipping.factors import with_gone
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order, Pattern
 from groupwise.clipping.norm_terms import Terms, starts_kernels
+from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
-
-
-class Phase(Enum):
-    """The work of a backward pass: all at once, nothing but a look, only norms (ghost, first), only sums (second)."""
-
-    CLIP = "clip"
-    LOOK = "look"
-    NORMS = "norms"
-    SUMS = "sums"
 
 
 @dataclass
@@ -79,6 +70,7 @@ class GroupPass:
         """Squared norms that factors were formed from, one part of the batch after the other."""
         self.terms: list[Terms | Tensor] = []
         """What its layers reported of their squared norms."""
+        self.recomputed = Recomputed()
         self.received = self.done = False
         """Whether a layer's gradients have come; whether the sums are there already."""
 
@@ -104,6 +96,7 @@ class GroupPass:
         if current.phase is Phase.LOOK:
             return
         self.received = True
+        self.recomputed.note(current.phase, (g, *saved))
         rule, saved, g = self._examples_first(member, layout, saved, g)
         given = (saved, g, member.wanted, member.context)
         if current.phase is Phase.SUMS:
@@ -154,6 +147,7 @@ class GroupPass:
             )
         current.reported.add(member.name)
         self.received = True
+        self.recomputed.note(current.phase, (g, *saved))
         if current.phase is Phase.NORMS:
             self.terms.append(member.rule.norm_terms(saved, g, member.wanted, member.context))
             return (None,) * len(member.wanted)
@@ -169,13 +163,11 @@ class GroupPass:
             axis = 1 if layout.order is Order.SECOND else 0
             raise UserError(
                 f"Layer {member.name!r} saw a batch of {g.shape[axis] // layout.each}, but there are "
-                f"{current.examples} losses: the first axis of the model's inputs must be the batch, or attach with "
+                f"{current.examples} losses: the batch must be the first axis of the model's first input, or give "
                 "batch_axis=1 if it is the second."
             )
         if self.over:
-            raise UserError(
-                "These losses come from a forward pass that is over: call engine.backward before the next one."
-            )
+            raise UserError("These losses come from a forward pass that is over: call backward before the next one.")
         return current
 
     @property
@@ -188,7 +180,8 @@ class GroupPass:
         current = self._passes.backward_pass
         if current is None:
             raise UserError(
-                "Call engine.backward(losses) with one loss per example, not loss.backward(): losses must be summed."
+                "Give one loss per example to private.backward (engine.backward), not loss.backward(); gradients that "
+                "are for no step, such as one to the input, are taken inside engine.bypassed()."
             )
         return current
 
@@ -295,6 +288,7 @@ class OpenPasses:
                     f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
                     "use_reentrant=False."
                 )
+            group_pass.recomputed.on = True
             return group_pass
         if group_pass is None or group_pass.batch != batch:
             if group_pass is not None:

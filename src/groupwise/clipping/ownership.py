@@ -1,7 +1,8 @@
 """Shows by gradients whose rows are whose: with loss i times w_i, the gradient of its rows is w_i times as long.
 
 That is asked where shapes alone do not tell it, and where an operation in the graph may have put rows in another order.
-It takes two backward passes, which change nothing and keep two numbers a row: a random projection and a norm.
+It takes three backward passes, which change nothing and keep two numbers a row: a random projection and a norm. The
+third repeats the first: a function whose backward changes what it keeps, as a fused loss may, is found out by it.
 """
 
 import random
@@ -57,6 +58,13 @@ class Rows:
         told = sums[: min(g.dim(), 2)]
         return cls(g.shape, tuple(each[0] for each in told), tuple(each[1].sqrt() for each in told))
 
+    def is_like(self, other: "Rows | None") -> bool:
+        """Whether they are of the same gradient, but for rounding."""
+        if other is None or other.shape != self.shape:
+            return False
+        pairs = zip(self.lengths, other.lengths, strict=True)
+        return all(torch.allclose(one, two, rtol=1e-3, atol=1e-30, equal_nan=True) for one, two in pairs)
+
 
 @dataclass(frozen=True)
 class Owned:
@@ -76,10 +84,13 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
         losses: (B,), B > 1.
         nodes: of the graph, with one output each; those that the losses do not reach are not in the answer.
         inputs: tensors that the nodes' gradients lead to.
+
+    Raises:
+        UserError: the same backward pass gave other gradients when it ran again.
     """
     weights = telling_weights(len(losses))
     told: list[dict[int, Rows]] = []
-    for total in (losses.sum(), (weights.to(losses) * losses).sum()):
+    for total in (losses.sum(), (weights.to(losses) * losses).sum(), losses.sum()):
         rows: dict[int, Rows] = {}
         hooks = [node.register_prehook(partial(_note, rows, i)) for i, node in enumerate(nodes)]
         try:
@@ -88,7 +99,13 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
             for hook in hooks:
                 hook.remove()
         told.append(rows)
-    plain, weighed = told
+    plain, weighed, again = told
+    if any(not rows.is_like(again.get(i)) for i, rows in plain.items()):
+        raise UserError(
+            "The losses' backward pass gives other gradients when it runs again: something in it (a fused loss, a "
+            "hook, a torch.autograd.Function) changes what it keeps, in place, or draws random numbers. Use plain "
+            "operations."
+        )
     return [
         Owned(
             node,
@@ -160,7 +177,11 @@ def rows_as_losses(output: Tensor) -> Tensor:
 
 def _direction(numbers: Tensor) -> Tensor:
     """From -1 to 1 without a pattern, for entries of these numbers; of no generator, for `verify` watches those."""
-    return (numbers.square() * 0.6180339887498949).frac_().mul_(2).sub_(1)
+    hashed = numbers.long()
+    for factor in (0x9E3779B1, 0x85EBCA6B):  # of which 32 bits count
+        hashed = hashed.mul_(factor).bitwise_and_(0xFFFFFFFF)
+        hashed ^= hashed >> 15
+    return hashed.double().mul_(2.0**-31).sub_(1)
 
 
 def _parts(rows: int, columns: int, depth: int) -> Iterator[tuple[slice, slice]]:
@@ -200,8 +221,9 @@ def _settle(
             silent.add(id(node.group_pass))
             if again:
                 continue
-        for kind in ("Layer", "Parameter", "The output of layer"):
-            telling[f"{kind} {node.member.name!r}"] += 1
+        else:
+            for kind in ("Layer", "Parameter", "The output of layer"):
+                telling[f"{kind} {node.member.name!r}"] += 1
         if len(orders) == 1 and not parameter:
             key = node.member.label, len(owned.shape) - 1, bool(node.needs_input_grad[-1])
             shown.setdefault(key, set()).add(order)
@@ -234,13 +256,15 @@ def _refuse(member: Member, shape: torch.Size, batch: int, parameter: bool) -> N
         raise UserError(
             f"Parameter {member.name!r} meets a tensor whose examples are on another axis than the one with the size "
             f"of the batch of {batch}, or in another order, so it cannot be told whose its gradients are: keep the "
-            "batch as first axis there, or freeze the parameter."
+            "batch as first axis there; if that tensor holds no batch, give make_private check= "
+            "(groupwise.clipping.verify), which tells lengths from sizes; or freeze the parameter."
         )
     raise UserError(
         f"{member.label} gives a tensor of shape {tuple(shape)}, which has no axis along which its rows belong to one "
-        f"of the {batch} examples each, so it cannot be told whose they are: keep the batch as first axis, freeze the "
-        "layer, or, if its input holds no batch, run groupwise.clipping.verify before training, which tells lengths "
-        "from sizes."
+        f"of the {batch} examples each (are examples mixed, compared, put in another order, or rows chosen by data?), "
+        "so it cannot be told whose they are: keep the batch as first axis, or give batch_axis=1; let every example "
+        "have all rows, with a mask or torch.where for the choice; freeze the layer; or, if its input holds no batch, "
+        "give make_private check= (groupwise.clipping.verify), which tells lengths from sizes."
     )
 
 
@@ -265,8 +289,8 @@ def agreeing(plain: Rows, weighed: Rows, weights: Tensor) -> list[Order]:
             continue
         each = rows // batch
         w = weights.repeat(each) if order is Order.STACKED else weights.repeat_interleave(each)
-        off = (weighed.projections[axis] - w * plain.projections[axis]).abs()
         expected = w * plain.lengths[axis]
+        off = (weighed.projections[axis] - w * plain.projections[axis]).abs() + (weighed.lengths[axis] - expected).abs()
         finite = expected.isfinite()  # the others are left out of all sums
         most = expected[finite].max() if bool(finite.any()) else expected.new_zeros(())
         if bool((off <= 1e-4 * expected + 1e-9 * most)[finite].all()):

@@ -179,7 +179,7 @@ class LateLinear:
         if layout.order is Order.NONE:
             raise UserError(
                 f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch of {batch}: the "
-                "first axis of the model's inputs must be the batch, or attach with batch_axis=1 if it is the second."
+                "batch must be the first axis of the model's first input, or give batch_axis=1 if it is the second."
             )
         group_pass, probe = calls.enter(group, member, batch, like.device)
         zero = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape[0], steps, len(weight))

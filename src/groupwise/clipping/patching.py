@@ -113,7 +113,15 @@ class Patches:
         if self._idle() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with self._called(ModelCall(args, kwargs, self._axis)):
-            return forward(*args, **kwargs)
+            return tree_map(self._as_batch, forward(*args, **kwargs))
+
+    def _as_batch(self, leaf: Any) -> Any:
+        """An output that shapes took for the same for all examples, with as many rows as there are: each one's own."""
+        call, place = self.calls.passes.model_call, BatchAxis(0, certain=False)
+        if not isinstance(leaf, PerExample) or call is None or call.turned or leaf.shape[:1] != (call.batch,):
+            return leaf
+        leaf.origin.doubt(leaf, place)
+        return align(leaf, leaf.dim(), place, "the model's output")
 
     def _idle(self) -> bool:
         """Whether a module is not the outermost one, or nothing is clipped."""
@@ -190,14 +198,15 @@ class Patches:
     def _run_layer(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Any:
         if self._off or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
-        rule = member.rule
-        if len(args) + len(kwargs) != 1:
-            raise UserError(
-                f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
-                "and it is clipped for calls with its input alone: leave the others out, or freeze it."
-            )
-        x = rule.prepare(args[0] if args else next(iter(kwargs.values())))
+        rule, x = member.rule, _input_of(module, member, args, kwargs)
         values: Values = [module._parameters.get(name) for name in rule.parameter_names]
+        for place, value in zip(member.places, values, strict=True):
+            if place is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                raise UserError(
+                    f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
+                    f"{group.names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
+                    "module (torch.nn.utils.parametrize)."
+                )
         return self.calls.run(group, member, x, values)
 
     def _run_direct(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Tensor:
@@ -211,8 +220,17 @@ class Patches:
                     f"Layer {member.name!r} got its {name} in {parameter.dtype}, in which a clipped sum may outgrow "
                     "its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
                 )
-        x = rule.prepare(args[0] if args else next(iter(kwargs.values())))
-        return self.calls.run_direct(group, member, x, parameters)
+        return self.calls.run_direct(group, member, _input_of(module, member, args, kwargs), parameters)
+
+
+def _input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A layer's input, as its rule takes it; other arguments are refused."""
+    if len(args) + len(kwargs) != 1:
+        raise UserError(
+            f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
+            "and it is clipped for calls with its input alone: leave the others out, or freeze it."
+        )
+    return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
 
 
 def _is_copy(leaf: Any) -> bool:

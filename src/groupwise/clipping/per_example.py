@@ -9,7 +9,7 @@ copy. The gradient of the copies, (B, *shape), then is the per-example gradient,
 The same holds for what a layer makes of an input without a batch axis, such as `wpe(torch.arange(T))`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from groupwise.clipping.example_by_example import example_by_example, for_examples, mark_alone, refuse_mixtures
 from groupwise.clipping.layouts import BatchAxis
 from groupwise.errors import UserError
 
@@ -75,7 +76,7 @@ class PerExample(torch.Tensor):
         transposed: bool = False,
     ) -> "PerExample":
         self: PerExample = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=True
+            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=_has_gradient(like)
         )  # so that a torch.autograd.Function, which no operation here takes apart, leads to it in the graph
         self.make, self.origin, self.like, self.source, self.transposed = make, origin, like, source, transposed
         if source:
@@ -136,6 +137,7 @@ class PerExample(torch.Tensor):
                 f"{origin.label}, or what was computed from it, is changed in place (by {name}) where it meets the "
                 "examples: use operations that are not in place."
             )
+        refuse_mixtures(name, args, kwargs, places, origin.label)
         place = max((p for p in places if p is not None), key=lambda p: p.each)
         if name in _BROADCASTS or (
             name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves if isinstance(leaf, Tensor))
@@ -143,7 +145,7 @@ class PerExample(torch.Tensor):
             args, kwargs = tree_unflatten(_aligned(leaves, places, name), spec)
             made = func(*args, **kwargs)
         else:
-            made = _example_by_example(func, leaves, places, place, spec, origin)
+            made = example_by_example(func, leaves, spec, _copies(leaves), places, place, name, origin.label)
         for copies in mine:
             for leaf, p in zip(leaves, places, strict=True):
                 if p is not None and not p.certain:
@@ -154,6 +156,10 @@ class PerExample(torch.Tensor):
 def _name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     return f"get {func.__self__.__name__}" if name in ("__get__", "__set__") else name
+
+
+def _has_gradient(like: Tensor) -> bool:
+    return like.is_floating_point() or like.is_complex()
 
 
 def _value(leaf: Any) -> Any:
@@ -197,9 +203,21 @@ _TRANSPOSES = {"t", "get T", "get mT", "get H", "get mH", "adjoint", "transpose"
 
 def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
     """An operation on parameters and constants: done with each example's copy."""
-    copies = {i: leaf.rows for i, leaf in enumerate(leaves) if isinstance(leaf, PerExample)}
-    made = _mapped(func, leaves, spec, copies, origin)
-    return tree_map(lambda t: PerExample.of_rows(t, origin) if isinstance(t, Tensor) else t, made)
+    copies = _copies(leaves)
+    made = for_examples(func, leaves, spec, copies, _name_of(func), origin.label)
+
+    def standing_for(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        mark_alone(t, copies.values())
+        return PerExample.of_rows(t, origin)
+
+    return tree_map(standing_for, made)
+
+
+def _copies(leaves: list[Any]) -> dict[int, Tensor]:
+    """Each example's own, (B, ...), of those leaves that have them."""
+    return {i: leaf.rows for i, leaf in enumerate(leaves) if isinstance(leaf, PerExample)}
 
 
 def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -323,78 +341,3 @@ def align(copies: PerExample, rank: int, place: BatchAxis, name: str) -> Tensor:
         )
     own = rows.unflatten(axis + 1, (batch, place.each)).diagonal(dim1=0, dim2=axis + 1)  # (..., each, ..., B)
     return own.movedim(-1, axis).flatten(axis, axis + 1)
-
-
-def _example_by_example(
-    func: Any, leaves: list[Any], places: list[BatchAxis | None], place: BatchAxis, spec: Any, origin: Origin
-) -> Any:
-    """Any other operation: each example's rows with its copy. The result has the examples where the inputs do."""
-    parts: dict[int, Tensor] = {}
-    for i, (leaf, p) in enumerate(zip(leaves, places, strict=True)):
-        if isinstance(leaf, PerExample):
-            parts[i] = leaf.rows
-        elif p is not None:
-            parts[i] = leaf.unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0)
-
-    def joined(made: Any) -> Any:
-        if not isinstance(made, Tensor):
-            return made
-        if made.dim() <= place.axis + 1 or made.shape[place.axis + 1] != place.each:
-            raise UserError(
-                f"{origin.label} went into {_name_of(func)}, whose result of shape {tuple(made.shape[1:])} an example "
-                "keeps no rows apart: wrap the computation in a layer type with a rule, or freeze the parameter."
-            )
-        return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
-
-    return tree_map(joined, _mapped(func, leaves, spec, parts, origin))
-
-
-def _mapped(func: Any, leaves: list[Any], spec: Any, parts: dict[int, Tensor], origin: Origin) -> Any:
-    """The operation by vmap over examples, with these leaves' parts (B, ...); it may return more than tensors."""
-    nest: list[Any] = []
-
-    def one(*own: Tensor) -> tuple[Tensor, ...]:
-        filled = list(leaves)
-        for i, part in zip(parts, own, strict=True):
-            filled[i] = part
-        args, kwargs = tree_unflatten(filled, spec)
-        made, made_spec = tree_flatten(func(*args, **kwargs))
-        nest[:] = [made, made_spec]
-        return tuple(leaf for leaf in made if isinstance(leaf, Tensor))
-
-    try:
-        made = iter(_for_all(one, list(parts.values())))
-    except (RuntimeError, ValueError, TypeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        if _name_of(func) == "__setitem__" or _name_of(func).endswith("_"):
-            raise UserError(
-                f"{origin.label} is written in place (by {_name_of(func)}) into a tensor that all examples share: make "
-                "the tensor by an operation that is not in place (index_put, scatter, where, stack), or freeze it."
-            ) from error
-        raise UserError(
-            f"{origin.label} is used by {_name_of(func)}, which cannot be done with a copy of it for each example "
-            f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."
-        ) from error
-    shown, shown_spec = nest
-    return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in shown], shown_spec)
-
-
-def _for_all(one: Callable[..., tuple[Tensor, ...]], parts: list[Tensor]) -> Iterable[Tensor]:
-    """A function of one example's parts for all examples, by vmap.
-
-    What has no batching rule is called for one example after the other: vmap would do so too, but by `select`, whose
-    gradients are as large as all examples' together, so that its time grows with their square.
-    """
-    vmap: Any = torch._C._functorch
-    allowed = vmap._is_vmap_fallback_enabled()
-    vmap._set_vmap_fallback_enabled(False)
-    try:
-        return torch.vmap(one, randomness="different")(*parts)
-    except RuntimeError as error:
-        if "vmap fallback" not in str(error):
-            raise
-    finally:
-        vmap._set_vmap_fallback_enabled(allowed)
-    each = [one(*own) for own in zip(*(part.unbind(0) for part in parts), strict=True)]
-    return [torch.stack(made) for made in zip(*each, strict=True)]

@@ -1,0 +1,217 @@
+"""Does an operation that has no other way with each example's own copy of a parameter, by vmap, or refuses it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from groupwise.clipping.layouts import BatchAxis
+from groupwise.errors import UserError
+
+_WRITES = {
+    *("index_add", "index_copy", "index_fill", "index_reduce", "scatter", "scatter_add", "scatter_reduce"),
+    *("select_scatter", "slice_scatter", "index_put", "__setitem__", "masked_scatter", "put", "diagonal_scatter"),
+}
+"""Operations that put something into chosen places of their first argument."""
+
+ALONE = "parameters' copies and constants alone"
+"""In the metadata of the graph's nodes of such operations: the examples are on an axis of vmap's, and stay there."""
+
+_JOINS = {"cat", "concat", "concatenate", "vstack", "row_stack"}
+
+
+def refuse_mixtures(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[BatchAxis | None], label: str
+) -> None:
+    """Refuse what mixes examples, or puts a parameter, or what is the same for all, into rows of the batch.
+
+    Each example's own copy would land in its own row at whatever number was meant of the whole batch's rows.
+
+    Args:
+        name: the operation's.
+        args: its arguments.
+        kwargs: those with a name.
+        places: where its tensors hold the batch; None: nowhere.
+        label: of the parameter, for the message.
+
+    Raises:
+        UserError: naming the parameter or layer, and the operation.
+    """
+    mixes = (name == "batch_norm" and bool(args[5] if len(args) > 5 else kwargs.get("training"))) or (
+        name == "einsum" and isinstance(args[0], str) and _mixes(args[0], places)
+    )
+    if mixes:
+        raise UserError(
+            f"{label} goes into {name} with rows of different examples: compute each example by itself, or freeze it."
+        )
+    name = name if name.startswith("__") else name.rstrip("_")
+    if name in _WRITES:
+        place = places[0]  # of what is written into
+    elif name in _JOINS:
+        place = next(p for p in places if p is not None)
+    else:
+        return
+    if place is not None and not _along(name, args, kwargs, place.axis):
+        return
+    raise UserError(
+        f"{label} is put into rows of the batch (by {name}), so it cannot be told whose they are: compute it for every "
+        "example and choose by torch.where or a mask (experts see every token), or freeze it."
+    )
+
+
+def _mixes(equation: str, places: Sequence[BatchAxis | None]) -> bool:
+    """Whether the operands of an einsum have their examples under different letters; places[0] is the equation's."""
+    operands = equation.partition("->")[0].replace(" ", "").split(",")
+    held = zip(operands, places[1:], strict=False)
+    letters = {letters[p.axis] for letters, p in held if p is not None and "." not in letters[: p.axis + 1]}
+    return len(letters) > 1
+
+
+def _along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int) -> bool:
+    """Whether the places are chosen along that axis of the first argument."""
+    if name in ("masked_scatter", "put", "diagonal_scatter"):
+        return True
+    if name in ("index_put", "__setitem__"):
+        key = args[1] if len(args) > 1 else kwargs["indices"]
+        keys = [slice(None) if k is None else k for k in key] if name == "index_put" else key
+        return not _is_whole(tuple(keys) if isinstance(keys, (tuple, list)) else (keys,), args[0].shape, axis)
+    if name in ("vstack", "row_stack"):
+        return axis == 0
+    where = 2 if name in ("select_scatter", "slice_scatter") else 1
+    dim = args[where] if len(args) > where else kwargs.get("dim", kwargs.get("axis", 0))
+    rank = (args[0] if isinstance(args[0], Tensor) else args[0][0]).dim()
+    return bool(dim % rank == axis)
+
+
+def _is_whole(keys: Sequence[Any], shape: Sequence[int], axis: int) -> bool:
+    """Whether an index takes all of an axis of a tensor."""
+    at, taken = 0, [_axes_of(key) for key in keys]
+    for i, key in enumerate(keys):
+        if key is Ellipsis:
+            at = len(shape) - sum(taken[i + 1 :])
+            if axis < at:
+                return True
+        elif at <= axis < at + taken[i]:
+            return isinstance(key, slice) and key.indices(shape[axis]) == (0, shape[axis], 1)
+        at += taken[i]
+    return True
+
+
+def _axes_of(key: Any) -> int:
+    """How many axes an index takes."""
+    if key is None or key is Ellipsis:
+        return 0
+    return int(key.dim()) if isinstance(key, Tensor) and key.dtype == torch.bool else 1
+
+
+def example_by_example(
+    func: Any,
+    leaves: list[Any],
+    spec: Any,
+    copies: Mapping[int, Tensor],
+    places: Sequence[BatchAxis | None],
+    place: BatchAxis,
+    name: str,
+    label: str,
+) -> Any:
+    """An operation on each example's rows with its copies; the result has the examples where `place` says.
+
+    Args:
+        func: the operation.
+        leaves: its arguments, flat.
+        spec: how they were nested.
+        copies: each example's own, (B, ...), of some of the leaves.
+        places: where the others hold the batch; None: they are the same for all examples.
+        place: where the result has it.
+        name: the operation's.
+        label: the parameter's or layer's, for messages.
+
+    Raises:
+        UserError: the operation cannot be done so.
+    """
+    parts = dict(copies)
+    for i, p in enumerate(places):
+        if p is not None:
+            parts[i] = leaves[i].unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0)
+
+    def joined(made: Any) -> Any:
+        if not isinstance(made, Tensor):
+            return made
+        if made.dim() <= place.axis + 1 or made.shape[place.axis + 1] != place.each:
+            raise UserError(
+                f"{label} went into {name}, whose result of shape {tuple(made.shape[1:])} an example "
+                "keeps no rows apart: wrap the computation in a layer type with a rule, or freeze the parameter."
+            )
+        return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
+
+    return tree_map(joined, for_examples(func, leaves, spec, parts, name, label))
+
+
+def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Tensor], name: str, label: str) -> Any:
+    """An operation by vmap over examples, with these leaves' parts (B, ...); it may return more than tensors.
+
+    Raises:
+        UserError: it cannot be done so.
+    """
+    nest: list[Any] = []
+
+    def one(*own: Tensor) -> tuple[Tensor, ...]:
+        filled = list(leaves)
+        for i, part in zip(parts, own, strict=True):
+            filled[i] = part
+        args, kwargs = tree_unflatten(filled, spec)
+        made, made_spec = tree_flatten(func(*args, **kwargs))
+        nest[:] = [made, made_spec]
+        return tuple(leaf for leaf in made if isinstance(leaf, Tensor))
+
+    try:
+        made = iter(_for_all(one, list(parts.values())))
+    except (RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if name == "__setitem__" or name.endswith("_"):
+            raise UserError(
+                f"{label} is written in place (by {name}) into a tensor that all examples share: make "
+                "the tensor by an operation that is not in place (index_put, scatter, where, stack), or freeze it."
+            ) from error
+        raise UserError(
+            f"{label} is used by {name}, which cannot be done with a copy of it for each example "
+            f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."
+        ) from error
+    shown, shown_spec = nest
+    return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in shown], shown_spec)
+
+
+def mark_alone(made: Tensor, sources: Iterable[Tensor]) -> None:
+    """Mark the graph's nodes between what was made of parameters' copies and constants alone, and those copies."""
+    ends, stack = {source.grad_fn for source in sources}, [made.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in ends:
+            continue
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # torch's types have a method there
+        if ALONE not in metadata:
+            metadata[ALONE] = True
+            stack.extend(following for following, _ in node.next_functions)
+
+
+def _for_all(one: Callable[..., tuple[Tensor, ...]], parts: list[Tensor]) -> Iterable[Tensor]:
+    """A function of one example's parts for all examples, by vmap.
+
+    What has no batching rule is called for one example after the other: vmap would do so too, but by `select`, whose
+    gradients are as large as all examples' together, so that its time grows with their square.
+    """
+    vmap: Any = torch._C._functorch
+    allowed = vmap._is_vmap_fallback_enabled()
+    vmap._set_vmap_fallback_enabled(False)
+    try:
+        return torch.vmap(one, randomness="different")(*parts)
+    except RuntimeError as error:
+        if "vmap fallback" not in str(error):
+            raise
+    finally:
+        vmap._set_vmap_fallback_enabled(allowed)
+    each = [one(*own) for own in zip(*(part.unbind(0) for part in parts), strict=True)]
+    return [torch.stack(made) for made in zip(*each, strict=True)]
