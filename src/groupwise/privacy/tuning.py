@@ -48,7 +48,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,7 +208,6 @@ def rdp_curve(trainings: Sequence[Training]) -> Curve:
     return np.max([_one_curve(training) for training in set(trainings)], axis=0)
 
 
-@lru_cache(maxsize=256)
 def _one_curve(training: Training) -> Curve:
     return rdp_of_steps(training.noise_multiplier, training.sample_rate, training.steps)
 
