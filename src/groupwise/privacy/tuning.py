@@ -292,7 +292,8 @@ def grid_epsilon(trainings: Sequence[Training], delta: float, accountant: str = 
     import dp_accounting
     from dp_accounting import pld
 
-    interval = max(1e-4, min(1e-6 * by_rdp**2, 1e-4 * by_rdp))
+    few = min(1e-3, 1e-3 * by_rdp / steps.total())  # of few steps: see accountants._interval
+    interval = max(1e-4, few, min(1e-6 * by_rdp**2, 1e-4 * by_rdp))
     try:
         ledger = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, interval)
         for of, total in steps.items():
