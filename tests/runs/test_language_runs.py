@@ -145,7 +145,8 @@ def test_the_midi_model_starts_from_public_text_and_says_so(little_text, tmp_pat
 def test_pretraining_learns(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(TEXT)
-    row = run(smoke(tmp_path, "pretrain_causal", "clip=none", f"data.corpus={corpus}", "train.steps=40"))
+    quick = ("train.steps=12", "optim.learning_rate=1e-2")
+    row = run(smoke(tmp_path, "pretrain_causal", "clip=none", f"data.corpus={corpus}", *quick))
     assert row["valid/perplexity"] < 30  # of 8,257 tokens
 
 
