@@ -12,8 +12,10 @@ from benchmarks import driver, research_peers
 from benchmarks.job import Job
 from benchmarks.methods import make
 from benchmarks.options import parse
+from benchmarks.process import Process
 from benchmarks.workloads import build
 from groupwise.errors import UserError
+from tests.benchmarks.test_full_size import Here
 
 HOOKS = '''
 import torch
@@ -122,7 +124,12 @@ def test_a_row_says_which_commit_of_a_peer_it_is_of(folder: Path) -> None:
 def test_a_process_finds_them_and_wrong_sums_are_no_comparison(folder: Path) -> None:
     options = parse([f"peers={folder}", "workload=mlp", "method=flat,fastdp_flat", "tiny=true"])
     assert {"fastdp_layer", "private_transformers"} <= set(parse([f"peers={folder}"]).methods)
-    found = driver.run(Job("mlp", "none", tiny=True), options.methods, 1, 1, 60, lambda line: None)
+
+    def start(job: Job, limit: float) -> Here | Process:
+        """A peer runs in a process, as always; our methods would do the same in one."""
+        return (Here if research_peers.package_of(job.method) is None else Process)(job, limit)
+
+    found = driver.run(Job("mlp", "none", tiny=True), options.methods, 1, 1, 60, lambda line: None, start)
     status = {row["method"]: row["status"] for row in found}
     assert status["flat"] == "ok"
     assert status["fastdp_flat"].startswith("refused: the norm of its clipped sums is +")

@@ -108,7 +108,7 @@ def on_rows(make: Callable[[], nn.Module]) -> tuple[nn.Module, Losses]:
 
 
 def on_images(**options: object) -> tuple[nn.Module, Losses]:
-    model, x, y = wide_resnet(depth=10, width=1, norm_groups=4, **options), torch.randn(8, 3, 16, 16), torch.arange(8)
+    model, x, y = wide_resnet(depth=10, width=1, norm_groups=4, **options), torch.randn(8, 3, 8, 8), torch.arange(8)
     return model, lambda examples: F.cross_entropy(model(x[list(examples)]), y[list(examples)], reduction="none")
 
 

@@ -18,7 +18,6 @@ from groupwise.errors import UserError
 from groupwise.integrations.resume import STATE, key_path
 from groupwise.integrations.transformers import PrivacyArguments
 from groupwise.privacy import NoiseSource
-from tests.checked import verify_once
 from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, encoder, privacy, trainer, weights
 
 
@@ -45,12 +44,6 @@ class Kill(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             raise Killed
-
-
-@pytest.fixture(autouse=True)
-def _checked_once(monkeypatch):
-    """Models of one shape are checked before training once a process."""
-    monkeypatch.setattr("groupwise.integrations.transformers.verify", verify_once)
 
 
 def loop_of_ones_own(model, steps: int = 8, longest_first: bool = False) -> torch.Tensor:

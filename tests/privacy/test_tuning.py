@@ -10,7 +10,7 @@ from dp_accounting import rdp
 from scipy.stats import norm
 
 from groupwise.errors import UserError
-from groupwise.privacy import accountants, accounting, tuning
+from groupwise.privacy import tuning
 from groupwise.privacy.accountants import ORDERS, epsilon_rdp, training_event
 from groupwise.privacy.tuning import (
     LAMBDA,
@@ -24,6 +24,7 @@ from groupwise.privacy.tuning import (
     search_cost,
     search_curve,
 )
+from tests.few_orders import few_orders
 
 RESPONSE = np.array([0.55, 0.25, 0.15, 0.05])
 """Three scores and a rare one."""
@@ -180,20 +181,13 @@ def test_a_mixed_grid_composes_to_what_a_plain_one_does():
 
 
 @pytest.fixture
-def few_orders(cold, monkeypatch):
-    """Each ninth order: bounds that hold as well, are a little larger, and take a ninth of the time."""
-    few = ORDERS[::9]
-    for module in (accountants, tuning):
-        monkeypatch.setattr(module, "ORDERS", few)
-    monkeypatch.setattr(tuning, "LAMBDA", np.array(few))
-    tuning._one_curve.cache_clear()
-    yield
-    tuning._one_curve.cache_clear()
-    accounting._composed.cache_clear()
+def at_few_orders(tmp_path):
+    with few_orders(tmp_path):
+        yield
 
 
 @pytest.mark.parametrize("count", [TruncatedNegativeBinomial.with_mean(0.0, 12.0), Poisson(12.0)])
-def test_a_calibrated_search_keeps_its_target_and_wastes_none(few_orders, count):
+def test_a_calibrated_search_keeps_its_target_and_wastes_none(at_few_orders, count):
     rates = [(0.01, 200), (0.04, 50)]
     sigmas = calibrate_search(rates, count, 3.0, 1e-5)
     trainings = [Training(sigma, *rate) for sigma, rate in zip(sigmas, rates, strict=True)]
@@ -212,7 +206,7 @@ def test_what_no_noise_reaches_is_refused():
         search_cost([Training(0.0, 0.5, 10)], TruncatedNegativeBinomial(0.0, 0.1), 1e-5)
 
 
-def test_the_command_prints_the_three_figures(few_orders, capsys):
+def test_the_command_prints_the_three_figures(at_few_orders, capsys):
     asked = ["--sample-rate", "0.02", "--steps", "200", "--grid", "9"]
     assert tuning.main(["--noise-multiplier", "1", *asked]) == 0
     said = capsys.readouterr().out

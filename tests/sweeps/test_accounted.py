@@ -14,6 +14,7 @@ from groupwise.privacy.tuning import Poisson, TruncatedNegativeBinomial
 from groupwise.run import plan_run
 from groupwise.sweeps.accounted import Search, count_of, plan_search
 from groupwise.sweeps.prepare import plan_sweep
+from tests.few_orders import few_orders
 
 CONF = Path(__file__).parents[2] / "conf"
 GRID = ("task=cifar", "scale=smoke", "clip=flat", "optim.learning_rate=1,2,4", "train.batch_size=8,16")
@@ -27,8 +28,14 @@ def planned(*words: str, grid=GRID) -> Search:
     return plan_search(plan_sweep(overrides, CONF), overrides)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _at_few_orders(tmp_path_factory):
+    with few_orders(tmp_path_factory.mktemp("cache")):
+        yield
+
+
 @pytest.fixture(scope="module")
-def search(_one_cache) -> Search:
+def search() -> Search:
     return planned("privacy.epsilon=3", "privacy.delta=1e-3", "tuning.runs=6")
 
 

@@ -18,6 +18,7 @@ from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
 from groupwise.training.graphs import WARM_UP, MicrobatchGraphs, recorder_of
 from groupwise.training.ranks import Alone
+from tests.checked import checked_once
 from tests.tapes import Tape
 from tests.training.test_step import ADAPTIVE_FLAT, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
 
@@ -68,7 +69,8 @@ def whole(task, clip, *more):
     made = make_task(config, CPU)
     engine = make_engine(made.model, config.clip)
     plan = plan_run(config, made.train_size, None if engine is None else len(engine.groups))
-    return build_trainer(config, made, engine, plan, CPU, Alone(), None)
+    with checked_once((task, clip)):
+        return build_trainer(config, made, engine, plan, CPU, Alone(), None)
 
 
 def evenly(trainer):

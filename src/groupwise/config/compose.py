@@ -136,6 +136,7 @@ def register() -> None:
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # reading the schema off its dataclasses takes a seventh of a composition
         store.store(name="schema", node=RunConfig)
+        vars(store)["__deepcopy__"] = lambda memo: store  # Hydra copies it for each, and then what it takes from it
     OmegaConf.register_new_resolver("at_epsilon", _at_epsilon, replace=True)
     OmegaConf.register_new_resolver("at", _at, replace=True)
     OmegaConf.register_new_resolver("joint", _joint, replace=True)

@@ -88,7 +88,7 @@ class _Grammar:
         if isinstance(value, str):
             drawn = [value]
         else:
-            options = [option for option in value if option not in but]
+            options = [option for option in value if option not in but] if but else value
             drawn = self.rng.sample(options, len(places)) if len(places) > 1 else [self.rng.choice(options)]
         for place, item in zip(places, drawn, strict=True):
             fields = place.split()

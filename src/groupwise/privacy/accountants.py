@@ -1,5 +1,6 @@
 """Computes ε of composed Gaussian releases by privacy loss distributions, Rényi DP and closed forms."""
 
+import functools
 import logging
 import math
 from collections.abc import Iterator
@@ -148,25 +149,38 @@ MOST_NOISE = 1e5
 the rounding of a sum near 1 leaves nothing sure, and may show less than nothing."""
 
 
-def epsilon_rdp(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+def epsilon_rdp(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, orders: tuple[float, ...] | None = None
+) -> float:
     """Return an upper bound on ε at ``delta`` by Rényi DP (Mironov, Talwar & Zhang 2019), add/remove adjacency.
 
-    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; any finite set of orders is valid.
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; any finite set of ``orders`` is
+    valid, by default `ORDERS`.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     from dp_accounting import rdp
 
-    return float(rdp.compute_epsilon(ORDERS, rdp_of_steps(noise_multiplier, sample_rate, steps), delta)[0])
+    orders = orders or ORDERS
+    return float(rdp.compute_epsilon(orders, rdp_of_steps(noise_multiplier, sample_rate, steps, orders), delta)[0])
 
 
-def rdp_of_steps(noise_multiplier: float, sample_rate: float, steps: int) -> NDArray[np.float64]:
-    """Return an upper bound on the RDP of T steps at `ORDERS`; inf at those that could not be computed."""
+def rdp_of_steps(
+    noise_multiplier: float, sample_rate: float, steps: int, orders: tuple[float, ...] | None = None
+) -> NDArray[np.float64]:
+    """Return an upper bound on the RDP of T steps at ``orders``, or `ORDERS`; inf at those not to be computed."""
+    orders = orders or ORDERS
+    rdp = int(steps) * _rdp_of_a_step(min(noise_multiplier, MOST_NOISE), sample_rate, orders)
+    return np.maximum(rdp, steps * np.array(orders) / (2.0 * MOST_NOISE**2))
+
+
+@functools.lru_cache(maxsize=256)  # a tenth of a second, and a plan asks again and again
+def _rdp_of_a_step(noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     from dp_accounting import rdp
 
-    accountant = rdp.RdpAccountant(orders=ORDERS)
+    accountant = rdp.RdpAccountant(orders=orders)
     with _orders_left_out_in_silence():
-        accountant.compose(training_event(min(noise_multiplier, MOST_NOISE), sample_rate), int(steps))
-    return np.maximum(accountant.rdp, steps * np.array(ORDERS) / (2.0 * MOST_NOISE**2))
+        accountant.compose(training_event(noise_multiplier, sample_rate))
+    return accountant.rdp
 
 
 @contextmanager

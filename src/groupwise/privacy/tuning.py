@@ -48,7 +48,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,7 +208,6 @@ def rdp_curve(trainings: Sequence[Training]) -> Curve:
     return np.max([_one_curve(training) for training in set(trainings)], axis=0)
 
 
-@lru_cache(maxsize=256)
 def _one_curve(training: Training) -> Curve:
     return rdp_of_steps(training.noise_multiplier, training.sample_rate, training.steps)
 
@@ -294,7 +292,8 @@ def grid_epsilon(trainings: Sequence[Training], delta: float, accountant: str = 
     import dp_accounting
     from dp_accounting import pld
 
-    interval = max(1e-4, min(1e-6 * by_rdp**2, 1e-4 * by_rdp))
+    few = min(1e-3, 1e-3 * by_rdp / steps.total())  # of few steps: see accountants._interval
+    interval = max(1e-4, few, min(1e-6 * by_rdp**2, 1e-4 * by_rdp))
     try:
         ledger = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, interval)
         for of, total in steps.items():

@@ -88,7 +88,8 @@ def _pld(noise_multiplier: float, sample_rate: float, steps: int, delta: float) 
 
     coarse = 0.0
     for interval in (1e-2, 1e-4):  # a first, rough figure says how finely ε is to be resolved
-        interval = max(interval, min(1e-6 * coarse**2, 1e-4 * coarse))
+        few = min(1e-3, 1e-3 * coarse / steps)  # of few steps this moves an end by a thousandth at most
+        interval = max(interval, few, min(1e-6 * coarse**2, 1e-4 * coarse))
         ends = []
         for pessimistic in (False, True):
             release = privacy_loss_distribution.from_gaussian_mechanism(
