@@ -2,8 +2,10 @@
 
 The outermost module that is called tells how many examples there are, from its first tensor. While it runs, parameters
 of the model that a module reads as its attributes are `PerExample` ones, and layers take theirs from `_parameters`.
+Copies of the model are plain ones.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
@@ -21,6 +23,34 @@ from groupwise.clipping.partition import Layer
 from groupwise.clipping.per_example import PerExample, align
 from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError
+
+
+class _Instead(partial[Any]):
+    """What a module runs instead of its forward; a copy of it, deep or pickled, is the forward that the module had.
+
+    The copy's module has an attribute of it, a bound method where the forward was its class's, as nothing that is
+    copied can leave itself out.
+    """
+
+    module: nn.Module
+    before: Callable[..., Any] | None
+    """Of the module's own attributes; None where the forward was its class's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        if self.before is not None:
+            return copy.deepcopy(self.before, memo)
+        made: nn.Module = copy.deepcopy(self.module, memo)  # under way, so that the forward found is its class's
+        return made.forward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (self.module, "forward")) if self.before is None else (partial, (self.before,))
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether its forward is not its class's."""
+    forward = module.__dict__.get("forward")
+    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    return forward is not None and not own
 
 
 class Patches:
@@ -49,7 +79,7 @@ class Patches:
     ) -> None:
         self.calls, self._off, self._axis = calls, False, batch_axis
         for layer in layers:
-            if "forward" in layer.module.__dict__ and layer.rule is not None:
+            if _is_replaced(layer.module) and layer.rule is not None:
                 raise UserError(
                     f"Layer {layer.name!r} has its forward replaced already: detach the other engine or wrapper first."
                 )
@@ -70,14 +100,17 @@ class Patches:
                 wrapped[id(layer.module)] = layer.module
         for module in wrapped.values():
             if not direct and id(module) not in clipped:
-                run = partial(self._run_outermost, module, module.forward)
-                self._replace(module, update_wrapper(run, module.forward))  # libraries look at a forward's arguments
+                inner = module.forward
+                self._replace(module, partial(self._run_outermost, module, inner))
+                update_wrapper(module.forward, inner)  # libraries look at a forward's arguments
         if not direct:
             self._read_as_copies(layers)
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._before.append((module, module.__dict__.get("forward")))
-        module.forward = forward  # type: ignore[method-assign]
+        instead, before = _Instead(forward), module.__dict__.get("forward")
+        instead.module, instead.before = module, before
+        self._before.append((module, before))
+        module.forward = instead  # type: ignore[method-assign]
 
     def _read_as_copies(self, layers: tuple[Layer, ...]) -> None:
         known: dict[int, PerExample] = {}
