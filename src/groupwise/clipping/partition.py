@@ -5,7 +5,7 @@ A partition into groups is the one idea of which every clipping mode is a case.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -88,12 +88,33 @@ def refuse_mixing(model: nn.Module) -> None:
         UserError: naming the layer.
     """
     for name, module in model.named_modules():
-        running = isinstance(module, _InstanceNorm) and module.track_running_stats
-        if running or isinstance(module, _BatchNorm):
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
                 f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
                 "bounded: replace it by GroupNorm or LayerNorm."
             )
+        if isinstance(module, _BatchNorm):
+            refuse_batch_statistics(name, module)
+
+
+def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """All BatchNorm layers, which an attached model has in eval mode: a map of each example alone."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+
+
+def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
+    """Refuse a BatchNorm that would take its statistics from the batch.
+
+    Raises:
+        UserError: naming the layer.
+    """
+    if module.training or module.running_mean is None:
+        keep = "call .eval() on it after each model.train(), or "
+        raise UserError(
+            f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
+            f"bounded: {'' if module.running_mean is None else keep}replace it by GroupNorm, LayerNorm or "
+            "torchvision.ops.FrozenBatchNorm2d."
+        )
 
 
 COPIED = 4096

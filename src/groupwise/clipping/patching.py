@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.clipping.calls import LayerCalls, Values
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import BatchAxis, ModelCall
 from groupwise.clipping.parameter_uses import ModuleWeights, ParameterUse
-from groupwise.clipping.partition import Layer
+from groupwise.clipping.partition import Layer, batch_norms, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample, align
 from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError
@@ -57,7 +58,7 @@ class Patches:
     """The replaced forwards of an engine's model and layers.
 
     Args:
-        model: the model.
+        model: the model; its BatchNorm layers refuse to train.
         layers: its layers, whose `forward` nobody else may have replaced.
         groups: their groups.
         calls: runs layers inside their groups.
@@ -86,6 +87,8 @@ class Patches:
         members = {member.name: (group, member) for group in groups for member in group.members}
         self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._read: list[tuple[nn.Module, str, PerExample]] = []
+        for name, norm in batch_norms(model):
+            self._wrap(norm, partial(self._run_batch_norm, name))
         wrapped, clipped = {id(model): model}, {id(layer.module) for layer in layers if layer.rule or layer.rewritten}
         for layer in layers:
             if layer.rewritten is not None and not direct:
@@ -100,9 +103,7 @@ class Patches:
                 wrapped[id(layer.module)] = layer.module
         for module in wrapped.values():
             if not direct and id(module) not in clipped:
-                inner = module.forward
-                self._replace(module, partial(self._run_outermost, module, inner))
-                update_wrapper(module.forward, inner)  # libraries look at a forward's arguments
+                self._wrap(module, self._run_outermost)
         if not direct:
             self._read_as_copies(layers)
 
@@ -111,6 +112,11 @@ class Patches:
         instead.module, instead.before = module, before
         self._before.append((module, before))
         module.forward = instead  # type: ignore[method-assign]
+
+    def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        inner = module.forward
+        self._replace(module, partial(run, module, inner))
+        update_wrapper(module.forward, inner)  # libraries look at a forward's arguments
 
     def _read_as_copies(self, layers: tuple[Layer, ...]) -> None:
         known: dict[int, PerExample] = {}
@@ -134,7 +140,7 @@ class Patches:
 
     def remove(self) -> None:
         """Give the modules their own forward back."""
-        for module, before in self._before:
+        for module, before in reversed(self._before):
             module.__dict__.pop("forward", None)
             if before is not None:
                 module.forward = before  # type: ignore[method-assign]
@@ -217,6 +223,13 @@ class Patches:
         return tree_map(
             lambda t: PerExample.of_rows(t.movedim(axis, 0).unsqueeze(axis + 1), origin) if _is_wide(t) else t, made
         )
+
+    def _run_batch_norm(
+        self, name: str, module: _BatchNorm, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self._off and torch.is_grad_enabled():
+            refuse_batch_statistics(name, module)
+        return forward(*args, **kwargs)
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
