@@ -260,6 +260,15 @@ def test_a_compiled_model_gives_the_same_update(first):
     torch.testing.assert_close(weights(task.model), weights(plain.model), rtol=1e-9, atol=1e-9)
 
 
+def test_a_compiled_model_drops_what_the_plain_one_drops_at_every_size_of_a_batch():
+    plain, task = Points(), Points()
+    go_on(start(plain), plain)
+    private = start(task)
+    task.model = torch.compile(task.model, backend="eager")
+    go_on(private, task)
+    torch.testing.assert_close(weights(task.model), weights(plain.model), rtol=1e-9, atol=1e-9)
+
+
 def test_bfloat16_trains_on_float32_gradients():
     task = Points(dropout=0.0)
     task.model, task.x = task.model.float(), task.x.float()

@@ -68,6 +68,28 @@ def test_a_layer_in_no_group_is_named():
         attach(model, per_layer(model)[:-1], 1.0)
 
 
+def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_layers():
+    model = residual_like()
+    with pytest.raises(UserError, match=r"'stm\*', of clipping group 'early', matches no .*, such as 'stem': "):
+        by_mapping(model, {"stm*": "early", "*": "late"})
+    with pytest.raises(UserError, match=r"Pattern 'late\*'"):
+        by_mapping(model, {"*": "all", "late*": "late"})
+    for parameter in model.stem.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UserError, match=r"Pattern 'stem', .* matches no layer that trains"):
+        by_mapping(model, {"stem": "early", "*": "late"})
+
+
+def test_a_lazy_layer_is_refused_until_it_has_run():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    model[2].eval()
+    for make_partition in (flat, per_layer):
+        with pytest.raises(UserError, match=r"Parameter '1\.weight' has no shape yet .* run one forward pass"):
+            make_partition(model)
+    model(torch.randn(5, 3))
+    assert names(per_layer(model)) == ["0", "1", "2"]
+
+
 def test_a_layer_in_two_groups_or_unknown_is_named():
     model = residual_like()
     with pytest.raises(UserError, match="in two groups"):

@@ -138,6 +138,10 @@ REFUSED = {
         ["clip=flat", "clip.grouping=custom", "+clip.mapping={stem*:a}"],
         "belongs to no clipping group",
     ),
+    "pattern of no layer": (
+        ["clip=flat", "clip.grouping=custom", "+clip.mapping={stm*:early,*:late}"],
+        r"'stm\*', of clipping group 'early', matches no layer that trains, such as 'stem':",
+    ),
     "missing data": (["data.name=cifar10", "data.image_size=16", "paths.data={tmp}/nowhere"], "nowhere"),
     "truncated data": (["data.name=cifar10", "paths.data={tmp}/broken.npz"], "broken.npz"),
     "delta of 1": (["privacy.delta=1.0"], "delta"),

@@ -263,10 +263,21 @@ class ModelCall:
         if packed is not None:
             self.batch = int(packed.batch_sizes[0])
         for leaf in _tensors((args, kwargs)):
+            if leaf.is_nested:
+                raise UserError(
+                    "The model got a nested tensor, whose examples are not told apart: pad them to the longest "
+                    "(torch.nested.to_padded_tensor), and give the model a mask."
+                )
             if self.batch is None and leaf.dim() > axis:
                 self.batch = leaf.shape[axis]
             if leaf.numel():
-                self.given.add(leaf.untyped_storage().data_ptr())
+                try:
+                    self.given.add(leaf.untyped_storage().data_ptr())
+                except NotImplementedError as error:
+                    raise UserError(
+                        "The model got a tensor that has no memory of its own: give it dense ones, of the whole batch, "
+                        "outside of torch.func (vmap, grad, jvp)."
+                    ) from error
 
     def is_given(self, x: Tensor) -> bool:
         """Whether x is one of the tensors, or a view of one."""

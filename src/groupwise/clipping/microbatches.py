@@ -18,7 +18,7 @@ from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order, Pattern
 from groupwise.clipping.norm_terms import Terms, starts_kernels
 from groupwise.clipping.phases import Phase, Recomputed
-from groupwise.clipping.precision import no_autocast
+from groupwise.clipping.precision import no_autocast, refuse_float16
 from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
@@ -290,6 +290,7 @@ class OpenPasses:
                 )
             group_pass.recomputed.on = True
             return group_pass
+        refuse_float16(member.label, group.threshold.device.type)
         if group_pass is None or group_pass.batch != batch:
             if group_pass is not None:
                 self._give_up(group_pass, member, batch)

@@ -5,14 +5,16 @@ A partition into groups is the one idea of which every clipping mode is a case.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from groupwise.clipping.rules import REWRITTEN
 from groupwise.clipping.rules.base import LayerRule, find_rule
@@ -60,9 +62,16 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     """All layers with trainable parameters, in the model's own order.
 
     Raises:
-        UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision.
+        UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision; one
+            that has no shape yet.
     """
     refuse_mixing(model)
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UserError(
+                f"Parameter {name!r} has no shape yet (its layer is lazy): run one forward pass first, of any numbers "
+                "in the shape of your data."
+            )
     layers = []
     for name, module in model.named_modules():
         trainable = {local: p for local, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -88,12 +97,33 @@ def refuse_mixing(model: nn.Module) -> None:
         UserError: naming the layer.
     """
     for name, module in model.named_modules():
-        running = isinstance(module, _InstanceNorm) and module.track_running_stats
-        if running or isinstance(module, _BatchNorm):
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
                 f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
                 "bounded: replace it by GroupNorm or LayerNorm."
             )
+        if isinstance(module, _BatchNorm):
+            refuse_batch_statistics(name, module)
+
+
+def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """All BatchNorm layers, which an attached model has in eval mode: a map of each example alone."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+
+
+def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
+    """Refuse a BatchNorm that would take its statistics from the batch.
+
+    Raises:
+        UserError: naming the layer.
+    """
+    if module.training or module.running_mean is None:
+        keep = "call .eval() on it after each model.train(), or "
+        raise UserError(
+            f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
+            f"bounded: {'' if module.running_mean is None else keep}replace it by GroupNorm, LayerNorm or "
+            "torchvision.ops.FrozenBatchNorm2d."
+        )
 
 
 COPIED = 4096
@@ -168,8 +198,18 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
     """Any partition: a function from layer name to group name, or a mapping from glob patterns to group names.
 
     Raises:
-        UserError: a layer matches no pattern, or layers that share a parameter fall into different groups.
+        UserError: a layer matches no pattern, or a pattern no layer; layers that share a parameter fall into different
+            groups.
     """
+    layers = find_layers(model)
+    names = [layer.name for layer in layers]
+    for pattern, group in () if callable(mapping) else mapping.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            nearest = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
+            raise UserError(
+                f"Pattern {pattern!r}, of clipping group {group!r}, matches no layer that trains, such as "
+                f"{', '.join(map(repr, nearest))}: leave it out, or correct it."
+            )
 
     def group_of(name: str) -> str:
         if callable(mapping):
@@ -182,7 +222,7 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
             )
         return group
 
-    return _group_by(find_layers(model), group_of, merge_shared=False)
+    return _group_by(layers, group_of, merge_shared=False)
 
 
 def check_partition(layers: tuple[Layer, ...], partition: Partition) -> None:

@@ -2,8 +2,10 @@
 
 The outermost module that is called tells how many examples there are, from its first tensor. While it runs, parameters
 of the model that a module reads as its attributes are `PerExample` ones, and layers take theirs from `_parameters`.
+Copies of the model are plain ones.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
@@ -11,23 +13,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.clipping.calls import LayerCalls, Values
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import BatchAxis, ModelCall
 from groupwise.clipping.parameter_uses import ModuleWeights, ParameterUse
-from groupwise.clipping.partition import Layer
+from groupwise.clipping.partition import Layer, batch_norms, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample, align
 from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError
+
+
+class _Instead(partial[Any]):
+    """What a module runs instead of its forward; a copy of it, deep or pickled, is the forward that the module had.
+
+    The copy's module has an attribute of it, a bound method where the forward was its class's, as nothing that is
+    copied can leave itself out.
+    """
+
+    module: nn.Module
+    before: Callable[..., Any] | None
+    """Of the module's own attributes; None where the forward was its class's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        if self.before is not None:
+            return copy.deepcopy(self.before, memo)
+        made: nn.Module = copy.deepcopy(self.module, memo)  # under way, so that the forward found is its class's
+        return made.forward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (self.module, "forward")) if self.before is None else (partial, (self.before,))
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether its forward is not its class's."""
+    forward = module.__dict__.get("forward")
+    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    return forward is not None and not own
 
 
 class Patches:
     """The replaced forwards of an engine's model and layers.
 
     Args:
-        model: the model.
+        model: the model; its BatchNorm layers refuse to train.
         layers: its layers, whose `forward` nobody else may have replaced.
         groups: their groups.
         calls: runs layers inside their groups.
@@ -49,13 +80,15 @@ class Patches:
     ) -> None:
         self.calls, self._off, self._axis = calls, False, batch_axis
         for layer in layers:
-            if "forward" in layer.module.__dict__ and layer.rule is not None:
+            if _is_replaced(layer.module) and layer.rule is not None:
                 raise UserError(
                     f"Layer {layer.name!r} has its forward replaced already: detach the other engine or wrapper first."
                 )
         members = {member.name: (group, member) for group in groups for member in group.members}
         self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._read: list[tuple[nn.Module, str, PerExample]] = []
+        for name, norm in batch_norms(model):
+            self._wrap(norm, partial(self._run_batch_norm, name))
         wrapped, clipped = {id(model): model}, {id(layer.module) for layer in layers if layer.rule or layer.rewritten}
         for layer in layers:
             if layer.rewritten is not None and not direct:
@@ -70,14 +103,20 @@ class Patches:
                 wrapped[id(layer.module)] = layer.module
         for module in wrapped.values():
             if not direct and id(module) not in clipped:
-                run = partial(self._run_outermost, module, module.forward)
-                self._replace(module, update_wrapper(run, module.forward))  # libraries look at a forward's arguments
+                self._wrap(module, self._run_outermost)
         if not direct:
             self._read_as_copies(layers)
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._before.append((module, module.__dict__.get("forward")))
-        module.forward = forward  # type: ignore[method-assign]
+        instead, before = _Instead(forward), module.__dict__.get("forward")
+        instead.module, instead.before = module, before
+        self._before.append((module, before))
+        module.forward = instead  # type: ignore[method-assign]
+
+    def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        inner = module.forward
+        self._replace(module, partial(run, module, inner))
+        update_wrapper(module.forward, inner)  # libraries look at a forward's arguments
 
     def _read_as_copies(self, layers: tuple[Layer, ...]) -> None:
         known: dict[int, PerExample] = {}
@@ -101,7 +140,7 @@ class Patches:
 
     def remove(self) -> None:
         """Give the modules their own forward back."""
-        for module, before in self._before:
+        for module, before in reversed(self._before):
             module.__dict__.pop("forward", None)
             if before is not None:
                 module.forward = before  # type: ignore[method-assign]
@@ -192,6 +231,13 @@ class Patches:
         return tree_map(
             lambda t: PerExample.of_rows(t.movedim(axis, 0).unsqueeze(axis + 1), origin) if _is_wide(t) else t, made
         )
+
+    def _run_batch_norm(
+        self, name: str, module: _BatchNorm, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self._off and torch.is_grad_enabled():
+            refuse_batch_statistics(name, module)
+        return forward(*args, **kwargs)
 
     # -- layers ---------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.errors import UserError
+
 BLOCK = 128
 """Most numbers whose squares are added up in the rows' own precision."""
 LONGEST_SUM = 1024
@@ -194,6 +196,19 @@ def full_float32() -> Iterator[None]:
 def no_autocast(device: str) -> AbstractContextManager[object]:
     """Rules choose their own precision; entering autocast costs microseconds a layer, so only where it is on."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def refuse_float16(label: str, device: str) -> None:
+    """Refuse a layer under autocast to float16, whose small gradients are 0; scaled losses would scale the norms too.
+
+    Raises:
+        UserError: naming the layer.
+    """
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        raise UserError(
+            f"{label} runs under autocast to float16, in which small gradients become 0 and large ones infinite: give "
+            "torch.autocast torch.bfloat16, or leave it out."
+        )
 
 
 def autocast(kind: str, x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:

@@ -136,7 +136,7 @@ _in_force: list[torch.library.Library] = []
 
 def _library() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
-    library.impl("bernoulli_.float", _bernoulli, "CPU")
+    library.impl("bernoulli_.float", torch.compiler.disable(_bernoulli), "CPU")  # else dynamo compiles it as a frame
     return library
 
 

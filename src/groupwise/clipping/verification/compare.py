@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.engine import ClippingEngine
+from groupwise.clipping.partition import batch_norms
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.clipping.verification.independence import (
     check_apart,
@@ -32,9 +33,9 @@ def verify(
 ) -> float:
     """Refuse a model whose examples influence each other, share randomness, or are clipped otherwise than by a loop.
 
-    The model runs in training mode (a submodule in eval mode stays in it), a handful of times on `rows` examples at
-    most. First, every example must draw its own random numbers, and no buffer may change. Then some examples of a batch
-    are replaced, and the others must keep their losses and gradient norms. Then, with dropout masks at their
+    The model runs in training mode (but BatchNorm, and submodules in eval mode), a handful of times on `rows` examples
+    at most. First, every example must draw its own random numbers, and no buffer may change. Then some examples of a
+    batch are replaced, and the others must keep their losses and gradient norms. Then, with dropout masks at their
     expectation, norms, counts and clipped sums of two batches of different sizes are compared with a loop over single
     examples: one at the engine's thresholds, one at thresholds that clip about half of it. Gradients, thresholds,
     counts, modes, buffers and generators are put back.
@@ -70,13 +71,15 @@ def verify(
 
 @contextmanager
 def _kept(engine: ClippingEngine) -> Iterator[None]:
-    """The model trains; afterwards modes, gradients, thresholds and counts are what they were."""
+    """The model trains, but for BatchNorm; afterwards modes, gradients, thresholds and counts are what they were."""
     model = engine.model
     training = {module: module.training for module in model.modules()}
     gradients = [(p, p.grad) for p in model.parameters()]
     clip, count, norms = engine.thresholds, engine.count_thresholds, engine.squared_norms
     if not model.training:
         model.train()
+        for _, norm in batch_norms(model):  # whose training is refused
+            norm.eval()
     engine.asks_order = False  # replaced examples show it, and in which layer
     try:
         for parameter, _ in gradients:

@@ -1,0 +1,152 @@
+"""BatchNorm in eval mode maps each example alone and is exact; whatever would mix a batch by it is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from groupwise import make_private
+from groupwise.clipping import attach, flat, gradient_products, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.errors import UserError
+
+BATCH = 6
+
+
+class Residual(nn.Module):
+    """A small residual network as torchvision's are, whose statistics have seen some data."""
+
+    def __init__(self, affine: bool = True, sync: bool = False) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, affine=affine)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.bn2 = nn.SyncBatchNorm(4) if sync else nn.BatchNorm2d(4, affine=affine)
+        self.drop, self.pool, self.fc = nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2), nn.Linear(16, 3)
+        if not sync:
+            self(torch.randn(20, 3, 5, 5) * 2 + 1)
+        for bn in (self.bn1, self.bn2):
+            for parameter in bn.parameters():
+                nn.init.uniform_(parameter, 0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        return self.fc(self.drop(self.pool(torch.relu(x + self.bn2(self.conv2(x)))).flatten(1)))
+
+
+def freeze(model: nn.Module, but: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(but in name)
+    return model
+
+
+MODELS = {
+    "a linear probe": lambda: freeze(Residual(), "fc"),
+    "all but BatchNorm": lambda: freeze(Residual(affine=False), ""),
+    "affine parameters too": Residual,
+    "affine parameters alone": lambda: freeze(Residual(), "bn"),
+    "one affine parameter": lambda: freeze(Residual(), "bn2.bias"),
+    "SyncBatchNorm": lambda: Residual(sync=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "bookkeeping"), (flat, "ghost")]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_eval_mode_it_is_exact(double, name, make_partition, norms):
+    model, x = MODELS[name]().eval(), torch.randn(BATCH, 3, 5, 5)
+    plain, partition, buffers = copy.deepcopy(model), make_partition(model), copy.deepcopy(dict(model.named_buffers()))
+
+    def losses(network: nn.Module, rows: Tensor) -> Tensor:
+        return network(rows).square().sum(1)
+
+    def loss_of(i: int) -> Tensor:
+        return losses(plain, x[i : i + 1])[0]
+
+    middle = clipped_sums(plain, loss_of, range(BATCH), partition, [1.0] * len(partition)).norms.median(1).values
+    truth = clipped_sums(plain, loss_of, range(BATCH), partition, middle.tolist())
+    with attach(model, partition, middle, norms=norms) as engine:
+        for rows in (x[:4], x[4:]):
+            engine.backward(losses(model, rows))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms[:, 4:], rtol=1e-9, atol=1e-12)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, truth.sums[parameter_name], rtol=1e-9, atol=1e-11)
+    assert all(torch.equal(there, buffers[at]) for at, there in model.named_buffers())
+    assert "forward" not in vars(model.bn1) and torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_in_training_mode_it_is_refused_with_what_to_do(affine):
+    model = freeze(Residual(affine), "fc")
+    for use in (per_layer, lambda m: gradient_products(m, [[0]], lambda rows: m(rows), {})):
+        with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes the examples .* call .eval\(\) on it after"):
+            use(model)
+    model.eval().bn2.train()
+    with pytest.raises(UserError, match="'bn2'"):
+        attach(model, flat(model), 1.0)
+
+
+def test_without_running_statistics_it_is_always_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    with pytest.raises(UserError, match=r"'1' \(BatchNorm1d\) mixes the examples .* bounded: replace it"):
+        per_layer(model)
+
+
+@pytest.mark.parametrize(("trained", "compiled"), [("fc", False), ("bn", False), ("fc", True)])
+def test_training_mode_later_is_refused_in_that_step(trained, compiled):
+    model, x = freeze(Residual(), trained).eval(), torch.randn(BATCH, 3, 5, 5)
+    with attach(model, flat(model), 1.0) as engine:
+        run = torch.compile(model, backend="eager") if compiled else model
+        engine.backward(run(x).sum(1))
+        trains = [p for p in model.parameters() if p.requires_grad]
+        before = [p.grad.clone() for p in trains]
+        model.train()
+        with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes"):
+            engine.backward(run(x).sum(1))
+        assert all(torch.equal(p.grad, b) for p, b in zip(trains, before, strict=True))
+        model.bn1.eval(), model.bn2.eval()
+        engine.backward(run(x).sum(1))  # dropout may train
+        with torch.no_grad(), engine.bypassed():
+            model.train()(x)
+    model(x).sum().backward()  # nothing refuses it when detached
+
+
+def test_shards_refuse_it_too():
+    model, x = freeze(Residual(), "fc").eval(), torch.randn(BATCH, 3, 5, 5)
+    with attach(model, per_layer(model), 1.0, direct=True) as engine:
+        engine.backward(model(x).sum(1))
+        model.train()
+        with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes"):
+            model(x)
+
+
+@pytest.mark.parametrize("trained", ["fc", ""])
+def test_a_loop_with_the_check_before_training(trained):
+    torch.manual_seed(0)
+    model = freeze(Residual(), trained).eval()
+    x, y = torch.randn(30, 3, 5, 5), torch.randint(0, 3, (30,))
+
+    def losses(rows: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(rows), labels, reduction="none")
+
+    private = make_private(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        TensorDataset(x, y),
+        noise_multiplier=1.0,
+        steps=3,
+        batch_size=10,
+        check=lambda rows: losses(x[rows], y[rows]),
+    )
+    assert not any(module.training for module in model.modules())
+    for inputs, labels in private.batches(8, steps=1):
+        private.backward(losses(inputs, labels))
+        private.step()
+    model.train()
+    with pytest.raises(UserError, match=r"call .eval\(\) on it after each model.train\(\)") as caught:
+        for inputs, labels in private.batches(8):
+            private.backward(losses(inputs, labels))
+    assert private.executed == 1 and "\n" not in str(caught.value)

@@ -1,0 +1,105 @@
+"""Inputs and surroundings of a forward pass that no layer is clipped in are refused in one sentence."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import WSConv2d, attach, flat, per_layer
+from groupwise.errors import UserError
+from tests.clipping.conftest import Attention, LlamaNorm, Recurrent, Scale
+
+
+class Shift(nn.Module):
+    """A parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0][:, -1]
+
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(4, 3), (6, 4)),
+    "Conv2d": (lambda: nn.Conv2d(3, 4, 3), (6, 3, 5, 5)),
+    "WSConv2d": (lambda: WSConv2d(3, 4, 3), (6, 3, 5, 5)),
+    "LayerNorm": (lambda: nn.LayerNorm(4), (6, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (6, 4)),
+    "RMSNorm": (lambda: LlamaNorm(4), (6, 4)),
+    "LSTM": (Last, (6, 2, 4)),
+    "GRUCell": (Recurrent, (6, 2, 5)),
+    "MultiheadAttention": (Attention, (6, 3, 8)),
+    "a module of its own": (lambda: Scale(4), (6, 4)),
+    "a parameter": (Shift, (6, 4)),
+}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("name", [*LAYERS, "Embedding"])
+def test_no_layer_runs_under_autocast_to_float16(name, direct):
+    if direct and name in ("LSTM", "GRUCell", "MultiheadAttention", "a module of its own", "a parameter"):
+        pytest.skip("not for direct=True")
+    make, shape = LAYERS.get(name, (lambda: nn.Embedding(5, 4), None))
+    model, x = make(), torch.randn(shape) if shape else torch.randint(0, 5, (6, 2))
+    with attach(model, per_layer(model), 1.0, direct=direct) as engine:
+        with pytest.raises(UserError, match=r"under autocast to float16, .* give torch.autocast torch.bfloat16"):
+            with torch.autocast("cpu", torch.float16):
+                losses = model(x).float().square().flatten(1).sum(1)
+            engine.backward(losses)
+        assert all(p.grad is None for p in model.parameters())
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = model(x).float().square().flatten(1).sum(1)
+        engine.backward(losses)
+
+
+def test_what_is_frozen_may_run_in_float16_and_an_evaluation():
+    body, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = body, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.float16):
+                x = self.body(x)
+            return self.head(x.float())
+
+    model = Probe()
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(torch.randn(6, 4)).sum(1))
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            assert model.head(torch.randn(6, 4)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_is_refused(layout):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+    with attach(model, flat(model), 1.0), pytest.raises(UserError, match=r"nested tensor, .* pad them to the longest"):
+        model(x)
+
+
+def vmapped(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(model)(x)
+
+
+def differentiated(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda row: model(row).sum())(x)
+
+
+@pytest.mark.parametrize("run", [vmapped, differentiated, lambda model, x: model(x.to_sparse())])
+def test_a_tensor_without_memory_of_its_own_is_refused(run):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    with attach(model, flat(model), 1.0), pytest.raises(UserError, match=r"no memory of its own: .* torch\.func"):
+        run(model, torch.randn(5, 3))
