@@ -152,12 +152,13 @@ class Patches:
         if self._idle() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with self._called(ModelCall(args, kwargs, self._axis)):
-            return tree_map(self._as_batch, forward(*args, **kwargs))
+            made = forward(*args, **kwargs)
+            return tree_map(self._as_batch, made) if any(map(_is_copy, tree_leaves(made))) else made
 
     def _as_batch(self, leaf: Any) -> Any:
         """An output that shapes took for the same for all examples, with as many rows as there are: each one's own."""
         call, place = self.calls.passes.model_call, BatchAxis(0, certain=False)
-        if not isinstance(leaf, PerExample) or call is None or call.turned or leaf.shape[:1] != (call.batch,):
+        if not _is_copy(leaf) or call is None or call.turned or leaf.shape[:1] != (call.batch,):
             return leaf
         leaf.origin.doubt(leaf, place)
         return align(leaf, leaf.dim(), place, "the model's output")
