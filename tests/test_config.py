@@ -196,6 +196,24 @@ def test_a_norm_to_which_nothing_is_held_is_refused() -> None:
         assert compose_run(["task=sst2", *told, "clip.threshold=2"], CONF).clip.threshold == 2
 
 
+@pytest.mark.parametrize(
+    ("mode", "override", "instead"),
+    [
+        ("clip=fixed_layer", "clip.quantile_budget=0.1", "clip=adaptive_layer"),
+        ("clip=public_layer", "clip.rescale=false", "clip=adaptive_layer"),
+        ("clip=adaptive_layer", "clip.public_power=1", "clip=public_layer"),
+        ("clip=flat", "++clip.gamma=0.1", "clip.rule=automatic"),
+        ("clip=none", "clip.rule=automatic", ""),
+    ],
+)
+def test_a_setting_of_clipping_that_nothing_reads_is_refused_where_it_was_typed(mode, override, instead) -> None:
+    with pytest.raises(UserError, match=rf"{override.lstrip('+')} changes nothing: .*{instead}\."):
+        compose_run([mode, override], CONF)
+    assert compose_run([mode, override], CONF, typed=False) != compose_run([mode], CONF)
+    if instead:
+        assert compose_run([instead, override], CONF)
+
+
 @pytest.mark.parametrize("model", ["opt_66b", "opt_175b"])
 def test_open_models_of_gpt3s_scale_have_the_papers_adapters(model: str) -> None:
     config = run("task=samsum_pipeline", f"model={model}", "pipeline.stages=16").model

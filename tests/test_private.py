@@ -66,11 +66,9 @@ def start(task: Any, adam: bool = True, **options: Any) -> Private:
     parameters = task.model.parameters()
     optimizer = torch.optim.Adam(parameters, lr=0.05) if adam else torch.optim.SGD(parameters, lr=0.5)
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": STEPS, "batch_size": BATCH, "accountant": "rdp"}
+    settings |= {} if "clip" in options else {"quantile_budget": 0.1}
     return make_private(
-        task.model,
-        optimizer,
-        task,
-        **{**settings, "noise_source": NoiseSource.from_seed(SEED), "quantile_budget": 0.1, **options},
+        task.model, optimizer, task, **{**settings, "noise_source": NoiseSource.from_seed(SEED), **options}
     )
 
 
@@ -94,7 +92,7 @@ def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
     config = RunConfig(clip=clip, optim=OptimConfig(name="adam", learning_rate=0.05))
     config.train.microbatch, config.debug.noise_seed = MICROBATCH, SEED
     engine = make_engine(task.model, clip)
-    private = start(own, clip=mode, quantile_budget=clip.quantile_budget)
+    private = start(own, clip=mode, **budget)
     trainer = build_trainer(config, task, engine, private.plan, torch.device("cpu"), Alone(), None)
     for step in range(STEPS):
         trainer.step(step)
@@ -106,7 +104,8 @@ def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
 
 def test_without_noise_a_step_is_that_of_a_loop_over_single_examples():
     task, plain = Points(dropout=0.0), Points(dropout=0.0)
-    private = start(task, adam=False, noise_multiplier=0.0)
+    with pytest.warns(UserWarning, match="noise_multiplier=0 adds no noise, so nothing is private"):
+        private = start(task, adam=False, noise_multiplier=0.0)
     rows, groups = private.mechanism.sampler.indices(0), [(0, 1), (2, 3), (4, 5)]
     parameters, threshold = list(plain.model.parameters()), 1 / math.sqrt(len(groups))
     sums, within = [torch.zeros_like(p) for p in parameters], torch.zeros(len(groups))
@@ -305,7 +304,7 @@ def test_a_partition_and_a_ready_plan_stand_in_for_names():
         accountant="rdp",
     )
     given = dict.fromkeys(("noise_multiplier", "delta", "steps", "batch_size"))
-    settings = {"plan": plan, "clip": partition, "policy": "fixed", "quantile_budget": 0.0}
+    settings = {"plan": plan, "clip": partition, "policy": "fixed"}
     private = start(task, **given, **settings)
     assert go_on(private, task) == 2 and private.plan is plan
     assert private.mechanism.thresholds.clip_thresholds.tolist() == pytest.approx([1 / math.sqrt(3)] * 3)

@@ -44,7 +44,7 @@ class Looped:
 
     def __init__(self, having: bool, seed: int) -> None:
         self.task = Line(having)
-        settings = {"steps": 1000, "batch_size": 1, "clip": "flat", "quantile_budget": 0.01}
+        settings = {"steps": 1000, "batch_size": 1, "clip": "flat"}
         self.private = start(self.task, adam=False, noise_source=NoiseSource.from_seed(seed), **settings)
         self.thresholds = self.private.mechanism.thresholds
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "`public=` without public thresholds": (lambda: make(public=lambda: torch.ones(2)), "follows no public examples"),
     "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile=1.5 must"),
     "a misspelt policy, rule or way to norms": (lambda: make(policy="Adaptive"), "policy=Adaptive is not one of"),
+    "a setting that nothing reads": (lambda: make(clip="flat", target_quantile=0.5), "target_quantile=0.5 changes not"),
+    "a threshold to which nothing is held": (
+        lambda: make(clip="adaptive_flat", initial_threshold=0.5, threshold=3.0),
+        r"threshold=3.0 changes nothing: .* initial_threshold=0.5 .* \(rescale=false\)",
+    ),
     "a setting of another type": (lambda: make(threshold="1"), "threshold='1' does not fit: a number was"),
     "a misspelling in a whole `ClipConfig`": (lambda: make(clip=ClipConfig(policy="quantile")), "policy=quantile is"),
     "one adaptive threshold, rescaled to what it was": (lambda: make(clip="flat", policy="adaptive"), "pins the one"),
@@ -293,6 +299,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan says"),
     "data without a length": (lambda: make(data=Stream()), "without a length"),
     "a DataLoader (shuffled batches)": (lambda: make(data=DataLoader(DATA, 4, shuffle=True)), "DataLoader"),
+    "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),
     "data that grow or shrink afterwards": (grown, "have 41 now"),
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
@@ -364,6 +371,41 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "an `order` that leaves examples out": (other_order, "other examples than were drawn"),
     "a microbatch size that is none": (lambda: Use().private.batches(0), "microbatch=0"),
 }
+
+
+KINDS = {
+    **dict.fromkeys(("epsilon", "noise_multiplier", "batch_size", "epochs", "steps", "delta"), "1"),
+    **dict.fromkeys(("plan", "check", "public", "noise_source", "ranks", "model", "optimizer", "clip"), 5),
+}
+"""Argument -> a value that it does not take."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_argument_of_another_type_is_told_with_what_was_expected(name):
+    model = network()
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data": DATA, "epsilon": 1}
+    expected = rf"^{name}={re.escape(repr(KINDS[name]))} does not fit: .* expected\.$"
+    with pytest.raises(UserError, match=expected):
+        make_private(**{**given, "steps": 1, "batch_size": 2, name: KINDS[name]})
+    if name in ("model", "optimizer", "clip"):
+        with pytest.raises(UserError, match=f"^{name}=None does not fit"):
+            make_private(**{**given, "steps": 1, "batch_size": 2, name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("target_epsilon", "did you mean epsilon?"),
+        ("target_delta", "did you mean delta?"),
+        ("max_grad_norm", "did you mean threshold?"),
+        ("batchsize", "did you mean batch_size?"),
+        ("sample_rate", "give batch_size, which is"),
+        ("lr", "the optimizer has it"),
+    ],
+)
+def test_other_libraries_names_of_arguments_are_answered_by_ours(name, ours):
+    with pytest.raises(UserError, match=f"no setting '{name}'.*{re.escape(ours)}"):
+        Use(**{name: 1.0})
 
 
 @pytest.mark.parametrize("misuse", REFUSED, ids=lambda name: name.replace("`", ""))

@@ -75,6 +75,12 @@ def did_you_mean(word: str, known: Iterable[str], in_full: Mapping[str, str] | N
     return f" (did you mean {(in_full or {}).get(close[0], close[0])}?)" if close else ""
 
 
+def unknown(what: str, word: str, known: Iterable[str]) -> UserError:
+    """The error for a word that is none of the known names of what it should name."""
+    known = list(known)
+    return UserError(f"There is no {what} {word}{did_you_mean(word, known)}: choose one of {', '.join(known)}.")
+
+
 MISTAKE, BUG, INTERRUPTED = 2, 1, 130
 
 

@@ -302,16 +302,19 @@ def test_an_argument_that_cannot_be_private_is_refused_by_name(tmp_path, name):
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
 
 
-def test_max_grad_norm_is_set_to_zero_with_a_sentence(tmp_path, caplog):
+@pytest.mark.parametrize("given", [1.0, 0.5])
+def test_max_grad_norm_is_set_to_zero_with_a_sentence_where_it_was_asked_for(tmp_path, caplog, given):
     from transformers.utils import logging
 
     logging.enable_propagation()
     try:
-        args = arguments(tmp_path, max_grad_norm=1.0)
+        args = arguments(tmp_path, max_grad_norm=given)
         check_arguments(args)
     finally:
         logging.disable_propagation()
     assert args.max_grad_norm == 0
+    assert ("max_grad_norm=0.5 is set to 0" in caplog.text) == (given == 0.5)  # 1 is what all who say nothing have
+    assert caplog.text.count("max_grad_norm") == (given == 0.5)
 
 
 def test_other_loops_of_accelerate_are_left_alone(tmp_path):

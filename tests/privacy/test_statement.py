@@ -98,7 +98,10 @@ def test_it_is_a_headline_and_three_more_lines_and_another_for_a_note():
     assert [line.split()[0] for line in lines] == ["Privacy:", "300", "Gaussian", "Public:"]
     noted = unfolded(dataclasses.replace(plan, note="by the PLD accountant, since"))
     assert noted[:3] == [lines[0].replace("RDP", "PLD"), *lines[1:3]]
-    assert noted[3:] == ["  Note: epsilon was found by the PLD accountant, since.", *lines[3:]]
+    assert noted[3:] == [
+        "  Note: epsilon was found by the PLD accountant, since; it is an upper bound all the same.",
+        *lines[3:],
+    ]
     assert len(unfolded(make_plan(**SETTING, epsilon=math.inf))) == 2
 
 

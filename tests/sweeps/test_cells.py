@@ -104,5 +104,7 @@ def test_what_is_no_sweep_is_one_sentence(tmp_path: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(UserError, match=r"name\.yaml"):
         read_sweep(file)
-    with pytest.raises(UserError, match="no sweep"):
-        read_sweep(tmp_path / "other.yaml")
+    with pytest.raises(UserError, match=r"no sweep nam \(did you mean name\?\): choose one of name\."):
+        read_sweep(tmp_path / "nam.yaml")
+    with pytest.raises(UserError, match=r"name\.yaml is no sweep"):
+        read_sweep(tmp_path / "nowhere" / "name.yaml")

@@ -152,6 +152,7 @@ def test_the_folder_says_what_was_asked_for_and_which_code_it_was(swept):
             "in the cell clip=flat train.batch_size=0 seed=0",
         ),
         ("{clip: flat, train.epochs: [1, 2]}", "scale=demo", "are one and the same run at this scale"),
+        ("{clip: [flat, ghost]}", "clip.target_quantile=0.3", "clip.target_quantile=0.3 changes nothing"),
     ],
 )
 def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
@@ -164,6 +165,19 @@ def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
     scale = [] if "scale=" in arguments else ["scale=smoke"]
     with pytest.raises(UserError, match=re.escape(words)):
         plan_sweep(["+sweep=table", *scale, *arguments.split()], tmp_path / "conf")
+
+
+def test_a_sweep_may_set_for_all_modes_what_some_do_not_read(tmp_path):
+    shutil.copytree(CONF, tmp_path / "conf", ignore=shutil.ignore_patterns("sweep"))
+    (tmp_path / "conf" / "sweep").mkdir()
+    grid = "{clip: flat, clip.target_quantile: 0.3}"
+    text = f"# @package _global_\nhydra: {{sweeper: {{grids: [{grid}], scales: {{smoke: {{}}}}}}}}\n"
+    (tmp_path / "conf" / "sweep" / "table.yaml").write_text(text)
+    register()
+    [cell] = plan_sweep(["+sweep=table", "scale=smoke"], tmp_path / "conf").cells
+    assert (cell.config.clip.policy, cell.config.clip.target_quantile) == ("fixed", 0.3)
+    typed = plan_sweep(["clip=flat,adaptive_layer", "clip.target_quantile=0.3", "scale=smoke"], CONF).cells
+    assert {cell.config.clip.target_quantile for cell in typed} == {0.3}
 
 
 def test_cells_without_weights_are_refused_before_the_others_begin():

@@ -208,7 +208,7 @@ def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):
         ("part", "call fully_shard on the model, last"),
         ("halves", "leave mp_policy out"),
         ("alone", "ranks=Ranks()"),
-        ("check", "verify before fully_shard"),
+        ("check", "this one is in shards: leave it out"),
     ],
 )
 def test_what_cannot_be_clipped_in_shards_is_refused_in_one_sentence(two, name, words):

@@ -22,7 +22,7 @@ from groupwise.analysis.run_figures import (
     draw_runtime_nll,
     draw_target_quantile,
 )
-from groupwise.errors import UserError
+from groupwise.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,10 @@ def make(name: str, folders: Folders | None = None) -> Drawn:
     """Read the rows of the figure `name` and draw it.
 
     Raises:
-        UserError: there are no rows, or they have a fault.
+        UserError: there is no such figure; there are no rows, or they have a fault.
     """
+    if name not in FIGURES:
+        raise unknown("figure", name, FIGURES)
     folders = folders or Folders()
     if name in SPEED:
         source = folders.measured / "benchmarks" / "throughput.csv"
@@ -154,7 +156,7 @@ def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 where a figure that was named, or is there, could not be made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)
-    parser.add_argument("names", nargs="+", metavar="NAME", choices=[*FIGURES, "all"], help=", ".join(FIGURES))
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(FIGURES)}")
     parser.add_argument("--measured", type=Path, default=Folders.measured, help="where the rows are")
     parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
     parser.add_argument("--out", type=Path, default=Path("results/figures"))

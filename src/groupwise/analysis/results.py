@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 
 import groupwise
-from groupwise.errors import UserError
+from groupwise.errors import UserError, unknown
 from groupwise.rows import KEYS, ORIGIN, SCALES, table_path
 from groupwise.sweeps.cells import Sweep
 
@@ -72,7 +72,7 @@ def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
     """
     path = folder / f"{name}.csv"
     if name not in (*TABLES, *HYPERPARAMETERS):
-        raise UserError(f"The paper has no table {name!r}: choose one of {', '.join((*TABLES, *HYPERPARAMETERS))}.")
+        raise unknown("table", name, (*TABLES, *HYPERPARAMETERS))
     try:
         frame = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:

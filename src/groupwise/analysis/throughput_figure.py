@@ -29,7 +29,7 @@ from groupwise.analysis.figure_style import (
     rule,
     write_figure,
 )
-from groupwise.errors import UserError, command
+from groupwise.errors import UserError, command, unknown
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
 """Which of the machine configurations a figure shows, unless told."""
@@ -215,13 +215,15 @@ def make_figure(
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.throughput_figure")
-    parser.add_argument("name", choices=FIGURES)
+    parser.add_argument("name", metavar="NAME", help=" or ".join(FIGURES))
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--out", type=Path, default=Path("results/figures"))
     parser.add_argument("--workload", help=f"by default the first that was run of {', '.join(SHOWN)}")
     for column in MACHINE:
         parser.add_argument(f"--{column}", help=f"only rows of this {column}")
     given = parser.parse_args(arguments)
+    if given.name not in FIGURES:
+        raise unknown("figure", given.name, FIGURES)
     chosen = {column: value for column in MACHINE if (value := getattr(given, column)) is not None}
     figure, shown = make_figure(given.name, given.rows, workload=given.workload, chosen=chosen)
     written = write_figure(figure, given.out, given.name)

@@ -18,13 +18,13 @@ from omegaconf import DictConfig
 from groupwise.cli.why import why
 from groupwise.config.compose import (
     COMPOSITION_ERRORS,
+    check_typed,
     in_one_sentence,
-    refuse_both,
-    refuse_idle,
     register,
     to_run_config,
     too_long,
 )
+from groupwise.config.idle import refuse_idle
 from groupwise.config.keys import CONFIG_DIR, groups
 from groupwise.config.schema import RunConfig
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
@@ -125,7 +125,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
             print(why(sys.argv[1:], conf))
             return 0
         arguments = _parse(sys.argv[1:])
-        refuse_both(arguments.overrides)
+        check_typed(arguments.overrides)
         if _is_sweep(arguments):
             folder = _prepare(arguments.overrides, conf, train)
             if folder is None:

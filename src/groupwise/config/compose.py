@@ -27,7 +27,9 @@ from omegaconf.errors import (
 )
 
 from groupwise.config.checks import validate, value_at
+from groupwise.config.idle import refuse_idle
 from groupwise.config.keys import FREE_KEYS, expected, fits, key_types, roots
+from groupwise.config.names import OURS
 from groupwise.config.schema import PrivacyConfig, RunConfig
 from groupwise.config.tables import Tables
 from groupwise.errors import UserError, did_you_mean, told
@@ -54,7 +56,7 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
         return "own_task has no entries yet, and new ones take a plus: '+own_task._target_=module.function'."
     known = key_types()
     section, _, last = key.rpartition(".")
-    same_end = [name for name in known if name.rpartition(".")[2] == last]
+    same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
     if same_end:
         hint = f" (did you mean {' or '.join(same_end)}?)"
     elif section in known:
@@ -184,6 +186,25 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     return config
 
 
+def check_typed(overrides: Sequence[str]) -> None:
+    """Refuse words on a command line that are no ``key=value``, and a key that is given twice.
+
+    Raises:
+        UserError: naming one.
+    """
+    given: dict[str, str] = {}
+    for place, override in enumerate(overrides):
+        key, equals, _ = override.lstrip("+").partition("=")
+        if not equals and not key.startswith("~"):
+            follows = "".join(overrides[place + 1 : place + 2])
+            shown = f"{key}={follows}" if follows and "=" not in follows else "clip=flat"
+            raise UserError(f"'{override}' cannot be read as key=value: write it in one word, such as {shown}.")
+        if key in given and not key.startswith("hydra"):
+            raise UserError(f"{given[key]} and {override} are both given: leave one out.")
+        given[key] = override
+    refuse_both(overrides)
+
+
 def refuse_both(overrides: Sequence[str]) -> None:
     """Refuse ε and σ side by side on a command line; where σ alone is given, it takes the place of a recipe's ε.
 
@@ -199,24 +220,6 @@ def refuse_both(overrides: Sequence[str]) -> None:
         )
 
 
-def refuse_idle(overrides: Sequence[str], config: RunConfig) -> None:
-    """Refuse settings on a command line that change nothing; recipes may hold them all the same.
-
-    Raises:
-        UserError: naming one.
-    """
-    clip = config.clip
-    free = clip.policy == "adaptive" and clip.initial_threshold is not None and not clip.rescale
-    for override in (each.lstrip("+") for each in overrides):
-        if override.startswith("model.lora.") and config.model.trains != "lora":
-            raise UserError(f"{override} is of adapters; model.trains={config.model.trains}: add model.trains=lora.")
-        if override.startswith("clip.threshold=") and free:
-            raise UserError(
-                f"{override} changes nothing: these thresholds start at clip.initial_threshold="
-                f"{clip.initial_threshold:g} and are not held to C (clip.rescale=false), so give one of these two."
-            )
-
-
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     # "+clip.foo=1" slips a key past Hydra's struct check, and the dataclass would carry it along unread.
     for name in map(str, node):
@@ -226,13 +229,18 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(child, f"{prefix}{name}.")
 
 
-def compose_run(overrides: list[str], conf: Path) -> RunConfig:
-    """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks."""
+def compose_run(overrides: list[str], conf: Path, *, typed: bool = True) -> RunConfig:
+    """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks.
+
+    Args:
+        typed: whether a person gave the overrides, who is told what changes nothing; the file of a sweep may hold that.
+    """
     register()
     refuse_both(overrides)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         config = to_run_config(composer_of(conf).compose(overrides))
-    refuse_idle(overrides, config)
+    if typed:
+        refuse_idle(overrides, config)
     return config
 
 

@@ -132,12 +132,12 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, (value, why) in REFUSED.items():
         if found := value(args):
             raise UserError(f"{name}={found} {why}.")
-    if args.max_grad_norm:
+    if args.max_grad_norm and args.max_grad_norm != TrainingArguments.max_grad_norm:  # nobody asked for the default
         transformers.utils.logging.get_logger(__name__).warning(
             f"max_grad_norm={args.max_grad_norm:g} is set to 0: each example's gradient is clipped before the noise, "
             "and their sum is not clipped again."
         )
-        args.max_grad_norm = 0.0
+    args.max_grad_norm = 0.0
 
 
 MOVING = (

@@ -62,7 +62,7 @@ def plan_statement(plan: "PrivacyPlan") -> str:
     if plan.noise_multiplier == 0.0:
         lines = ["Privacy: none. No noise is added: there is no privacy guarantee.", _sampling(plan)]
     else:
-        note = [f"  Note: epsilon was found {plan.note}."] if plan.note else []
+        note = [f"  Note: epsilon was found {plan.note}; it is an upper bound all the same."] if plan.note else []
         lines = [_headline(plan), _sampling(plan), _noise(plan), *note, _LIMITS]
     return "\n".join(_folded(line) for line in lines)
 

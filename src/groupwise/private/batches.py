@@ -43,7 +43,7 @@ def length_of(data: Any) -> int:
     """N, of a dataset whose examples have numbers.
 
     Raises:
-        UserError: a loader, or anything without a length and numbered examples.
+        UserError: a loader, columns of examples, or anything without a length and numbered examples.
     """
     if isinstance(data, DataLoader):
         raise UserError(
@@ -54,6 +54,13 @@ def length_of(data: Any) -> int:
         raise UserError(
             f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
             "a dataset with __len__ and __getitem__."
+        )
+    few = data if isinstance(data, tuple | list) and len(data) < 5 else ()
+    rows = {len(each) for each in few if isinstance(each, torch.Tensor | np.ndarray) and each.ndim}
+    if len(rows) == 1 and max(rows) > len(data):
+        raise UserError(
+            f"data is a {type(data).__name__} of {len(data)} columns of {max(rows)} rows, not of examples: give "
+            "torch.utils.data.TensorDataset(x, y), whose examples are the rows."
         )
     return len(data)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from hashlib import sha256
+from numbers import Real
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -102,7 +103,7 @@ class Private:
         check_processes(self.mechanism.ranks)
         self._check_agreed()
         for name, value in (("microbatch", microbatch), ("steps", 1 if steps is None else steps)):
-            if not is_whole(value) or value < 1:
+            if not isinstance(value, Real) or not is_whole(value) or value < 1:
                 raise UserError(f"{name}={value!r} is out of range: give a whole number of at least 1.")
         if self.executed >= self.plan.steps:
             raise UserError(

@@ -1,6 +1,8 @@
 """Makes a private training out of a model, an optimiser and a dataset, in one call."""
 
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -12,10 +14,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping import Partition, verify
 from groupwise.config.checks import validate_clipping
+from groupwise.config.idle import why_idle
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
 from groupwise.privacy.mechanism import ALLOCATIONS
+from groupwise.private.arguments import check_kinds, unknown_setting
 from groupwise.private.batches import length_of
 from groupwise.private.loop import TAKEN, Private, check_parameters
 from groupwise.training.from_config import make_engine, make_thresholds
@@ -97,15 +101,19 @@ def make_private(
     Raises:
         UserError: what cannot be clipped, accounted for or trained, in one sentence.
     """
+    _check_optimizer(optimizer)
+    check_kinds(locals())
     ranks = ranks or Alone()
     _check_model(model, ranks)
-    _check_optimizer(optimizer)
     check_parameters(model, optimizer)
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     dataset_size = length_of(data)
     config = settle_clip(clip, threshold, settings)
     _check_clipping(config)
+    refuse_idle_settings(
+        config, settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
+    )
     _check_public(config, public, in_shards(model))
     if in_shards(model):
         prepare_shards(model, config, ranks, checked=check is not None)
@@ -132,6 +140,8 @@ def make_private(
     except BaseException:
         engine.detach()
         raise
+    if not agreed.noise_multiplier:
+        warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
     source = noise_source or NoiseSource.fresh()
     parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.counted))
     ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
@@ -175,13 +185,13 @@ def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: 
     known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
     for name in settings:
         if name not in known:
-            raise UserError(f"make_private knows no setting {name!r}{did_you_mean(name, known)}.")
+            raise unknown_setting(name, (*inspect.signature(make_private).parameters, *known))
     if not isinstance(clip, str):
         return ClipConfig(name="custom", grouping="custom", threshold=threshold, **settings)
     if clip not in MODES:
         raise UserError(
-            f"clip={clip!r} is no clipping mode for a loop of your own{did_you_mean(clip, MODES)}: choose one of "
-            f"{', '.join(MODES)}, or give a partition."
+            f"clip={clip!r} is no clipping mode{did_you_mean(clip, MODES)}: choose one of {', '.join(MODES)}, or give "
+            "a partition."
         )
     return replace(ClipConfig(name=clip, threshold=threshold, **MODES[clip]), **settings)
 
@@ -199,6 +209,17 @@ def _check_clipping(clip: ClipConfig) -> None:
         validate_clipping(clip)
     except UserError as error:
         raise UserError(str(error).replace("clip.", "")) from error
+
+
+def refuse_idle_settings(clip: ClipConfig, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that were given and change nothing, as the command line does.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for name, value in settings.items():
+        if why := why_idle(name, clip):
+            raise UserError(f"{name}={value} changes nothing: {why.replace('clip.', '')}")
 
 
 def settle_plan(
@@ -339,7 +360,10 @@ def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, che
     from groupwise.training.shards import sharded, sum_gradients
 
     if checked:
-        raise UserError("check compares with single examples, which need a whole model: verify before fully_shard.")
+        raise UserError(
+            "check= compares with single examples, which need a whole model, and this one is in shards: leave it out, "
+            "and try the same losses with check= in one process, without fully_shard."
+        )
     if clip.grouping in ("flat", "block") and clip.norms != "ghost":
         raise UserError(
             f"clip={clip.name!r} needs the layers of a group at once, and in shards (FSDP2) each is whole only while "

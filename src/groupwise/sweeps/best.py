@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from groupwise.errors import UserError, command
+from groupwise.errors import UserError, command, did_you_mean
 from groupwise.rows import Row, read_table
 from groupwise.sweeps.cells import PAPER
 
@@ -95,7 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
     path = given.measured / f"{given.sweep}_{given.scale.removeprefix('scale=')}.csv"
     rows = read_table(path).rows
     if not rows:
-        raise UserError(f"{path} has no rows: python -m groupwise.sweeps.collect {given.sweep} {given.scale} first.")
+        hint = did_you_mean(given.sweep, (file.stem.rpartition("_")[0] for file in given.measured.glob("*.csv")))
+        again = f"python -m groupwise.sweeps.collect {given.sweep} {given.scale} first"
+        raise UserError(f"{path} has no rows{hint}: {again}.")
     metric = given.metric or next((name for name in HEADLINES if rows[0].get(name)), HEADLINES[0])
     chosen, left_out = best(rows, metric)
     for candidate in chosen:

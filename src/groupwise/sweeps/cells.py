@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, unknown
 
 PAPER = "paper"
 Grid = Mapping[str, Any]
@@ -68,6 +68,8 @@ def read_sweep(path: Path) -> Sweep:
     Raises:
         UserError: there is none, or it has no grids.
     """
+    if not path.is_file() and (known := sorted(file.stem for file in path.parent.glob("*.yaml"))):
+        raise unknown("sweep", path.stem, known)
     try:
         heading = path.read_text(encoding="utf-8")
         content = OmegaConf.to_container(OmegaConf.load(path))  # numbers as Hydra reads them: 1e-4 is one

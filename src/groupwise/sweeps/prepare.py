@@ -12,10 +12,10 @@ from groupwise.config.compose import (
     Composer,
     composer_of,
     in_one_sentence,
-    refuse_idle,
     to_run_config,
 )
 from groupwise.config.identity import config_hash
+from groupwise.config.idle import complaint
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Cell, Sweep, expand, text
@@ -66,7 +66,8 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.
 
     Raises:
-        UserError: in the first cell that is refused, naming it; or two cells of a table are one run.
+        UserError: in the first cell that is refused, naming it; two cells of a table are one run; something on the
+            command line changes no cell.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -77,7 +78,28 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         whole = compose("config", shared, return_hydra_config=True)
         name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
-        return PlannedSweep(name, str(whole.scale), folder, _cells(composer_of(conf), whole, given, shared, name))
+        cells = _cells(composer_of(conf), whole, given, shared, name)
+    _refuse_idle(cells or (), {item.key_or_group for item in given})
+    return PlannedSweep(name, str(whole.scale), folder, cells)
+
+
+def _refuse_idle(cells: Sequence[PlannedCell], typed: set[str]) -> None:
+    """Refuse a setting on the command line that changes none of the cells that have it.
+
+    Args:
+        typed: its keys; a sweep's file may set such a key for several modes.
+
+    Raises:
+        UserError: naming one.
+    """
+    told: dict[str, str] = {}
+    for cell in cells:
+        for override in cell.overrides:
+            if override.lstrip("+").partition("=")[0] in typed:
+                sentence = complaint(override, cell.config)
+                told[override] = sentence and told.get(override, sentence)
+    for sentence in filter(None, told.values()):
+        raise UserError(sentence)
 
 
 def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
@@ -196,7 +218,6 @@ def _number(value: str) -> Any:
 def _checked(composer: Composer, name: str, arguments: Sequence[str]) -> PlannedCell:
     try:
         config = to_run_config(composer.compose(arguments))
-        refuse_idle(arguments, config)
     except COMPOSITION_ERRORS as error:
         raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
     return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))

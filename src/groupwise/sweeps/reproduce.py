@@ -55,7 +55,7 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     cell = next((each for each in cells if (each.name, str(each.seed)) == (row["cell"], row["seed"])), None)
     if cell is None:
         raise UserError(f"sweeps/{row['sweep']}.yaml has no cell {row['cell']} seed={row['seed']} any more.")
-    config = compose_run(list(cell.overrides), conf)
+    config = compose_run(list(cell.overrides), conf, typed=False)
     if config_hash(config) != row["hash"]:
         raise UserError(
             f"{row['cell']} seed={row['seed']} composes to another run today than the row {row['hash'][:12]}."

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.atomic import write_json
+from groupwise.config.checks import IMAGE_MODELS
 from groupwise.config.schema import RunConfig
 from groupwise.data.text_examples import Data, hold_out, keep, sha256_of_files
 from groupwise.errors import UserError
@@ -187,9 +188,10 @@ def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:
 
 def find_tokenizer(config: RunConfig) -> Any:
     """The tokeniser of `model.tokenizer`, else of `model.source`; refuses a network that reads no text."""
-    if config.model.name == "wide_resnet":
+    if config.model.name in IMAGE_MODELS:
         raise UserError(
-            f"model=wide_resnet cannot read text: choose model=roberta_base or gpt2 for task={config.task}."
+            f"The chosen model's network {config.model.name} cannot read text: choose model=roberta_base or gpt2 for "
+            f"task={config.task}."
         )
     name = config.model.tokenizer or config.model.source
     if name is None:

@@ -80,6 +80,8 @@ def test_all_lists_what_it_leaves_out_and_a_name_is_refused(folders, tmp_path, c
     assert run(folders, tmp_path / "out", "runtime_nll", "target_quantile") == 2
     assert capsys.readouterr().err.startswith("error: There are no rows of runtime_nll")
     assert (tmp_path / "out" / "target_quantile.png").is_file()
+    assert run(folders, tmp_path / "out", "runtime_nl") == 2
+    assert capsys.readouterr().err.startswith("error: There is no figure runtime_nl (did you mean runtime_nll?)")
     (tmp_path / "out" / "runtime_nll.png").touch()
     assert run(folders, tmp_path / "out", "all") == 2
     assert "runtime_nll.png is of other rows)" in capsys.readouterr().err

@@ -66,8 +66,8 @@ def test_the_printed_text_keeps_its_digits():
 
 
 def test_no_such_table(tmp_path):
-    with pytest.raises(UserError, match=r"no table 'tabel'.*cifar"):
-        read_paper("tabel", PAPER)
+    with pytest.raises(UserError, match=r"no table cifer \(did you mean cifar\?\): .*glue"):
+        read_paper("cifer", PAPER)
     with pytest.raises(UserError, match=r"not in .*cifar\.csv"):
         read_paper("cifar", tmp_path)
 

@@ -107,7 +107,7 @@ def test_a_line_must_select_one_cell(world):
     with pytest.raises(UserError, match="selects 0 cells of the sweep fixed_per_layer, not one"):
         table_lines("fixed_per_layer", world.folders)
     path.unlink()
-    with pytest.raises(UserError, match="is no sweep"):
+    with pytest.raises(UserError, match="no sweep fixed_per_layer"):
         table_lines("fixed_per_layer", world.folders)
 
 

@@ -1,0 +1,54 @@
+"""Finds settings that change nothing beside the others of their run, and refuses them where a person typed them."""
+
+from collections.abc import Sequence
+
+from groupwise.config.schema import ClipConfig, RunConfig
+from groupwise.errors import UserError
+
+ADAPTIVE = (
+    *("initial_threshold", "target_quantile", "quantile_learning_rate", "quantile_budget"),
+    *("rescale", "count_at", "minimum", "maximum"),
+)
+PUBLIC = ("public_examples", "public_every", "public_power")
+READ_WITH = {
+    **dict.fromkeys(ADAPTIVE, ("policy", "adaptive", "clip=adaptive_layer")),
+    **dict.fromkeys(PUBLIC, ("policy", "public", "clip=public_layer")),
+    "gamma": ("rule", "automatic", "clip.rule=automatic"),
+}
+"""Field of `ClipConfig` -> the field beside which it is read, that one's value, and how to choose that."""
+
+
+def why_idle(name: str, clip: ClipConfig) -> str:
+    """Why a field of ``clip`` changes nothing, and what to do; empty where it changes something."""
+    if clip.grouping == "none":
+        return "" if name in ("name", "grouping", "policy") else "nothing is clipped, so leave it out."
+    beside, value, choose = READ_WITH.get(name, ("name", clip.name, ""))
+    if getattr(clip, beside) != value:
+        return f"it is not read with clip.{beside}={getattr(clip, beside)}, so leave it out, or choose {choose}."
+    if name == "threshold" and clip.policy == "adaptive" and clip.initial_threshold is not None and not clip.rescale:
+        return (
+            f"these thresholds start at clip.initial_threshold={clip.initial_threshold:g} and are not held to C "
+            "(clip.rescale=false), so give one of these two."
+        )
+    return ""
+
+
+def complaint(override: str, config: RunConfig) -> str:
+    """The sentence for an override, ``key=value``, that changes nothing; empty where it changes something."""
+    override = override.lstrip("+")
+    section, _, name = override.partition("=")[0].partition(".")
+    if section == "model" and name.startswith("lora.") and config.model.trains != "lora":
+        return f"{override} is of adapters; model.trains={config.model.trains}: add model.trains=lora."
+    why = why_idle(name, config.clip) if section == "clip" and name else ""
+    return why and f"{override} changes nothing: {why}"
+
+
+def refuse_idle(overrides: Sequence[str], config: RunConfig) -> None:
+    """Refuse settings on a command line that change nothing; recipes may hold them all the same.
+
+    Raises:
+        UserError: naming one.
+    """
+    for override in overrides:
+        if told := complaint(override, config):
+            raise UserError(told)
