@@ -286,7 +286,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a misspelling in a whole `ClipConfig`": (lambda: make(clip=ClipConfig(policy="quantile")), "policy=quantile is"),
     "one adaptive threshold, rescaled to what it was": (lambda: make(clip="flat", policy="adaptive"), "pins the one"),
     "no budget for the counts of adaptive thresholds": (lambda: make(quantile_budget=0.0), "quantile_budget=0"),
-    'an unknown mode, or `clip="none"`': (lambda: make(clip="adaptive_layers"), "did you mean adaptive_layer"),
+    'an unknown mode, or `clip="none"`': (
+        lambda: make(clip="adaptive_layers"),
+        "no clipping mode .did you mean adaptive_layer",
+    ),
     "an unknown setting": (lambda: make(target_quantle=0.5), "did you mean target_quantile"),
     "an unknown allocation of the noise": (lambda: make(noise="local"), "noise='local'"),
     "a partition that misses a layer": (lambda: make(clip=per_layer(network())[:1]), "group"),

@@ -122,7 +122,8 @@ def start(
     results.mkdir(parents=True, exist_ok=True)
     warm()
     said = (said or results).with_suffix(".out")
-    arguments = [str(RUN), *SMALL, f"paths.results={results}", *overrides]
+    given = {each.partition("=")[0]: each for each in (*SMALL, f"paths.results={results}", *overrides)}
+    arguments = [str(RUN), *given.values()]
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
