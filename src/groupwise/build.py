@@ -158,19 +158,17 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     noise = _noise_source(config, plan, state)
-    key, is_secret, counted = ranks.broadcast((noise.key, noise.is_secret, noise.counted))
-    return NoiseSource.from_key(key, is_secret, config.noise.secure, counted)
+    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.counted)))
 
 
 def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:
     if state is not None:
-        counted = state.get("noise_counted", False)  # older checkpoints are of runs on a CPU
-        return NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], counted=counted)
+        return NoiseSource.from_state(state, config.noise.secure)
     if config.debug.noise_seed is not None:
-        return NoiseSource.from_seed(config.debug.noise_seed)
+        return NoiseSource.from_seed(config.debug.noise_seed, config.noise.secure)
     if plan.noise_multiplier > 0 and not config.data.public:
-        return NoiseSource.fresh()
-    return NoiseSource.from_seed(config.seed)
+        return NoiseSource.fresh(config.noise.secure)
+    return NoiseSource.from_seed(config.seed, config.noise.secure)
 
 
 BUSY = 4

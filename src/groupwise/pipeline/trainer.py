@@ -145,7 +145,7 @@ class PipelineTrainer(Trainer):
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, a file for each stage, with the main process's `extra`."""
         own = self.state_dict()
-        common = {name: own[name] for name in ("plan", "noise_key", "noise_is_secret", "noise_counted", "microbatch")}
+        common = {name: own[name] for name in own if name in ("plan", "microbatch") or name.startswith("noise_")}
         checkpoint.save(path, own, {**common, **extra}, self.ranks)
 
     def load(self, path: Path, state: dict[str, Any], step: int) -> None:

@@ -13,7 +13,8 @@ from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
 from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load, print_of
-from groupwise.private.watch import Watch, check_parameters, checksums
+from groupwise.private.seal import check_seal, seal_of
+from groupwise.private.watch import Watch, check_parameters
 from groupwise.training.mechanism import Mechanism
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
@@ -317,7 +318,6 @@ class Private:
         self._reshard()
         state = {
             **self.mechanism.state_dict(),
-            "noise_secure": self.mechanism.noise.secure,
             "processes": self._processes,
             "step": self.executed,
             "model": self.mechanism.model.state_dict(),
@@ -327,13 +327,13 @@ class Private:
             from groupwise.training.shards import whole_state
 
             state = whole_state(state)
-        return {**state, "checksums": checksums(state)}
+        return {**state, "seal": seal_of(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, to the same bits; before the first step.
 
         Raises:
-            UserError: after a step; a state of another plan, of something else, or whose tensors trained on.
+            UserError: after a step; a state of another plan, of something else, altered, or whose tensors trained on.
         """
         self._check_open()
         if self.executed:
@@ -341,22 +341,17 @@ class Private:
                 f"{self.executed} steps were taken here already, and going back would repeat their noise on other "
                 "gradients: make_private anew, and load the state before the first step."
             )
-        if not isinstance(state, dict) or not {"plan", "step", "noise_key", "model", "optimizer"} <= state.keys():
-            raise UserError("The state is none of a private training: give what private.state_dict() returned.")
-        if state["plan"] != self.plan.to_dict():
+        named = state if isinstance(state, dict) else {}
+        if "plan" in named and named["plan"] != self.plan.to_dict():
             raise UserError(
                 "The state was made under another plan (data, budget, steps or groups): give the same ones."
             )
-        if state.get("processes", self._processes) != self._processes:
+        if named.get("processes", self._processes) != self._processes:
             raise UserError(
-                f"The state was made by {state['processes']}, and here are {self._processes}: other processes share a "
+                f"The state was made by {named['processes']}, and here are {self._processes}: other processes share a "
                 "batch otherwise, and its noise would meet other gradients. Start as many, or make_private anew."
             )
-        if "checksums" in state and state["checksums"] != checksums(state):
-            raise UserError(
-                f"The state's weights or optimiser are not those of its step {state['step']}: they trained on after "
-                "state_dict(), or were altered. Save a state to a file at once, or copy.deepcopy it."
-            )
+        check_seal(state, self.plan.steps)
         self._leave()
         self._loop += 1
         mechanism = self.mechanism
@@ -366,9 +361,7 @@ class Private:
             self._reshard()
             state = state_in_shards(state, mechanism.model, mechanism.trainable)
         try:
-            secret, counted = state["noise_is_secret"], state.get("noise_counted", False)
-            secure = state.get("noise_secure", mechanism.noise.secure)
-            noise = NoiseSource.from_key(state["noise_key"], secret, secure, counted)
+            noise = NoiseSource.from_state(state)
             mechanism.model.load_state_dict(state["model"])
             mechanism.optimizer.load_state_dict(state["optimizer"])
             mechanism.load_state_dict(state, state["step"])

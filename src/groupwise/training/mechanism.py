@@ -269,6 +269,7 @@ class Mechanism:
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "noise_key": self.noise.key,
             "noise_is_secret": self.noise.is_secret,
+            "noise_secure": self.noise.secure,
             "noise_counted": self.noise.counted,
             "plan": self.plan.to_dict(),
         }
