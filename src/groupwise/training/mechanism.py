@@ -170,6 +170,7 @@ class Mechanism:
         if self.engine is None:
             losses.sum().backward()
             return
+        # The engine has this too, but torch could not read `allow_tf32` inside of it where a tf32 run has set that.
         with products(tf32=False) if self.device.type == "cuda" else nullcontext():
             self.engine.backward(losses)
 
