@@ -30,9 +30,11 @@ class Private:
             private.step()
     """
 
-    def __init__(self, mechanism: Mechanism, data: Any) -> None:
+    def __init__(self, mechanism: Mechanism, data: Any, undo: ExitStack) -> None:
         assert mechanism.engine is not None, "make_private clips always"
         self.mechanism, self.engine, self._data = mechanism, mechanism.engine, data
+        self._undo = undo
+        """Gives the model back as it was."""
         self._hook = mechanism.optimizer.register_step_pre_hook(self._before_optimizer)
         self._context = ExitStack()
         self._loop = 0
@@ -381,6 +383,6 @@ class Private:
             self._closed = True
             self.mechanism.drop()
             self._hook.remove()
-            self.engine.detach()
+            self._undo.close()
             for module in self.mechanism.model.modules():
                 TAKEN.discard(module)

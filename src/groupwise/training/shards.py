@@ -47,11 +47,27 @@ def shard(
     return None if engine is None else make_engine(model, clip, direct=True)
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Have the shards' gradients summed over the processes: the private release divides by the expected batch size."""
+def sum_gradients(model: nn.Module) -> Callable[[], None]:
+    """Have the shards' gradients summed over the processes: the private release divides by the expected batch size.
+
+    Returns:
+        What has them made again as they were before.
+    """
+    names = ("gradient_divide_factor", "force_sum_reduction_for_comms")
+    states: list[Any] = [module._get_fsdp_state() for module in sharded(model)]
+    held = [getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]) for state in states]
+    groups = [group for some in held for group in some if group is not None]
+    before = [[getattr(group, name) for name in names] for group in groups]
     for module in sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+    def undo() -> None:
+        for group, values in zip(groups, before, strict=True):
+            for name, value in zip(names, values, strict=True):
+                setattr(group, name, value)
+
+    return undo
 
 
 def _inside(layer: str, block: str) -> bool:
