@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -186,6 +186,7 @@ class PrivateTrainer(Trainer):
         self._given_losses = losses_of
         self._folder = Path(str(self.args.output_dir))
         self._resuming, self._released = False, 0
+        self._batches: Iterator[Any] | None = None
 
     # -- the data, and the plan --------------------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class PrivateTrainer(Trainer):
             self.is_in_train = False
             self.accelerator.gradient_state._set_sync_gradients(True)  # one state for all that accelerate prepares
             if self.private is not None:
-                self._released = self.private.executed
+                self._released, self._batches = self.private.executed, None
                 self.private.detach()
 
     def training_step(
@@ -289,19 +290,23 @@ class PrivateTrainer(Trainer):
         if not self.accelerator.sync_gradients or self.private is None:
             return total
         model.train()
-        for batch in self.private.batches(
-            self.args.train_batch_size,
-            steps=1,
-            collate_fn=self._collate,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            order=self._longest_first,
-        ):
+        if self._batches is None:  # one for all steps, as its workers take long to start
+            self._batches = self.private.batches(
+                self.args.train_batch_size,
+                collate_fn=self._collate,
+                num_workers=self.args.dataloader_num_workers,
+                pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+                order=self._longest_first,
+            )
+        for batch in self._batches:
             losses = self._losses(model, self._prepare_inputs(batch))
             self.private.backward(losses)
-            self.private.step()
             total += losses.detach().sum()
             drawn += len(losses)
+            if self.private.step():
+                break
+        if self.private.executed == self.private.plan.steps:
+            self._batches = None
         # The update is done: accelerate's optimiser, which the Trainer's loop calls next, passes nothing on unless
         # gradients are in sync.
         self.accelerator.gradient_state._set_sync_gradients(False)
