@@ -154,8 +154,10 @@ class PipelineTrainer(Trainer):
 
     def save_model(self, path: Path) -> None:
         """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
-        state = self.runner.stage.state_dict() if self.cut is None else self.cut.whole_model()
-        checkpoint.save_weights(path, self.runner.stage.names(), state, self.ranks)
+        checkpoint.save_weights(path, self.runner.stage.names(), self._model_state(), self.ranks)
+
+    def _model_state(self) -> dict[str, Any]:
+        return super()._model_state() if self.cut is None else self.cut.whole_model()
 
     def machine(self) -> dict[str, Any]:
         """The most memory that each process held at once."""
