@@ -271,7 +271,10 @@ class Private:
         if self._agreed or ranks.replicas == 1:
             return
         promised = repr((self.plan.to_dict(), self.engine.thresholds.tolist()))
-        if len(set(ranks.gather(promised))) > 1 or len(set(ranks.gather(print_of(self._data))) - {None}) > 1:
+        if (
+            len(set(ranks.gather(promised))) > 1
+            or len(set(ranks.gather(print_of(self._data, self.mechanism.noise))) - {None}) > 1
+        ):
             raise UserError(
                 "The processes have other data, plans or thresholds than each other: give make_private the same "
                 "arguments and the whole data set in each of them (it deals the examples out itself)."
