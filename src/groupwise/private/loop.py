@@ -1,7 +1,7 @@
 """Trains privately in the user's own loop: `batches`, `backward`, `step`; refuses what the account does not cover."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from hashlib import sha256
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -205,8 +205,7 @@ class Private:
         self._watch.check_gradients()
         self._watch.check_modules()
         try:
-            with self.engine.uncounted() if self._filler else nullcontext():
-                self.mechanism.backward(losses * 0 if self._filler else losses)
+            self.mechanism.backward(losses, self._filler)
         except BaseException:
             self._leave()  # the sums may be halves: only a batch that begins again can be released
             self._loop += 1

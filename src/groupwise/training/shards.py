@@ -95,7 +95,7 @@ class ShardedTrainer(Trainer):
     """A `Trainer` of a model that `shard` has sharded.
 
     All replicas run the same number of microbatches, because each one gathers parameters from all; a replica with too
-    few examples repeats one with its loss times 0, which adds exactly nothing and is not counted.
+    few examples takes one as a filler.
     """
 
     def evaluate(
@@ -124,19 +124,11 @@ class ShardedTrainer(Trainer):
                     if start < len(share):
                         self._backward(share[start : start + self.microbatch])
                     else:
-                        self._backward_nothing(examples[:1])
+                        self.mechanism.backward(self.task.losses(examples[:1]), filler=True)
         except torch.cuda.OutOfMemoryError:
             raise UserError(
                 f"Microbatches of {self.microbatch} do not fit into the GPU's memory: lower train.microbatch."
             ) from None
-
-    def _backward_nothing(self, filler: np.ndarray) -> None:
-        losses = self.task.losses(filler) * 0
-        if self.engine is None:
-            losses.sum().backward()
-        else:
-            with self.engine.uncounted():
-                self.engine.backward(losses)
 
     def _check_update(self, step: int) -> None:
         """Nothing: what the task remembers are parameters from before they were sharded."""
