@@ -309,4 +309,6 @@ class SecurePoissonSampler(PoissonSampler):
         place = b"groupwise secure poisson\0" + int(step).to_bytes(8, "big")
         words = Keystream(hashlib.sha256(place + self._key).digest()).words(self.dataset_size)
         bound = int(self.sample_rate * 2.0**64)  # exact: ρ has 53 bits
+        if not bound:
+            return np.zeros(0, dtype=np.int64)
         return np.flatnonzero(words <= np.uint64(bound - 1)).astype(np.int64, copy=False)
