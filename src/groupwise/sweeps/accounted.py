@@ -186,8 +186,9 @@ def _refused(config: RunConfig) -> Iterator[str]:
     if privacy.sampling != "poisson":
         yield f"privacy.sampling={privacy.sampling} has no valid RDP curve: use privacy=poisson."
     if config.debug.noise_seed is not None or config.data.public:
-        which = "data.public=true" if config.data.public else "debug.noise_seed"
-        yield f"{which} makes the noise predictable, so nothing is private: leave it out."
+        which, other = ("data.public=true", "false") if config.data.public else ("debug.noise_seed", "null")
+        mend = f"{which.split('=')[0]}={other}"
+        yield f"{which} makes the noise predictable, so nothing is private: give {mend}."
     if config.tracker.name != "files":
         yield f"tracker={config.tracker.name} would show every run, and only the best may be: use tracker=files."
     asked = {
