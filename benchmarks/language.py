@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.data.cifar10 import mend_torchvision
+from groupwise.tasks.samples import IGNORED
 
 TINY_VOCABULARY = 97
-IGNORED = -100
 
 
 @dataclass

@@ -21,6 +21,7 @@ from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
 from groupwise.pipeline.split import Ranges, choose_ranges, cut, measure_costs
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.private.make import CHECKED
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
@@ -33,9 +34,6 @@ from groupwise.training.task import Microbatch, Task
 
 if TYPE_CHECKING:
     from groupwise.pipeline.trainer import PipelineTrainer
-
-CHECKED = 5
-"""Examples that the engine is compared with a slow loop on, before training."""
 
 
 def build_trainer(

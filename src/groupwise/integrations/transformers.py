@@ -23,17 +23,16 @@ from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
 from groupwise.private.batches import length_of
 from groupwise.private.make import CHECKED
+from groupwise.tasks.samples import IGNORED
 from groupwise.training.task import eval_mode
 
-IGNORED = -100
-"""The label of a token that predicts nothing."""
 LossesOf = Callable[[nn.Module, dict[str, Any]], Tensor]
 """(model, inputs of b examples) -> their losses, (b,)."""
 MEND = "give PrivateTrainer(losses_of=...), a function of (model, inputs) that returns one loss for each example"
 
 
 def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False) -> Tensor:
-    """Cross-entropy of logits (b, C) with labels (b,), or of (b, T, V) with (b, T) as `token_losses` has it; (b,).
+    """Cross-entropy of logits (b, C) with labels (b,), or of (b, T, V) with (b, T) as `mean_token_losses` has it; (b,).
 
     Args:
         model, inputs: of b examples; the labels are not given to the model, which would average over the batch.
@@ -62,10 +61,10 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
         )
     if labels.ndim == 1:
         return F.cross_entropy(logits, labels, reduction="none")
-    return token_losses(logits[:, :-1], labels[:, 1:]) if shifted else token_losses(logits, labels)
+    return mean_token_losses(logits[:, :-1], labels[:, 1:]) if shifted else mean_token_losses(logits, labels)
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross-entropy over each example's own labelled tokens: (b, T, V), (b, T) with -100 -> (b,).
 
     An example without any has loss 0.

@@ -108,12 +108,12 @@ def make_private(
     dataset_size = length_of(data)
     config = settle_clip(clip, threshold, settings)
     _check_clipping(config)
-    _check_public(config, public, in_shards(model))
+    _check_public(config, public, is_sharded(model))
     with ExitStack() as undo:
-        if in_shards(model):
+        if is_sharded(model):
             undo.callback(prepare_shards(model, config, ranks, checked=check is not None))
         partition = None if isinstance(clip, str | ClipConfig) else clip
-        engine = make_engine(model, config, in_shards(model), partition=partition, batch_axis=batch_axis)
+        engine = make_engine(model, config, is_sharded(model), partition=partition, batch_axis=batch_axis)
         assert engine is not None
         undo.callback(engine.detach)
         agreed = settle_plan(
@@ -315,7 +315,7 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
         )
 
 
-def in_shards(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Was `fully_shard` called on the model?"""
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 

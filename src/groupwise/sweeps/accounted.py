@@ -23,6 +23,7 @@ from groupwise.config.checks import value_at
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig, TuningConfig
 from groupwise.errors import UserError
+from groupwise.privacy.plan import WIDTH
 from groupwise.privacy.tuning import (
     Poisson,
     RunCount,
@@ -35,8 +36,6 @@ from groupwise.privacy.tuning import (
 from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.record import neighbours_of
 
-WIDTH = 80
-"""Columns of a terminal."""
 SAME = ("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.corpus", "data.hub")
 """What the settings of a search share: ε is about one set of training examples."""
 ONE_VALUE = ("privacy.delta", "privacy.accountant", "tuning", "overwrite", "paths.results")
