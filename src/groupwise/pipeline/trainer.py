@@ -6,7 +6,6 @@ stream of its own, and moves its own thresholds by its own noisy counts: nothing
 one threshold.
 """
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,11 +73,7 @@ class PipelineTrainer(Trainer):
 
     def report(self, totals: list[float]) -> dict[str, float]:
         """What the last step may log, of all stages, from the sums over all processes."""
-        if self.engine is None:
-            return super().report(totals)
-        loss, clipped, square, *nonfinite = totals
-        whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
-        return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
+        return super().report(totals) if self.engine is None else self._report_of_parts(*totals)
 
     def _accumulate(self, examples: np.ndarray, step: int) -> None:
         self._clear()
