@@ -14,12 +14,12 @@ from benchmarks.messages import Messages
 from groupwise.clipping import ClippingEngine, attach
 from groupwise.clipping.engine import Norms
 from groupwise.config.schema import RunConfig
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.planner.parts import PARTITIONS, Parts, foretell
 from groupwise.privacy import NoiseSource, release_gradients
 from groupwise.processes.environment import Place
 from groupwise.tasks.text_task import token_losses
 from groupwise.tensor.cutting import CutModel, cut
+from groupwise.torchvision_import import mend_torchvision
 from groupwise.training.ranks import Ranks
 
 CLIPPINGS = ("none", "device", "layer", "block", "flat", "ghost")

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.data.cifar10 import mend_torchvision
+from groupwise.tasks.samples import IGNORED
+from groupwise.torchvision_import import mend_torchvision
 
 TINY_VOCABULARY = 97
-IGNORED = -100
 
 
 @dataclass

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks.workloads import Workload
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError
+from groupwise.torchvision_import import mend_torchvision
 
 PACKAGES = {"fastdp": "fastDP", "private_transformers": "private_transformers"}
 """How the names of methods begin, and what they import."""

@@ -20,13 +20,13 @@ import torch.multiprocessing
 from benchmarks.meters import Step, peak_bytes
 from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import Kind, Work, cut_out, inputs
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.timeline import Setting, per_device, two_passes
 from groupwise.privacy import NoiseSource, release_gradients
+from groupwise.torchvision_import import mend_torchvision
 from groupwise.training.task import Microbatch
 
 PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}

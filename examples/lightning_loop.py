@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import groupwise
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.torchvision_import import import_torchvision
 
 import_torchvision()  # lightning asks for it, also where it is built for another torch
 import lightning  # noqa: E402

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import groupwise
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.torchvision_import import import_torchvision
 
 import_torchvision()  # transformers asks for it, also where it is built for another torch
 from peft import LoraConfig, get_peft_model  # noqa: E402

@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
+from groupwise.torchvision_import import import_torchvision
 
 import_torchvision()  # transformers asks for it, also where it is built for another torch
 import torch  # noqa: E402

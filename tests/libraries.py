@@ -4,7 +4,7 @@ import gc
 
 gc.disable()  # a million objects that stay are not looked through for garbage, neither here nor in the forks
 
-from groupwise.data.cifar10 import import_torchvision  # noqa: E402
+from groupwise.torchvision_import import import_torchvision  # noqa: E402
 
 import_torchvision()  # before transformers
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "groupwise"
 ORDER = (
     {"errors", "atomic"},
-    {"cache", "metrics", "rows"},
+    {"cache", "metrics", "rows", "torchvision_import"},
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
     {"tasks", "private", "tensor"},
@@ -27,7 +27,7 @@ ORDER = (
 ALONE = {
     "clipping": {"cache", "errors"},
     "privacy": {"cache", "errors"},
-    "data": {"atomic", "cache", "errors"},
+    "data": {"atomic", "cache", "errors", "torchvision_import"},
     "metrics": {"errors"},
 }
 """What these may import besides themselves."""

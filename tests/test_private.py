@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from PIL import Image
 from torch import Tensor, nn
 
 from groupwise import make_private
@@ -22,6 +23,7 @@ from groupwise.config.schema import OptimConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
+from groupwise.private.batches import print_of
 from groupwise.private.make import MODES, settle_clip
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
@@ -369,6 +371,34 @@ def _parts_of_the_data(rank, world):
 def test_processes_with_data_of_their_own_are_refused():
     for told in run_ranks(_parts_of_the_data, 2):
         assert "the whole data set in each of them" in told
+
+
+class Drawn(list):
+    """Examples to which something is added at random each time that they are read, by the default generators."""
+
+    def __getitem__(self, row):
+        return super().__getitem__(row) + torch.rand(3), random.random(), np.random.rand()
+
+
+def test_data_are_told_apart_by_what_they_hold_or_not_at_all():
+    noise, a, b = NoiseSource.from_seed(0), [(torch.ones(2), 1)] * 3, [(torch.ones(2), np.float32(1))] * 3
+    assert print_of(a, noise) == print_of(a, NoiseSource.from_seed(1)) != print_of(b, noise) is not None
+    unknown = [[(object(), 1)] * 3, [(np.array([object()]), 1)] * 3, [(Image.new("L", (2, 2)), 1)] * 3]
+    assert [print_of(data, noise) for data in unknown] == [None] * 3
+
+
+def test_data_are_looked_at_without_a_draw_from_the_callers_generators():
+    def drawn():
+        return torch.rand(2).tolist(), random.random(), np.random.rand()
+
+    def after(do):
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        do()
+        return drawn()
+
+    data = Drawn(torch.zeros(3) for _ in range(3))
+    assert after(lambda: print_of(data, NoiseSource.from_seed(0))) == after(lambda: None)
+    assert print_of(data, NoiseSource.from_seed(0)) == print_of(data, NoiseSource.from_seed(0)) is not None
 
 
 def test_a_state_of_more_processes_is_refused():

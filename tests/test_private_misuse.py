@@ -241,6 +241,40 @@ def trained_on() -> None:
     Use(use.model).private.load_state_dict(state)
 
 
+def altered(**changes: Any) -> Callable[[], None]:
+    """A state of two steps in which something is another, loaded where the model and the optimiser are right."""
+
+    def load() -> None:
+        use = Use()
+        state = use.train(2).private.state_dict()
+        use.private.detach()
+        again = Use(use.model)
+        again.optimizer.load_state_dict(state["optimizer"])
+        made = {name: do(state[name]) if callable(do) else do for name, do in changes.items()}
+        before = again.private.mechanism.noise.key
+        try:
+            again.private.load_state_dict({**state, **made})
+        except UserError:
+            assert again.private.mechanism.noise.key == before and not again.private.executed
+            raise
+
+    return load
+
+
+def in_another_order(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.roll(1) if name == "0.weight" else value for name, value in state.items()}
+
+
+def faster(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "param_groups": [{**group, "lr": 1.0} for group in state["param_groups"]]}
+
+
+def without_a_seal() -> None:
+    use = Use()
+    state = {name: value for name, value in use.private.state_dict().items() if name != "seal"}
+    use.private.load_state_dict(state)
+
+
 def does_not_fit() -> None:
     state = Use(network(nn.Linear(8, 8))).train(1).private.state_dict()
     use = Use(network(nn.Sequential(nn.Linear(8, 8))), seed=4)
@@ -368,6 +402,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "other steps than each other"),
     "a state of something else": (no_state, "none of a private training"),
     "a state whose tensors trained on (the noise of those steps again)": (trained_on, "trained on after"),
+    "a state with another step (the same noise again)": (altered(step=0), "altered"),
+    "a state without a seal, as earlier versions made them": (without_a_seal, "an earlier version's"),
     "a state loaded after steps were taken (the same noise again)": (back_in_time, "going back"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "not copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "not copied"),
@@ -422,3 +458,29 @@ def test_is_refused_in_one_sentence(misuse):
 def test_the_page_says_how_many():
     page = (Path(__file__).parents[1] / "docs" / "sharp_edges.md").read_text()
     assert f"[{len(REFUSED)} ways](../tests/test_private_misuse.py)" in page
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": -3},
+        {"step": 100},
+        {"step": 2.0},
+        {"step": "a"},
+        {"thresholds": {"thresholds": torch.ones(2)}},
+        {"model": in_another_order},
+        {"model": None},
+        {"optimizer": faster},
+        {"optimizer": {}},
+        {"optimizer": None},
+        {"noise_key": b"k" * 32},
+    ],
+    ids=str,
+)
+def test_a_state_is_refused_if_anything_of_it_is_another(changes):
+    with pytest.raises(UserError, match="or were altered"):
+        altered(**changes)()
+
+
+def test_a_state_that_nothing_altered_is_taken():
+    assert altered(settings="of the user's own")() is None

@@ -164,7 +164,8 @@ def test_verify_opens_weights_without_running_them(tmp_path, bomb):
 
 
 def test_cifar_batches_even_with_the_right_md5(tmp_path, bomb, monkeypatch):
-    from groupwise.data.cifar10 import import_torchvision, read_batches
+    from groupwise.data.cifar10 import read_batches
+    from groupwise.torchvision_import import import_torchvision
 
     published = import_torchvision().datasets.CIFAR10
     folder = tmp_path / "cifar-10-batches-py"
@@ -185,7 +186,8 @@ def test_cifar_batches_even_with_the_right_md5(tmp_path, bomb, monkeypatch):
 
 def read_batches_of(folder: Path, names: list[str]) -> None:
     """All published names, with that content."""
-    from groupwise.data.cifar10 import import_torchvision, read_batches
+    from groupwise.data.cifar10 import read_batches
+    from groupwise.torchvision_import import import_torchvision
 
     published = import_torchvision().datasets.CIFAR10
     for name, _ in [*published.train_list, *published.test_list]:

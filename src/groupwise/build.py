@@ -21,6 +21,7 @@ from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
 from groupwise.pipeline.split import Ranges, choose_ranges, cut, measure_costs
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.private.make import CHECKED
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
@@ -33,9 +34,6 @@ from groupwise.training.task import Microbatch, Task
 
 if TYPE_CHECKING:
     from groupwise.pipeline.trainer import PipelineTrainer
-
-CHECKED = 5
-"""Examples that the engine is compared with a slow loop on, before training."""
 
 
 def build_trainer(
@@ -158,19 +156,17 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     noise = _noise_source(config, plan, state)
-    key, is_secret, counted = ranks.broadcast((noise.key, noise.is_secret, noise.counted))
-    return NoiseSource.from_key(key, is_secret, config.noise.secure, counted)
+    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.counted)))
 
 
 def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:
     if state is not None:
-        counted = state.get("noise_counted", False)  # older checkpoints are of runs on a CPU
-        return NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], counted=counted)
+        return NoiseSource.from_state(state, config.noise.secure)
     if config.debug.noise_seed is not None:
-        return NoiseSource.from_seed(config.debug.noise_seed)
+        return NoiseSource.from_seed(config.debug.noise_seed, config.noise.secure)
     if plan.noise_multiplier > 0 and not config.data.public:
-        return NoiseSource.fresh()
-    return NoiseSource.from_seed(config.seed)
+        return NoiseSource.fresh(config.noise.secure)
+    return NoiseSource.from_seed(config.seed, config.noise.secure)
 
 
 BUSY = 4

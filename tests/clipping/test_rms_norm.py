@@ -14,8 +14,8 @@ from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import find_rule
 from groupwise.clipping.rules import normalization as rms_norm
 from groupwise.clipping.rules.normalization import FoundRMSNormRule, LayerNormRule, RMSNormRule, find_form
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
+from groupwise.torchvision_import import import_torchvision
 from tests.clipping.conftest import GemmaNorm, LlamaNorm
 
 TRANSFORMERS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.torchvision_import import import_torchvision
 
 TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupwise.data.cifar10 import import_torchvision, load_cifar10
+from groupwise.data.cifar10 import load_cifar10
 from groupwise.errors import UserError
+from groupwise.torchvision_import import import_torchvision
 
 LAYOUTS = ("cifar-10-batches-py/", "cifar10.npz", "cifar10/train_shard0.webp")
 

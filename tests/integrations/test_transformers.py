@@ -18,6 +18,8 @@ from groupwise.errors import UserError
 from groupwise.integrations.resume import STATE, key_path
 from groupwise.integrations.transformers import PrivacyArguments
 from groupwise.privacy import NoiseSource
+from groupwise.private import loop
+from groupwise.private.batches import load
 from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, encoder, privacy, trainer, weights
 
 
@@ -298,6 +300,16 @@ def test_an_empty_batch_is_a_step_too(tmp_path):
     run.train()
     drawn = [len(run.private.mechanism.sampler.indices(step)) for step in range(8)]
     assert 0 in drawn and run.private.executed == run.state.global_step == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_examples_are_read_by_one_loader_for_all_steps(tmp_path, whole, monkeypatch, workers):
+    made = []
+    monkeypatch.setattr(loop, "load", lambda *given, **options: made.append(options) or load(*given, **options))
+    run = trainer(tmp_path, save_strategy="no", dataloader_num_workers=workers)
+    run.train()
+    assert [options["num_workers"] for options in made] == [workers]
+    assert torch.equal(weights(run.model), weights(whole.model)) and run._batches is None
 
 
 def test_losses_of_ones_own_and_checkpointed_activations(tmp_path):

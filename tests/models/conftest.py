@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupwise.config.schema import ModelConfig
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.torchvision_import import import_torchvision
 
 WORDS = 60
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.split import choose_ranges, even_out
+from groupwise.torchvision_import import import_torchvision
 
 import_torchvision()  # before transformers, which falls without it
 

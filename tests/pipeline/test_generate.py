@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from groupwise.config.schema import GenerateConfig
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.pipeline.evaluation import generate_on_stages
 from groupwise.pipeline.split import cut
 from groupwise.tasks.beam_search import generate
+from groupwise.torchvision_import import import_torchvision
 from tests.pipeline.ranks import run_ranks
 
 import_torchvision()

@@ -9,13 +9,13 @@ import safetensors
 import torch
 
 from groupwise.config.schema import LoraConfig, ModelConfig
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import load_causal
 from groupwise.models.trainable import choose_trainable
 from groupwise.pipeline.loading import empty_model, load_stage
 from groupwise.pipeline.split import choose_ranges, cut
+from groupwise.torchvision_import import import_torchvision
 
 import_torchvision()  # before transformers, which falls without it
 CPU = torch.device("cpu")

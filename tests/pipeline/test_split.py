@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.models.image_networks import wide_resnet
 from groupwise.models.trainable import add_adapters
 from groupwise.pipeline.model_parts import FAMILIES
 from groupwise.pipeline.split import choose_ranges, cut
+from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import autocast
 
 import_torchvision()  # before transformers, which falls without it

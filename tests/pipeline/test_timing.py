@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.split import measure_costs
+from groupwise.torchvision_import import import_torchvision
 from groupwise.training.task import Microbatch
 
 import_torchvision()  # before transformers, which falls without it

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import choose_ranges, cut
@@ -20,6 +19,7 @@ from groupwise.tasks.samples import Rows, Samples
 from groupwise.tasks.text_generation import TextFeed
 from groupwise.tensor.cutting import cut as cut_tensors
 from groupwise.tensor.plan import cuts_of
+from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks

@@ -148,3 +148,9 @@ def test_more_entries_than_places_are_refused() -> None:
     with pytest.raises(UserError, match=r"at most 2\^33"):
         CountedNoise(bytes(16)).adder(Huge(), 1.0, 0)  # type: ignore[arg-type]
     assert counted_noise.ROUNDS == 10
+
+
+def test_places_are_where_their_tensor_is() -> None:
+    noise = CountedNoise(bytes(16))
+    devices = [noise._places(torch.empty(4, device=device)).device.type for device in ("cpu", "meta", "cpu")]
+    assert devices == ["cpu", "meta", "cpu"]

@@ -173,6 +173,10 @@ class TestSecureSampler:
     def test_a_rate_of_one_draws_everybody(self):
         assert np.array_equal(SecurePoissonSampler(50, 1.0, b"k" * 32).indices(0), np.arange(50))
 
+    def test_a_rate_below_the_least_word_draws_nobody(self):
+        nobody = SecurePoissonSampler(50, 1e-20, b"k" * 32).indices(0)
+        assert len(nobody) == 0 and nobody.dtype == np.int64
+
 
 def test_a_step_that_is_replayed_by_another_version_draws_the_same_batch():
     """A known answer: a change here breaks the replay of runs that began before it."""

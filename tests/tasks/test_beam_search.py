@@ -9,10 +9,10 @@ import torch
 
 from groupwise.clipping import attach, per_layer
 from groupwise.config.schema import GenerateConfig
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.tasks import beam_search
 from groupwise.tasks.beam_search import generate
+from groupwise.torchvision_import import import_torchvision
 
 import_torchvision()
 import transformers  # noqa: E402

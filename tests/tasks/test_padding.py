@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.tasks.samples import IGNORED, ModelInputs, Rows, pad, predictions
+from groupwise.torchvision_import import import_torchvision
 
 CPU = torch.device("cpu")
 ROWS = [np.array(row, dtype=np.int32) for row in ([5, 6, 7, 8], [9, 10], [11, 12, 13])]

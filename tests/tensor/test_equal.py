@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from groupwise.clipping.groups import MOST_TOGETHER, close_together
 from groupwise.clipping.parts import Parts
 from groupwise.config.schema import OptimConfig
 from groupwise.planner.parts import foretell
+from groupwise.tensor.cutting import CutModel
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Alone, Ranks
 from tests.pipeline.ranks import run_ranks
@@ -115,7 +117,9 @@ def _resumed(ranks, mode, folder):
     whole, first, second = (build(mode, ranks, sigma=1.0, optim=ADAM, dropout=0.2) for _ in range(3))
     steps(whole)
     first.step(0)
-    first.save(folder / mode, {"step": 1})
+    with patch.object(CutModel, "whole_model", autospec=True, side_effect=CutModel.whole_model) as gathered:
+        first.save(folder / mode, {"step": 1})
+    assert gathered.call_count == 1
     ranks.barrier()
     second.load(folder / mode, load_checkpoint(folder / mode), 1)
     steps(second, 1)

@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.errors import UserError
 from groupwise.tensor.plan import cuts_of
+from groupwise.torchvision_import import import_torchvision
 from tests.tensor.tiny import WORDS, make_model
 
 

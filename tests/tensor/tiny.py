@@ -11,9 +11,9 @@ from torch import nn
 
 from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
-from groupwise.data.cifar10 import import_torchvision
 from groupwise.privacy import make_plan
 from groupwise.tasks.text_task import token_losses
+from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from groupwise.clipping import attach, flat
+from groupwise.clipping.precision import kept_precisions
 from groupwise.config.identity import config_hash
 from groupwise.errors import UserError
 from groupwise.privacy import FixedThresholds, NoiseSource, make_plan
@@ -43,8 +44,9 @@ def settings() -> tuple[bool, bool]:
 @pytest.fixture(autouse=True)
 def _as_torch_has_it() -> Iterator[None]:
     before = settings()
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with kept_precisions():
+        yield
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +77,35 @@ def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tupl
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+def test_settings_of_the_new_kind_are_as_they_were_beside_the_old(tf32: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    with kept_precisions() as places:
+        before = [place.fp32_precision for place in places]
+        with products(tf32):
+            assert (places[0].fp32_precision, settings()) == ("tf32" if tf32 else "ieee", (tf32, tf32))
+        assert [place.fp32_precision for place in places] == before and before[0] == "none"
+        settings()  # torch can read them, too
+
+
+def test_torch_can_read_its_settings_in_the_backward_pass_of_a_tf32_run() -> None:
+    seen = []
+    mechanism = clipped()
+    with products(tf32=True):
+        losses = mechanism.model(torch.randn(3, 3)).sum(1)
+        losses.register_hook(lambda _: seen.append(settings()))
+        mechanism.backward(losses)
+    assert set(seen) == {(False, False)}
+
+
 def test_settings_of_the_new_kind_are_kept_too(told: list[str]) -> None:
     assert told[1:] == ["['ieee', 'ieee'] False", "['tf32', 'tf32'] True", "['tf32', 'tf32']"]
 
 
-def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def clipped() -> Mechanism:
     model = nn.Linear(3, 2)
     engine = attach(model, flat(model), [1.0])
-    mechanism = Mechanism(
+    return Mechanism(
         model=model,
         engine=engine,
         thresholds=FixedThresholds([1.0]),
@@ -92,8 +115,12 @@ def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.
         optimizer=torch.optim.SGD(model.parameters()),
         device=CUDA,
     )
+
+
+def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(engine, "backward", lambda losses: seen.append(settings()))
+    mechanism = clipped()
+    monkeypatch.setattr(mechanism.engine, "backward", lambda losses: seen.append(settings()))
     with products(tf32=True):
         mechanism.backward(torch.zeros(3))
         assert settings() == (True, True)

@@ -147,6 +147,23 @@ def tampered(ranks, change) -> str:
     return ""
 
 
+def averages(model) -> torch.Tensor:
+    """Gradients as the user's own training has them, on examples that differ between the processes."""
+    model.zero_grad()
+    model(data().tensors[0][torch.distributed.get_rank() :][:4]).square().sum().backward()
+    return torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
+
+
+def given_back(ranks) -> list[torch.Tensor]:
+    """Of a model that was never private; after `detach`; after a `make_private` that failed."""
+    never, detached, failed = network(True), network(True), network(True)
+    private_of("adaptive_layer", ranks, detached).detach()
+    with pytest.raises(UserError, match="batch_size is missing"):
+        sgd = torch.optim.SGD(failed.parameters(), lr=1.0)
+        groupwise.make_private(failed, sgd, data(), noise_multiplier=1.0, steps=1, ranks=ranks)
+    return [averages(model) for model in (never, detached, failed)]
+
+
 def _on_two(rank, world):
     ranks = Ranks()
     return {
@@ -158,6 +175,7 @@ def _on_two(rank, world):
             tampered(ranks, lambda gradient: gradient.mul_(2)),
             tampered(ranks, lambda gradient: gradient.to_local().mul_(2)),
         ],
+        "given back": given_back(ranks),
         "held": sum(parameter.to_local().numel() for parameter in network(True).parameters()),
     }
 
@@ -192,6 +210,12 @@ def test_together_they_add_one_noise(two):
     assert float(found.std() / one.std()) == pytest.approx(1, abs=error)
     values = found.flatten()
     assert len(values.unique()) == len(values)
+
+
+def test_the_shards_average_again_when_it_is_over(two):
+    for process in two:
+        never, detached, failed = process["given back"]
+        assert torch.equal(never, detached) and torch.equal(never, failed)
 
 
 def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):

@@ -89,7 +89,7 @@ def warm(cache: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from groupwise.data.cifar10 import mend_torchvision
+    from groupwise.torchvision_import import mend_torchvision
 
     mend_torchvision()
     import datasets  # noqa: F401

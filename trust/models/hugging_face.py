@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from groupwise.data.cifar10 import mend_torchvision
+from groupwise.torchvision_import import mend_torchvision
 from trust.models.architecture import Architecture, Batch, Size, Subject, classified, in_eval, tokens_classified
 
 FAMILY = "transformers"

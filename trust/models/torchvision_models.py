@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.torchvision_import import import_torchvision
 from trust.models.architecture import Architecture, Batch, Size, Subject, classified
 
 FAMILY = "torchvision"

@@ -136,7 +136,7 @@ class Codes(nn.Module):
 
 def lora(canaries: int, level: float, dropout: float = 0.0) -> nn.Module:
     """`Frozen` with peft's adapters of rank 2, none of them zero, behind peft's own dropout."""
-    from groupwise.data.cifar10 import mend_torchvision
+    from groupwise.torchvision_import import mend_torchvision
 
     mend_torchvision()
     import peft

@@ -178,17 +178,27 @@ def full_float32() -> Iterator[None]:
 
     They are the process's own, so they hold in autograd's threads as well.
     """
+    matmul: Any = torch.backends.cuda.matmul
+    with kept_precisions() as settings:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        partial_sums = matmul.allow_bf16_reduced_precision_reduction
+        matmul.allow_bf16_reduced_precision_reduction = False  # else parts of a sum may be added up in bfloat16
+        try:
+            yield
+        finally:
+            matmul.allow_bf16_reduced_precision_reduction = partial_sums
+
+
+@contextmanager
+def kept_precisions() -> Iterator[tuple[Any, ...]]:
+    """Gives all that has an ``fp32_precision``; at the end each has again what it had."""
     on: Any = torch.backends
     settings = (on.cuda.matmul, on.cudnn.conv, on.cudnn.rnn, on.mkldnn.matmul, on.mkldnn.conv)
     before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    partial_sums = on.cuda.matmul.allow_bf16_reduced_precision_reduction
-    on.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # else parts of a sum may be added up in bfloat16
     try:
-        yield
+        yield settings
     finally:
-        on.cuda.matmul.allow_bf16_reduced_precision_reduction = partial_sums
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
 

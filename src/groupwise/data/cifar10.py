@@ -2,63 +2,23 @@
 
 import hashlib
 import http.client
-import importlib.util
 import io
 import pickle
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from groupwise.data.images import NUM_CLASSES, ImageData, checked_images, checked_labels
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError, reason
-
-# A library is unregistered when it is collected, so it is kept as long as the process lives.
-_declared: list[torch.library.Library] = []
-
-
-def import_torchvision() -> ModuleType:
-    """Import torchvision, and where only its compiled operators are missing, without them.
-
-    The package index's torchvision is built for CUDA. Beside a CPU-only torch its compiled library does not
-    load and the import stops at "operator torchvision::nms does not exist", that of transformers and peft
-    too. Then the operators it asks for are declared, without an implementation, and the import is repeated:
-    data sets and transforms work; nms, roi_align and the image codecs of `torchvision.io` do not. Where
-    torchvision imports by itself nothing is done. Call this before the first import of transformers, too.
-
-    Raises:
-        ImportError: torchvision is not installed.
-        RuntimeError: it fails to import for another reason.
-    """
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "operator torchvision::" not in str(error):
-            raise
-    for name in [name for name in sys.modules if name == "torchvision" or name.startswith("torchvision.")]:
-        del sys.modules[name]
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
-    return importlib.import_module("torchvision")
-
-
-def mend_torchvision() -> None:
-    """Import torchvision where there is one, before transformers or peft do, which then find it in working order."""
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision"):
-        import_torchvision()
-
+from groupwise.torchvision_import import import_torchvision
 
 NETWORK_PATIENCE = 30.0  # seconds without an answer after which a download is given up
 

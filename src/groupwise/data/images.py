@@ -18,9 +18,9 @@ class ImageData:
     """A data set in memory.
 
     Attributes:
-        x_train: images (N, C, H, W), uint8.
+        x_train: images (N, C, H, W), uint8; or features of them, float16.
         y_train: labels (N,), int64, in 0..num_classes - 1.
-        x_test: images (M, C, H, W), uint8.
+        x_test: the same for validation, (M, C, H, W).
         y_test: labels (M,), int64.
         num_classes: number of classes.
         source: where it was found, in words.

@@ -1,8 +1,5 @@
 """Trains privately in the loops of other libraries: `groupwise.integrations.transformers`."""
 
-from importlib.util import find_spec
+from groupwise.torchvision_import import mend_torchvision
 
-if find_spec("torchvision"):
-    from groupwise.data.cifar10 import import_torchvision
-
-    import_torchvision()  # before transformers, which falls where torchvision is built for another torch
+mend_torchvision()  # before transformers, which falls where torchvision is built for another torch

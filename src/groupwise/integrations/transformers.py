@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,17 +23,16 @@ from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
 from groupwise.private.batches import length_of
 from groupwise.private.make import CHECKED
+from groupwise.tasks.samples import IGNORED
 from groupwise.training.task import eval_mode
 
-IGNORED = -100
-"""The label of a token that predicts nothing."""
 LossesOf = Callable[[nn.Module, dict[str, Any]], Tensor]
 """(model, inputs of b examples) -> their losses, (b,)."""
 MEND = "give PrivateTrainer(losses_of=...), a function of (model, inputs) that returns one loss for each example"
 
 
 def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False) -> Tensor:
-    """Cross-entropy of logits (b, C) with labels (b,), or of (b, T, V) with (b, T) as `token_losses` has it; (b,).
+    """Cross-entropy of logits (b, C) with labels (b,), or of (b, T, V) with (b, T) as `mean_token_losses` has it; (b,).
 
     Args:
         model, inputs: of b examples; the labels are not given to the model, which would average over the batch.
@@ -62,10 +61,10 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
         )
     if labels.ndim == 1:
         return F.cross_entropy(logits, labels, reduction="none")
-    return token_losses(logits[:, :-1], labels[:, 1:]) if shifted else token_losses(logits, labels)
+    return mean_token_losses(logits[:, :-1], labels[:, 1:]) if shifted else mean_token_losses(logits, labels)
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross-entropy over each example's own labelled tokens: (b, T, V), (b, T) with -100 -> (b,).
 
     An example without any has loss 0.
@@ -186,6 +185,7 @@ class PrivateTrainer(Trainer):
         self._given_losses = losses_of
         self._folder = Path(str(self.args.output_dir))
         self._resuming, self._released = False, 0
+        self._batches: Iterator[Any] | None = None
 
     # -- the data, and the plan --------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class PrivateTrainer(Trainer):
             self.is_in_train = False
             self.accelerator.gradient_state._set_sync_gradients(True)  # one state for all that accelerate prepares
             if self.private is not None:
-                self._released = self.private.executed
+                self._released, self._batches = self.private.executed, None
                 self.private.detach()
 
     def training_step(
@@ -289,19 +289,23 @@ class PrivateTrainer(Trainer):
         if not self.accelerator.sync_gradients or self.private is None:
             return total
         model.train()
-        for batch in self.private.batches(
-            self.args.train_batch_size,
-            steps=1,
-            collate_fn=self._collate,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            order=self._longest_first,
-        ):
+        if self._batches is None:  # one for all steps, as its workers take long to start
+            self._batches = self.private.batches(
+                self.args.train_batch_size,
+                collate_fn=self._collate,
+                num_workers=self.args.dataloader_num_workers,
+                pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+                order=self._longest_first,
+            )
+        for batch in self._batches:
             losses = self._losses(model, self._prepare_inputs(batch))
             self.private.backward(losses)
-            self.private.step()
             total += losses.detach().sum()
             drawn += len(losses)
+            if self.private.step():
+                break
+        if self.private.executed == self.private.plan.steps:
+            self._batches = None
         # The update is done: accelerate's optimiser, which the Trainer's loop calls next, passes nothing on unless
         # gradients are in sync.
         self.accelerator.gradient_state._set_sync_gradients(False)

@@ -7,8 +7,8 @@ from typing import Any
 
 import groupwise
 from groupwise.config.schema import ModelConfig
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, command, did_you_mean, reason
+from groupwise.torchvision_import import mend_torchvision
 
 OWN = "pretrained/"
 """How the names of models begin that lie in the checkout, and are asked for nowhere else."""

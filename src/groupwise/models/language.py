@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import locate, make_config, named
+from groupwise.torchvision_import import mend_torchvision
 
 Kind = Literal["SequenceClassification", "CausalLM", "MaskedLM"]
 LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import LoraConfig, ModelConfig
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError
 from groupwise.models.language import is_head
+from groupwise.torchvision_import import mend_torchvision
 
 SELF_ATTENTION = {"attention", "attn", "self_attn", "self_attention", "selfattention"}
 """What transformers' models call the module of their self-attention."""

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from groupwise.config.schema import GenerateConfig
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.beam_search import generate
+from groupwise.torchvision_import import mend_torchvision
 from groupwise.training.task import Feed, Microbatch, Split, eval_mode
 
 mend_torchvision()  # before transformers, which falls without it

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import find_source, make_config
 from groupwise.models.trainable import choose_trainable
 from groupwise.pipeline.model_parts import check_known
 from groupwise.pipeline.split import Ranges, cut
 from groupwise.pipeline.stage import Stage
+from groupwise.torchvision_import import mend_torchvision
 
 
 def load_stage(

@@ -6,7 +6,6 @@ stream of its own, and moves its own thresholds by its own noisy counts: nothing
 one threshold.
 """
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,11 +73,7 @@ class PipelineTrainer(Trainer):
 
     def report(self, totals: list[float]) -> dict[str, float]:
         """What the last step may log, of all stages, from the sums over all processes."""
-        if self.engine is None:
-            return super().report(totals)
-        loss, clipped, square, *nonfinite = totals
-        whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
-        return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
+        return super().report(totals) if self.engine is None else self._report_of_parts(*totals)
 
     def _accumulate(self, examples: np.ndarray, step: int) -> None:
         self._clear()
@@ -145,7 +140,7 @@ class PipelineTrainer(Trainer):
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, a file for each stage, with the main process's `extra`."""
         own = self.state_dict()
-        common = {name: own[name] for name in ("plan", "noise_key", "noise_is_secret", "noise_counted", "microbatch")}
+        common = {name: own[name] for name in own if name in ("plan", "microbatch") or name.startswith("noise_")}
         checkpoint.save(path, own, {**common, **extra}, self.ranks)
 
     def load(self, path: Path, state: dict[str, Any], step: int) -> None:
@@ -154,8 +149,10 @@ class PipelineTrainer(Trainer):
 
     def save_model(self, path: Path) -> None:
         """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
-        state = self.runner.stage.state_dict() if self.cut is None else self.cut.whole_model()
-        checkpoint.save_weights(path, self.runner.stage.names(), state, self.ranks)
+        checkpoint.save_weights(path, self.runner.stage.names(), self._model_state(), self.ranks)
+
+    def _model_state(self) -> dict[str, Any]:
+        return super()._model_state() if self.cut is None else self.cut.whole_model()
 
     def machine(self) -> dict[str, Any]:
         """The most memory that each process held at once."""

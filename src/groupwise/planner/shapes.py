@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
-from groupwise.data.cifar10 import mend_torchvision
 from groupwise.errors import UserError, did_you_mean
 from groupwise.models.trainable import add_adapters
+from groupwise.torchvision_import import mend_torchvision
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # Brown et al., 2020, table 2.1; as a GPT-2, whose blocks these are (every second one was sparse in GPT-3).

@@ -143,7 +143,7 @@ class CountedNoise:
     def __init__(self, digest: bytes) -> None:
         words = [int.from_bytes(digest[at : at + 4], "little") for at in range(0, 16, 4)]
         self._key, self._secret = (words[0], words[1]), (words[2], words[3])
-        self._counted: dict[torch.dtype, Tensor] = {}
+        self._counted: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def normals(self, blocks: Tensor, streams: Word) -> Tensor:
         """The pairs of blocks (n,), int64 in [0, 2³²), of streams that are alike or one number: (2n,) float64."""
@@ -230,10 +230,10 @@ class CountedNoise:
         return halves(FIRST, first) | secret | {"divisor": divisor, "single": float(dtype == torch.float32)}
 
     def _places(self, like: Tensor) -> Tensor:
-        """0, 1, … for the entries of a part, in its dtype; the longest so far is kept for the other tensors."""
-        kept = self._counted.get(like.dtype)
+        """0, 1, … for the entries of a part, in its dtype and on its device; the longest is kept for other tensors."""
+        kept = self._counted.get(kind := (like.dtype, like.device))
         if kept is None or len(kept) < like.numel():
-            kept = self._counted[like.dtype] = torch.arange(like.numel(), dtype=like.dtype, device=like.device)
+            kept = self._counted[kind] = torch.arange(like.numel(), dtype=like.dtype, device=like.device)
         return kept[: like.numel()]
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -55,6 +55,17 @@ class NoiseSource:
     def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False, counted: bool | None = None) -> Self:
         """Return the source of a key kept from before (at least 16 bytes); pass on what else it had."""
         return cls(key, is_secret, secure, counted)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], secure: bool = False) -> Self:
+        """Return the source that a checkpoint's ``noise_...`` entries tell of.
+
+        Args:
+            state: of a training. One of before ``noise_secure`` was ``secure``; one of before ``noise_counted`` ran on
+                a CPU.
+        """
+        secure, counted = state.get("noise_secure", secure), state.get("noise_counted", False)
+        return cls(state["noise_key"], state["noise_is_secret"], secure, counted)
 
     @classmethod
     def from_seed(cls, seed: int, secure: bool = False) -> Self:
@@ -298,4 +309,6 @@ class SecurePoissonSampler(PoissonSampler):
         place = b"groupwise secure poisson\0" + int(step).to_bytes(8, "big")
         words = Keystream(hashlib.sha256(place + self._key).digest()).words(self.dataset_size)
         bound = int(self.sample_rate * 2.0**64)  # exact: ρ has 53 bits
+        if not bound:
+            return np.zeros(0, dtype=np.int64)
         return np.flatnonzero(words <= np.uint64(bound - 1)).astype(np.int64, copy=False)

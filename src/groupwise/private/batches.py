@@ -65,23 +65,31 @@ def length_of(data: Any) -> int:
     return len(data)
 
 
-def print_of(data: Any) -> str | None:
-    """A digest of the first, middle and last example, by which processes see whether they hold the same data; None
-    where an example is another each time that it is read."""
+def print_of(data: Any, noise: NoiseSource) -> str | None:
+    """A digest of the first, middle and last example, by which processes see whether they hold the same data.
+
+    Default generators are the key's meanwhile. None where an example is another each time that it is read, or holds
+    something else than numbers, texts and arrays of numbers.
+    """
     rows = (0, len(data) // 2, len(data) - 1)
-    digests = {_digest([data[row] for row in rows]) for _ in range(2)}
+    digests = set()
+    for _ in range(2):
+        with secret_randomness(noise.child("print"), 0):
+            digests.add(_digest([data[row] for row in rows]))
     return digests.pop() if len(digests) == 1 else None
 
 
-def _digest(nested: Any) -> str:
+def _digest(nested: Any) -> str | None:
     told = sha256()
     for leaf in tree_leaves(nested):
         if isinstance(leaf, torch.Tensor):
             leaf = leaf.detach().cpu().contiguous().view(torch.uint8).numpy() if leaf.dim() else leaf.item()
-        if isinstance(leaf, np.ndarray):
+        if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
             told.update(leaf.tobytes())
         elif isinstance(leaf, bytes | str | int | float | None):
             told.update(repr(leaf).encode())
+        else:
+            return None
     return told.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Trains privately in the user's own loop: `batches`, `backward`, `step`; refuses what the account does not cover."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from hashlib import sha256
 from numbers import Real
 from typing import Any, NoReturn
@@ -14,7 +14,8 @@ from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
 from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load, print_of
-from groupwise.private.watch import Watch, check_parameters, checksums
+from groupwise.private.seal import check_seal, seal_of
+from groupwise.private.watch import Watch, check_parameters
 from groupwise.training.mechanism import Mechanism
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
@@ -30,9 +31,11 @@ class Private:
             private.step()
     """
 
-    def __init__(self, mechanism: Mechanism, data: Any) -> None:
+    def __init__(self, mechanism: Mechanism, data: Any, undo: ExitStack) -> None:
         assert mechanism.engine is not None, "make_private clips always"
         self.mechanism, self.engine, self._data = mechanism, mechanism.engine, data
+        self._undo = undo
+        """Gives the model back as it was."""
         self._hook = mechanism.optimizer.register_step_pre_hook(self._before_optimizer)
         self._context = ExitStack()
         self._loop = 0
@@ -203,8 +206,7 @@ class Private:
         self._watch.check_gradients()
         self._watch.check_modules()
         try:
-            with self.engine.uncounted() if self._filler else nullcontext():
-                self.mechanism.backward(losses * 0 if self._filler else losses)
+            self.mechanism.backward(losses, self._filler)
         except BaseException:
             self._leave()  # the sums may be halves: only a batch that begins again can be released
             self._loop += 1
@@ -269,7 +271,10 @@ class Private:
         if self._agreed or ranks.replicas == 1:
             return
         promised = repr((self.plan.to_dict(), self.engine.thresholds.tolist()))
-        if len(set(ranks.gather(promised))) > 1 or len(set(ranks.gather(print_of(self._data))) - {None}) > 1:
+        if (
+            len(set(ranks.gather(promised))) > 1
+            or len(set(ranks.gather(print_of(self._data, self.mechanism.noise))) - {None}) > 1
+        ):
             raise UserError(
                 "The processes have other data, plans or thresholds than each other: give make_private the same "
                 "arguments and the whole data set in each of them (it deals the examples out itself)."
@@ -318,7 +323,6 @@ class Private:
         self._reshard()
         state = {
             **self.mechanism.state_dict(),
-            "noise_secure": self.mechanism.noise.secure,
             "processes": self._processes,
             "step": self.executed,
             "model": self.mechanism.model.state_dict(),
@@ -328,13 +332,13 @@ class Private:
             from groupwise.training.shards import whole_state
 
             state = whole_state(state)
-        return {**state, "checksums": checksums(state)}
+        return {**state, "seal": seal_of(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, to the same bits; before the first step.
 
         Raises:
-            UserError: after a step; a state of another plan, of something else, or whose tensors trained on.
+            UserError: after a step; a state of another plan, of something else, altered, or whose tensors trained on.
         """
         self._check_open()
         if self.executed:
@@ -342,22 +346,17 @@ class Private:
                 f"{self.executed} steps were taken here already, and going back would repeat their noise on other "
                 "gradients: make_private anew, and load the state before the first step."
             )
-        if not isinstance(state, dict) or not {"plan", "step", "noise_key", "model", "optimizer"} <= state.keys():
-            raise UserError("The state is none of a private training: give what private.state_dict() returned.")
-        if state["plan"] != self.plan.to_dict():
+        named = state if isinstance(state, dict) else {}
+        if "plan" in named and named["plan"] != self.plan.to_dict():
             raise UserError(
                 "The state was made under another plan (data, budget, steps or groups): give the same ones."
             )
-        if state.get("processes", self._processes) != self._processes:
+        if named.get("processes", self._processes) != self._processes:
             raise UserError(
-                f"The state was made by {state['processes']}, and here are {self._processes}: other processes share a "
+                f"The state was made by {named['processes']}, and here are {self._processes}: other processes share a "
                 "batch otherwise, and its noise would meet other gradients. Start as many, or make_private anew."
             )
-        if "checksums" in state and state["checksums"] != checksums(state):
-            raise UserError(
-                f"The state's weights or optimiser are not those of its step {state['step']}: they trained on after "
-                "state_dict(), or were altered. Save a state to a file at once, or copy.deepcopy it."
-            )
+        check_seal(state, self.plan.steps)
         self._leave()
         self._loop += 1
         mechanism = self.mechanism
@@ -367,9 +366,7 @@ class Private:
             self._reshard()
             state = state_in_shards(state, mechanism.model, mechanism.trainable)
         try:
-            secret, counted = state["noise_is_secret"], state.get("noise_counted", False)
-            secure = state.get("noise_secure", mechanism.noise.secure)
-            noise = NoiseSource.from_key(state["noise_key"], secret, secure, counted)
+            noise = NoiseSource.from_state(state)
             mechanism.model.load_state_dict(state["model"])
             mechanism.optimizer.load_state_dict(state["optimizer"])
             mechanism.load_state_dict(state, state["step"])
@@ -389,6 +386,6 @@ class Private:
             self._closed = True
             self.mechanism.drop()
             self._hook.remove()
-            self.engine.detach()
+            self._undo.close()
             for module in self.mechanism.model.modules():
                 TAKEN.discard(module)

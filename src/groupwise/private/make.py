@@ -4,6 +4,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
 from groupwise.privacy.mechanism import ALLOCATIONS
 from groupwise.private.arguments import check_kinds, unknown_setting
 from groupwise.private.batches import length_of
-from groupwise.private.loop import TAKEN, Private, check_parameters
+from groupwise.private.loop import TAKEN, Private
+from groupwise.private.watch import check_parameters
 from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks
@@ -114,13 +116,14 @@ def make_private(
     refuse_idle_settings(
         config, settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
     )
-    _check_public(config, public, in_shards(model))
-    if in_shards(model):
-        prepare_shards(model, config, ranks, checked=check is not None)
-    partition = None if isinstance(clip, str | ClipConfig) else clip
-    engine = make_engine(model, config, in_shards(model), partition=partition, batch_axis=batch_axis)
-    assert engine is not None
-    try:
+    _check_public(config, public, is_sharded(model))
+    with ExitStack() as undo:
+        if is_sharded(model):
+            undo.callback(prepare_shards(model, config, ranks, checked=check is not None))
+        partition = None if isinstance(clip, str | ClipConfig) else clip
+        engine = make_engine(model, config, is_sharded(model), partition=partition, batch_axis=batch_axis)
+        assert engine is not None
+        undo.callback(engine.detach)
         agreed = settle_plan(
             config,
             dataset_size,
@@ -137,32 +140,25 @@ def make_private(
         thresholds = make_thresholds(config, agreed)
         if check is not None:
             verify(engine, check, np.linspace(0, dataset_size - 1, CHECKED).round().astype(int).tolist())
-    except BaseException:
-        engine.detach()
-        raise
-    if not agreed.noise_multiplier:
-        warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
-    source = noise_source or NoiseSource.fresh()
-    parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.counted))
-    ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
-    mechanism = Mechanism(
-        model=model,
-        engine=engine,
-        thresholds=thresholds,
-        plan=agreed,
-        noise=NoiseSource.from_key(*parts),
-        allocation=noise,
-        optimizer=optimizer,
-        device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
-        ranks=ranks,
-        public=public,
-    )
-    try:
+        if not agreed.noise_multiplier:
+            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
+        source = noise_source or NoiseSource.fresh()
+        parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.counted))
+        ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
+        mechanism = Mechanism(
+            model=model,
+            engine=engine,
+            thresholds=thresholds,
+            plan=agreed,
+            noise=NoiseSource.from_key(*parts),
+            allocation=noise,
+            optimizer=optimizer,
+            device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
+            ranks=ranks,
+            public=public,
+        )
         mechanism.follow_public(0)
-    except BaseException:
-        engine.detach()
-        raise
-    return Private(mechanism, data)
+        return Private(mechanism, data, undo.pop_all())
 
 
 def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
@@ -340,13 +336,13 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
         )
 
 
-def in_shards(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Was `fully_shard` called on the model?"""
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, checked: bool) -> None:
-    """Have gradients summed, not averaged, on their way into shards, from now on.
+def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, checked: bool) -> Callable[[], None]:
+    """Have gradients summed, not averaged, on their way into shards, until what is returned is called.
 
     Args:
         checked: whether the losses of single examples are wanted (`check` of `make_private`).
@@ -387,4 +383,4 @@ def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, che
                 "The shards have a MixedPrecisionPolicy, which would round clipped sums: leave mp_policy out, and use "
                 "torch.autocast for speed."
             )
-    sum_gradients(model)
+    return sum_gradients(model)

@@ -1,7 +1,5 @@
 """Sees what something else than the private loop did to gradients, parameters, hooks and modes, and refuses it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -75,17 +73,6 @@ def _changes(tensor: Tensor) -> int:
     """How often it was changed in place; a shard, as such or as the tensor that this process holds of it."""
     own = getattr(tensor, "_local_tensor", None)
     return tensor._version + (0 if own is None else own._version)
-
-
-def checksums(state: dict[str, Any]) -> list[int]:
-    """A sum of the bits of each tensor of a state's weights and optimiser: other values have others."""
-    moments = [value for kept in state["optimizer"]["state"].values() for value in kept.values()]
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return [
-        int(t.detach().flatten().view(whole.get(t.element_size(), torch.uint8)).sum(dtype=torch.int64))
-        for t in (*state["model"].values(), *moments)
-        if isinstance(t, Tensor)
-    ]
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

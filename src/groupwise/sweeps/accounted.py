@@ -23,6 +23,7 @@ from groupwise.config.checks import value_at
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig, TuningConfig
 from groupwise.errors import UserError
+from groupwise.privacy.plan import WIDTH
 from groupwise.privacy.tuning import (
     Poisson,
     RunCount,
@@ -35,8 +36,6 @@ from groupwise.privacy.tuning import (
 from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.record import neighbours_of
 
-WIDTH = 80
-"""Columns of a terminal."""
 SAME = ("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.corpus", "data.hub")
 """What the settings of a search share: ε is about one set of training examples."""
 ONE_VALUE = ("privacy.delta", "privacy.accountant", "tuning", "overwrite", "paths.results")
@@ -186,8 +185,9 @@ def _refused(config: RunConfig) -> Iterator[str]:
     if privacy.sampling != "poisson":
         yield f"privacy.sampling={privacy.sampling} has no valid RDP curve: use privacy=poisson."
     if config.debug.noise_seed is not None or config.data.public:
-        which = "data.public=true" if config.data.public else "debug.noise_seed"
-        yield f"{which} makes the noise predictable, so nothing is private: leave it out."
+        which, other = ("data.public=true", "false") if config.data.public else ("debug.noise_seed", "null")
+        mend = f"{which.split('=')[0]}={other}"
+        yield f"{which} makes the noise predictable, so nothing is private: give {mend}."
     if config.tracker.name != "files":
         yield f"tracker={config.tracker.name} would show every run, and only the best may be: use tracker=files."
     asked = {

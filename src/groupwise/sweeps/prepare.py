@@ -121,11 +121,6 @@ def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
         )
 
 
-def check_sweep(overrides: Sequence[str], conf: Path) -> int:
-    """The number of cells of ``-m OVERRIDES...``, checked as `plan_sweep` does; 0 where it is not known beforehand."""
-    return len(plan_sweep(overrides, conf).cells or ())
-
-
 def table_cells(sweep: Sweep, scale: str, conf: Path) -> list[tuple[Cell, PlannedCell]]:
     """All cells of a file of `sweeps/`, composed: what ``-m +sweep=<name> scale=<scale>`` runs.
 

@@ -6,6 +6,7 @@ tolerance.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from dataclasses import replace
@@ -77,7 +78,14 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
     other = [key for key in DECIDES if str(again.get(key, "")) != row.get(key, "")]
     lines, good = [], True
     for key in sorted(key for key in row if key.startswith(METRICS) and row[key]):
+        if again.get(key) is None:
+            good = False
+            lines.append(f"{key}: {row[key]} then, none now")
+            continue
         then, now = float(row[key]), float(str(again[key]))
+        if math.isnan(then) and math.isnan(now):
+            lines.append(f"{key}: nan then and now")
+            continue
         allowed = (LOSS if key.endswith(("loss", "nll")) else POINTS) if other else 0.0
         good = good and abs(now - then) <= allowed
         lines.append(f"{key}: {then!r} then, {now!r} now" + ("" if now == then else f", {now - then:+.3g}"))

@@ -29,9 +29,10 @@ from groupwise.atomic import remove, write_atomically, write_json, write_text
 from groupwise.config.identity import config_hash, save_config
 from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
+from groupwise.privacy.plan import WIDTH
 from groupwise.privacy.tuning import RunCount, curve_epsilon
 from groupwise.rows import HELD_OUT
-from groupwise.sweeps.accounted import WIDTH, Search, Setting
+from groupwise.sweeps.accounted import Search, Setting
 from groupwise.sweeps.best import HEADLINES, lower_is_better
 from groupwise.sweeps.collect import result_row
 from groupwise.sweeps.folder import output_to

@@ -1,4 +1,4 @@
-"""Classifies images from scratch: CIFAR-10 and a wide residual network (section 4.1, appendix A.1)."""
+"""Classifies images from scratch, by a wide residual network (section 4.1, appendix A.1) or on scattering features."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -43,7 +43,7 @@ class ManyViews(nn.Module):
 
 
 class ImageClassification(Task):
-    """Cross-entropy and accuracy on images that stay in memory as uint8, on the device."""
+    """Cross-entropy and accuracy on images, or features of them, that stay in memory on the device."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ImageClassification(Task):
         return self.losses_of(self.read(examples))
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Tensor]:
-        """{"images": (n, C, H, W) uint8, "labels": (n,)}; all images have one size."""
+        """{"images": (n, C, H, W), "labels": (n,)}; all images have one size."""
         images, labels = self._splits["train"]
         rows = row_numbers(examples, images.device)
         return {"images": images[rows], "labels": labels[rows]}
@@ -141,7 +141,7 @@ class ImageFeed:
     """Images and their classes, as the model reads them and without augmentation; see `training.task.Feed`.
 
     Args:
-        images: of one split, (n, C, H, W) uint8.
+        images: of one split, (n, C, H, W).
         labels: their classes, (n,).
         prepare: from such images to those that the model reads.
         device: of the microbatches.
@@ -176,7 +176,7 @@ class ImageFeed:
 
 
 def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:
-    """The CIFAR-10 task, or the same network on scikit-learn's digits (`data.name=digits`)."""
+    """The task of `data.name`, for the network of `model.name`."""
     settings = config.model
     if settings.name not in NETWORKS:
         raise UserError(f"model.name={settings.name} is not known for images: choose {' or '.join(NETWORKS)}.")

@@ -230,8 +230,9 @@ class CutModel:
         return {"state": own, "param_groups": [{**group, "params": numbers} for group in whole["param_groups"]]}
 
     def whole_state(self, state: dict[str, Any], ranks: Alone | Ranks, one_group: bool) -> dict[str, Any]:
-        """A trainer's state with whole tensors; thresholds by part, unless all parts are one group."""
-        found = {**state, "model": self.whole_model(), "optimizer": self.whole_optimizer(state["optimizer"])}
+        """A trainer's state, whose model is whole already, with whole tensors; thresholds by part, unless all parts are
+        one group."""
+        found = {**state, "optimizer": self.whole_optimizer(state["optimizer"])}
         if not one_group:
             found["thresholds"] = {str(part): own for part, own in enumerate(ranks.gather_parts(state["thresholds"]))}
         return found

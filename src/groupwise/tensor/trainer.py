@@ -22,7 +22,6 @@ up f⁽ⁱ⁾·v_kp⁽ⁱ⁾, where v_kp⁽ⁱ⁾ is its part of example i's gra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,11 +130,7 @@ class TensorTrainer(Trainer):
 
     def report(self, totals: list[float]) -> dict[str, float]:
         """What the last step may log, of all parts, from the sums over all processes."""
-        if self.engine is None:
-            return super().report(totals)
-        loss, clipped, square, *nonfinite = totals
-        whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
-        return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
+        return super().report(totals) if self.engine is None else self._report_of_parts(*totals)
 
     def _halve(self) -> None:
         """Refuse: the other processes are in the middle of the same microbatch."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from groupwise.clipping.precision import kept_precisions
 from groupwise.errors import UserError
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -28,13 +29,14 @@ def products(tf32: bool) -> Iterator[None]:
     """
     places = _places()
     before = [getattr(place, name) for place, name, _, _ in places]
-    for place, name, off, on in places:
-        setattr(place, name, on if tf32 else off)
-    try:
-        yield
-    finally:
-        for (place, name, _, _), value in zip(places, before, strict=True):
-            setattr(place, name, value)
+    with kept_precisions():  # which setting `allow_tf32`, and setting it back, both change
+        for place, name, off, on in places:
+            setattr(place, name, on if tf32 else off)
+        try:
+            yield
+        finally:
+            for (place, name, _, _), value in zip(places, before, strict=True):
+                setattr(place, name, value)
 
 
 def _places() -> list[tuple[Any, str, Any, Any]]:

@@ -165,12 +165,20 @@ class Mechanism:
         process = self.ranks.replica * self.ranks.stages + self.ranks.stage
         return secret_randomness(self.noise, step, start, process=process, device=self.device)
 
-    def backward(self, losses: Tensor) -> None:
-        """Add the clipped sums of a microbatch with losses (b,) to the gradients; on a GPU without TF32."""
+    def backward(self, losses: Tensor, filler: bool = False) -> None:
+        """Add the clipped sums of a microbatch with losses (b,) to the gradients; on a GPU without TF32.
+
+        Args:
+            filler: the examples are not of the batch, and the pass is only for the messages that it sends: their losses
+                count 0 times, which adds exactly nothing, and they are not counted.
+        """
+        losses = losses * 0 if filler else losses
         if self.engine is None:
             losses.sum().backward()
             return
-        with products(tf32=False) if self.device.type == "cuda" else nullcontext():
+        # The engine has this too, but torch could not read `allow_tf32` inside of it where a tf32 run has set that.
+        exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
+        with exact, self.engine.uncounted() if filler else nullcontext():
             self.engine.backward(losses)
 
     def close(self) -> Released:
@@ -269,6 +277,7 @@ class Mechanism:
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "noise_key": self.noise.key,
             "noise_is_secret": self.noise.is_secret,
+            "noise_secure": self.noise.secure,
             "noise_counted": self.noise.counted,
             "plan": self.plan.to_dict(),
         }

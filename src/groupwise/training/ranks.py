@@ -125,7 +125,8 @@ class Ranks:
 
     def add_parts_(self, tensor: Tensor) -> None:
         """Sum over the parts of the tensors, in place; afterwards it is equal in all bit for bit."""
-        dist.all_reduce(tensor, group=self.tensor)
+        if self.parts > 1:
+            dist.all_reduce(tensor, group=self.tensor)
 
     def copy_parts_(self, tensors: Sequence[Tensor]) -> None:
         """Give every part the first one's values, in place: one message for each dtype and device, of small tensors."""
@@ -137,8 +138,9 @@ class Ranks:
 
     def gather_parts(self, value: Any) -> list[Any]:
         """The value of every part of the tensors of this stage, by part; for small things, seldom."""
-        values: list[Any] = [None] * self.parts
-        dist.all_gather_object(values, value, group=self.tensor)
+        values: list[Any] = [value] * self.parts
+        if self.parts > 1:
+            dist.all_gather_object(values, value, group=self.tensor)
         return values
 
     def share(self, examples: np.ndarray) -> np.ndarray:

@@ -47,11 +47,27 @@ def shard(
     return None if engine is None else make_engine(model, clip, direct=True)
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Have the shards' gradients summed over the processes: the private release divides by the expected batch size."""
+def sum_gradients(model: nn.Module) -> Callable[[], None]:
+    """Have the shards' gradients summed over the processes: the private release divides by the expected batch size.
+
+    Returns:
+        What has them made again as they were before.
+    """
+    names = ("gradient_divide_factor", "force_sum_reduction_for_comms")
+    states: list[Any] = [module._get_fsdp_state() for module in sharded(model)]
+    held = [getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]) for state in states]
+    groups = [group for some in held for group in some if group is not None]
+    before = [[getattr(group, name) for name in names] for group in groups]
     for module in sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+    def undo() -> None:
+        for group, values in zip(groups, before, strict=True):
+            for name, value in zip(names, values, strict=True):
+                setattr(group, name, value)
+
+    return undo
 
 
 def _inside(layer: str, block: str) -> bool:
@@ -79,7 +95,7 @@ class ShardedTrainer(Trainer):
     """A `Trainer` of a model that `shard` has sharded.
 
     All replicas run the same number of microbatches, because each one gathers parameters from all; a replica with too
-    few examples repeats one with its loss times 0, which adds exactly nothing and is not counted.
+    few examples takes one as a filler.
     """
 
     def evaluate(
@@ -108,19 +124,11 @@ class ShardedTrainer(Trainer):
                     if start < len(share):
                         self._backward(share[start : start + self.microbatch])
                     else:
-                        self._backward_nothing(examples[:1])
+                        self.mechanism.backward(self.task.losses(examples[:1]), filler=True)
         except torch.cuda.OutOfMemoryError:
             raise UserError(
                 f"Microbatches of {self.microbatch} do not fit into the GPU's memory: lower train.microbatch."
             ) from None
-
-    def _backward_nothing(self, filler: np.ndarray) -> None:
-        losses = self.task.losses(filler) * 0
-        if self.engine is None:
-            losses.sum().backward()
-        else:
-            with self.engine.uncounted():
-                self.engine.backward(losses)
 
     def _check_update(self, step: int) -> None:
         """Nothing: what the task remembers are parameters from before they were sharded."""

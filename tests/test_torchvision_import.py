@@ -7,14 +7,14 @@ import types
 import pytest
 import torch
 
-from groupwise.data import cifar10
-from groupwise.data.cifar10 import import_torchvision, mend_torchvision
+from groupwise import torchvision_import
+from groupwise.torchvision_import import import_torchvision, mend_torchvision
 from tests.forks import Command
 
 FORK = """
 import sys
 assert "torchvision" in sys.modules
-from groupwise.data.cifar10 import import_torchvision
+from groupwise.torchvision_import import import_torchvision
 torchvision = import_torchvision()
 assert torchvision.datasets.CIFAR10 and torchvision.transforms.functional.hflip
 assert import_torchvision() is torchvision
@@ -37,9 +37,9 @@ def test_nothing_is_declared_where_it_imports_by_itself(monkeypatch):
     module = types.ModuleType("torchvision")
     monkeypatch.setattr(importlib, "import_module", lambda name: module)
     monkeypatch.setattr(torch.library, "Library", lambda *_: pytest.fail("an operator was declared"))
-    before = list(cifar10._declared)
+    before = list(torchvision_import._declared)
     assert import_torchvision() is module
-    assert cifar10._declared == before
+    assert torchvision_import._declared == before
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA versions differ"), ImportError("no torchvision")])
