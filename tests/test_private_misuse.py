@@ -475,7 +475,7 @@ def test_the_page_says_how_many():
         {"optimizer": None},
         {"noise_key": b"k" * 32},
     ],
-    ids=str,
+    ids=lambda changes: next(f"{key}={getattr(value, '__name__', value)}" for key, value in changes.items()),
 )
 def test_a_state_is_refused_if_anything_of_it_is_another(changes):
     with pytest.raises(UserError, match="or were altered"):
