@@ -388,7 +388,7 @@ class TestMisuse:
 
     def test_a_plain_backward_pass(self, engine):
         output = run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match=r"Call engine\.backward"):
+        with pytest.raises(UserError, match=r"one loss per example to private\.backward"):
             run_backward(self.run, output, 0)
 
     def test_a_backward_pass_that_reaches_nothing(self, engine):

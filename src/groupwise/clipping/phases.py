@@ -48,6 +48,8 @@ class Recomputed:
         Raises:
             UserError: they differ by more than rounding.
         """
+        if not self._second:  # norms alone were asked
+            return
         pairs = list(zip(self._first, self._second[len(self._second) - len(self._first) :], strict=True))
         same = [((one - two).abs() <= 1e-3 * one[1]) | (one == two) | one.isnan() for one, two in pairs]
         if same and not bool(torch.stack([each.all() for each in same]).all()):

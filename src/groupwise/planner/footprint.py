@@ -165,16 +165,17 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
     """A stage of this kind, out of a model of just the blocks that it takes to have one; random weights."""
     before, after = int(not kind.first), int(not kind.last)
     stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
+    dtype = "bfloat16" if work.half else work.dtype  # float16 is as wide, and nothing is clipped under it
     model = build(
         with_blocks(work.config, stops[-1]),
         rank=work.rank,
         targets=work.targets,
-        dtype=work.dtype,
+        dtype=dtype,
         attention=work.attention,
         device=device,
     )
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
-    precision = partial(torch.autocast, "cpu", getattr(torch, work.dtype)) if work.half else nullcontext
+    precision = partial(torch.autocast, "cpu", torch.bfloat16) if work.half else nullcontext
     return cut(model, ranges, before, rematerialize=work.rematerialize, precision=precision)
 
 
