@@ -213,20 +213,22 @@ _ON_AN_AXIS = {
     *("FlipBackward0", "RollBackward0", "SegmentReduceBackward0"),
 }
 _ANYWHERE = {"MaskedSelectBackward0", "MaskedScatterBackward0", "TakeBackward0", "PutBackward0", "EmbeddingBackward0"}
+_MOVING = _INDEXED | _ON_AN_AXIS | _ANYWHERE
 
 
 def _reorders(node: Any, kind: str, batch: int) -> bool:
     """Whether an operation may move rows along an axis that may be the batch: one of the first two."""
+    if kind not in _MOVING or ALONE in node.metadata:  # asked before indices, which are looked at on the device
+        return False
     if kind in _INDEXED:
-        return _moves(node, batch) and ALONE not in node.metadata
-    if kind in _ON_AN_AXIS:
-        axes = next(getattr(node, name) for name in ("_saved_dim", "_saved_dims", "_saved_axis") if hasattr(node, name))
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
-        rank = len(node._input_metadata[0].shape)
-        first = {0, 1, -rank, 1 - rank} if rank < 4 else {0, -rank}  # images are rolled along their height, axis 1
-        moved = not axes or any((axis - (1 << 64) if axis >= 1 << 63 else axis) in first for axis in axes)
-        return moved and ALONE not in node.metadata
-    return kind in _ANYWHERE and ALONE not in node.metadata
+        return _moves(node, batch)
+    if kind in _ANYWHERE:
+        return True
+    axes = next(getattr(node, name) for name in ("_saved_dim", "_saved_dims", "_saved_axis") if hasattr(node, name))
+    axes = axes if isinstance(axes, tuple | list) else (axes,)
+    rank = len(node._input_metadata[0].shape)
+    first = {0, 1, -rank, 1 - rank} if rank < 4 else {0, -rank}  # images are rolled along their height, axis 1
+    return not axes or any((axis - (1 << 64) if axis >= 1 << 63 else axis) in first for axis in axes)
 
 
 def _moves(node: Any, batch: int) -> bool:
