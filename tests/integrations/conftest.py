@@ -1,5 +1,7 @@
 """Lets the tests import transformers beside a torchvision that was built for another torch."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import groupwise.integrations  # noqa: F401
@@ -20,6 +22,12 @@ def _as_loud_as_before():
 def _checked_once(monkeypatch):
     """Models of one shape are checked before training once a process."""
     monkeypatch.setattr("groupwise.integrations.transformers.verify", verify_once)
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_looked_for(monkeypatch):
+    """Every training of a Trainer looks through all that a process holds, once and again, which took most of a test."""
+    monkeypatch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.fixture(scope="session")
