@@ -338,7 +338,7 @@ def test_the_search_finds_a_key_however_it_is_written(how):
     assert not leaks({"the key": KEY}, b"..." + spellings(hashlib.sha256(KEY).digest())[how] + b"...")
 
 
-@pytest.mark.parametrize("secure", ["false", "true"])
+@pytest.mark.parametrize("secure", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_run_shows_its_key_nowhere_but_in_checkpoints(tmp_path, monkeypatch, capfd, secure):
     monkeypatch.setattr("groupwise.privacy.noise.os.urandom", lambda count: KEY[:count])
     settings = ("clip=adaptive_layer", "train.checkpoint_every=0", "tracker=tensorboard", f"noise.secure={secure}")

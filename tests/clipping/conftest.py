@@ -140,6 +140,17 @@ class TiedConv1D(nn.Module):
         return self.d(torch.tanh(self.c(self.b(torch.tanh(self.a(x))))))
 
 
+class Residual(nn.Module):
+    """Two layers and what they began with."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(size, size), nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
 def _freeze(model: nn.Module, *names: str) -> nn.Module:
     for name in names:
         model.get_parameter(name).requires_grad_(False)
@@ -232,6 +243,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "fallback_attention": (Attention, _floats(3, 8)),
     "fallback_recurrent_reused": (Recurrent, _floats(3, 5)),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), _floats(3, 5)),
+    "blocks": (lambda: nn.Sequential(nn.Linear(5, 4), Residual(4), Residual(4), nn.Linear(4, 2)), _floats(3, 5)),
     "reused_linear": (lambda: Twice(nn.Linear(5, 5)), _floats(3, 5)),
     "reused_conv": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), _floats(3, 5, 5)),
     "reused_conv_transpose": (lambda: Twice(nn.ConvTranspose2d(3, 3, 3, padding=1)), _floats(3, 4, 4)),

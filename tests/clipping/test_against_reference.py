@@ -7,7 +7,7 @@ import torch
 
 from groupwise.clipping import attach, automatic_factors, by_mapping, clip_factors, flat, per_block, per_layer
 from groupwise.clipping.reference import Reference, clipped_sums
-from tests.clipping.conftest import make_case
+from tests.clipping.conftest import CASES, make_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 RTOL = 1e-9
@@ -23,6 +23,21 @@ MODES = {
     "flat_materialized": (flat, {"formula": "materialize"}),
     "layer_automatic": (per_layer, {"clip_rule": automatic_factors(0.01)}),
 }
+
+
+@cache
+def different(name: str) -> list[str]:
+    """The modes that are not another one of these for this case: where all blocks are layers, say, or all is one."""
+    model, found = CASES[name][0](), {}
+    for mode, (make_partition, options) in MODES.items():
+        found.setdefault((tuple(group.layers for group in make_partition(model)), str(options)), mode)
+    return list(found.values())
+
+
+def each_case_in(*modes: str) -> pytest.MarkDecorator:
+    """Every layer type and awkward use, in those of `modes` that differ for it."""
+    pairs = [(name, mode) for name in CASES for mode in different(name) if mode in modes]
+    return pytest.mark.parametrize(("case", "mode"), pairs, indirect=["case"], ids="-".join)
 
 
 def middle_thresholds(case, partition) -> list[float]:
@@ -56,7 +71,7 @@ def assert_equal_to_reference(case, partition, thresholds, truth, **options) -> 
         assert bool(((engine.counts - truth.counts).abs() <= counted_near).all())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_case_in(*MODES)
 def test_clipped_sums_norms_and_counts(case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))

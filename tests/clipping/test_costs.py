@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
 from groupwise.clipping import cost_model as costs
+from groupwise.clipping.cost_model import measure_rates
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
 from groupwise.errors import UserError
@@ -167,7 +168,7 @@ def test_without_a_cache_choices_do_not_depend_on_a_measurement(own_cache, monke
 
 
 def test_measured_rates_are_rates():
-    assert all(1e3 < rate < 1e16 for rate in dataclasses.astuple(costs.measure_rates(torch.device("cpu"))))
+    assert all(1e3 < rate < 1e16 for rate in dataclasses.astuple(measure_rates(torch.device("cpu"))))
 
 
 def test_explain_names_each_layer_its_way_and_the_price_of_the_others():

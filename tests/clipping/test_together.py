@@ -13,7 +13,7 @@ from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, squares_together
 from groupwise.errors import UserError
-from tests.clipping.test_against_reference import MODES, truth_of
+from tests.clipping.test_against_reference import MODES, each_case_in, truth_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 
@@ -24,7 +24,7 @@ def together(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(groups_file, "MOST_TOGETHER", 3)
 
 
-@pytest.mark.parametrize("mode", ["layer", "layer_gram", "layer_automatic", "block", "flat", "ghost"])
+@each_case_in("layer", "layer_gram", "layer_automatic", "block", "flat", "ghost")
 def test_equal_to_single_examples(together, case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))

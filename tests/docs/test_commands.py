@@ -12,7 +12,6 @@ import pytest
 
 from groupwise.cli.why import why
 from groupwise.config.compose import compose_run, register
-from groupwise.config.keys import key_types
 from groupwise.sweeps.prepare import plan_sweep
 from tests.docs.documents import ROOT, blocks, commands
 
@@ -39,10 +38,6 @@ def test_runs_compose(command: str) -> None:
     if "--cfg" in arguments:
         place = arguments.index("--cfg")
         assert arguments[place + 1] == "job"
-        del arguments[place : place + 2]
-    if "--why" in arguments:
-        place = arguments.index("--why")
-        assert arguments[place + 1] in key_types()
         del arguments[place : place + 2]
     if "-m" in arguments:
         arguments.remove("-m")

@@ -37,11 +37,11 @@ def outcome(case, ranks):
 
 
 def _noises(ranks, kind, change=lambda trainer: None):
-    """What 40 steps without examples moved the parameters by, in units of the noise of one process, (40, P)."""
-    trainer = build(FIXED_LAYER, ranks, kind, sigma=1.0, batches=[[]] * 40, allocation="weighted")
+    """What 16 steps without examples moved the parameters by, in units of the noise of one process, (16, P)."""
+    trainer = build(FIXED_LAYER, ranks, kind, sigma=1.0, batches=[[]] * 16, allocation="weighted")
     change(trainer)
     places = [parameters(trainer)]
-    for step in range(40):
+    for step in range(16):
         trainer.step(step)
         places.append(parameters(trainer))
     groups = trainer.engine.groups
