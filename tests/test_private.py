@@ -29,6 +29,7 @@ from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
 from tests.pipeline.ranks import run_ranks
+from tests.private_use import Use
 
 EXAMPLES, BATCH, STEPS, MICROBATCH, SEED = 60, 24, 4, 7, 5
 
@@ -317,6 +318,26 @@ def test_it_imports_no_configuration_library_and_the_package_alone_no_torch():
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert told[0] == "False"
     assert not {"hydra", "omegaconf", "transformers", "torchvision", "pandas"} & set(told)
+
+
+def test_two_trainings_that_take_turns_are_each_as_alone():
+    alone, uses = [], []
+    for seed in (3, 4):
+        alone.append(Use(seed=seed).train().weights)
+        uses.append(Use(seed=seed))
+    before = torch.get_rng_state()
+    turns = [(use, use.private.batches(MICROBATCH)) for use in uses]
+    while turns:
+        for use, batches in list(turns):
+            batch = next(batches, None)
+            if batch is None:
+                turns.remove((use, batches))
+                continue
+            use.private.backward(use.losses(*batch))
+            use.private.step()
+    for use, expected in zip(uses, alone, strict=True):
+        torch.testing.assert_close(use.weights, expected)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def _on_two(rank, world, sigma):

@@ -1,6 +1,7 @@
 """Ways to hold `make_private` wrong, by name, are refused in a sentence; docs/sharp_edges.md says how many."""
 
 import copy
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -85,6 +86,31 @@ def two_loops() -> None:
     next(first)
     next(use.private.batches(MICROBATCH))
     next(first)
+
+
+def two_trainings() -> None:
+    one, two = Use(), Use(seed=4)
+    for (x, y), _ in zip(one.private.batches(MICROBATCH), two.private.batches(MICROBATCH), strict=False):
+        well(one, x, y)
+
+
+def seeded(use: Use, x: Tensor, y: Tensor) -> None:
+    torch.manual_seed(0)
+    well(use, x, y)
+
+
+def in_a_fork() -> None:
+    use = Use()
+    told, tell = os.pipe()
+    if os.fork() == 0:
+        try:
+            use.private.batches()
+        except UserError as error:
+            os.write(tell, str(error).encode())
+        os._exit(0)
+    os.wait()
+    os.close(tell)
+    raise UserError(os.read(told, 1000).decode())
 
 
 def freeze(use: Use) -> None:
@@ -342,6 +368,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
     "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
     "examples that mix in the model, with `check=`": (mixing, "batch"),
+    "two trainings, of which one draws before the other's `backward`": (two_trainings, "before another private train"),
+    "torch seeded while the losses are made": (lambda: in_the_loop(seeded), "was seeded .* not from the secret key"),
+    "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
     "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
     "a parameter group added to the optimizer later": (

@@ -62,6 +62,11 @@ def own_loss(folder: Path) -> None:
     Own(encoder(), arguments(folder), privacy=privacy())
 
 
+def evaluated_on_the_training_set(folder: Path) -> None:
+    data = Texts()
+    trainer(folder, train_dataset=data, eval_dataset=data)
+
+
 def twice(folder: Path) -> None:
     run = trainer(folder, save_strategy="no", max_steps=1)
     run.train()
@@ -221,6 +226,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: trainer(f, budget=privacy(clip=ClipConfig(name="mine", policy="public"))).train(),
         "clip='mine' follows public examples",
     ),
+    "the training set as eval_dataset": (evaluated_on_the_training_set, "eval_dataset is the training set"),
     "train() twice": (twice, "training again would spend another epsilon"),
     "train() where a killed run can go on": (after_a_kill, "a private training that did not end"),
     "resuming with other settings": (other_settings, "weight_decay is 0.1 and was 0.0"),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from groupwise.errors import UserError
 from groupwise.privacy import accounting
 from groupwise.privacy import plan as plan_module
-from groupwise.privacy.accountants import central_limit_mu, gaussian_epsilon
 from groupwise.privacy.calibration import Calibration
 from groupwise.privacy.plan import PrivacyPlan, make_plan
 
@@ -102,8 +101,7 @@ def test_the_report_quotes_the_plans_accountant(accountant):
 def test_progress_rises_to_epsilon(plan):
     curve = [plan.progress(step) for step in range(201)]
     assert curve[-1] == pytest.approx(plan.epsilon, rel=1e-12)
-    assert all(a < b for a, b in itertools.pairwise(curve))
-    assert curve[100] == pytest.approx(plan.spent(100).prv.estimate, rel=0.2)  # smooth and cheap, not exact
+    assert all(a <= b for a, b in itertools.pairwise(curve))
 
 
 def test_it_survives_json(plan):
@@ -308,18 +306,13 @@ def test_without_noise_no_delta_is_too_large_and_nothing_is_noted():
         assert make(epsilon=math.inf, delta=0.5).note == ""
 
 
-def test_progress_is_the_central_limit_curve_scaled_to_the_target():
-    for epsilon in (0.2, 3.0):
-        plan = make(epsilon=epsilon)
-        curve = [gaussian_epsilon(1e-5, central_limit_mu(plan.noise_multiplier, 0.02, steps)) for steps in (50, 200)]
-        assert plan.progress(50) == pytest.approx(plan.epsilon * curve[0] / curve[1], rel=1e-12)
-
-
-def test_progress_where_that_curve_is_flat_at_zero_goes_by_the_root():
-    plan = make(epsilon=None, noise_multiplier=2000.0, delta=1e-4)
-    assert gaussian_epsilon(1e-4, central_limit_mu(2000.0, 0.02, 200)) == 0.0 < plan.epsilon
-    assert plan.progress(50) == pytest.approx(plan.epsilon / 2)
-    assert plan.progress(-1) == plan.progress(0) == 0.0
+@pytest.mark.parametrize("given", [{"epsilon": 0.2}, {"epsilon": 3.0}, {"epsilon": None, "noise_multiplier": 0.5}])
+def test_progress_is_no_less_than_what_was_spent_and_no_more_than_the_target(given):
+    plan = make(**given)
+    for steps in (1, 5, 50, 150, 200):
+        assert plan.spent(steps).prv.lower <= plan.progress(steps) <= plan.epsilon
+        assert plan.progress(steps) == min(plan.epsilon, plan.spent(steps).rdp)
+    assert plan.progress(-1) == plan.progress(0) == 0.0 and plan.progress(300) > plan.epsilon
 
 
 def test_the_search_is_remembered_unless_told_otherwise(own_cache):

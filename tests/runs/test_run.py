@@ -118,7 +118,7 @@ def test_what_is_no_private_release_is_named_so(tmp_path):
     run(smoke(tmp_path, "train.steps=2"))
     lines = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()
     keys = {key for line in lines for key in json.loads(line)}
-    released = {"step", "seconds", "learning_rate", "noise_norm", "epsilon_estimate", "valid/accuracy", "valid/loss"}
+    released = {"step", "seconds", "learning_rate", "noise_norm", "epsilon_bound", "valid/accuracy", "valid/loss"}
     assert all(key.startswith("nonprivate/") for key in keys - released)
 
 

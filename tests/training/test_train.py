@@ -161,3 +161,16 @@ def test_a_record_that_was_altered_is_refused_before_anything_of_it_is_replaced(
     with pytest.raises(UserError, match="not as a run left it"):
         session(tmp_path, Alone(), resumes=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told} == before
+
+
+def test_weights_that_are_out_are_not_replaced_by_a_replay_and_other_code_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("groupwise.training.train.kept_steps", lambda *_: {1, 3, 4})
+    assert session(tmp_path, Alone(), stops=True) == "stopped"
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert "other code" not in capsys.readouterr().err and not (folder / "weights-3.pt").exists()
+    (folder / "weights-3.pt").write_bytes(b"of the first time")  # then it was killed, and its code was changed
+    (folder / "git.json").write_text(json.dumps(json.loads((folder / "git.json").read_text()) | {"sha": "0" * 40}))
+    session(tmp_path, Alone(), resumes=True)
+    assert (folder / "weights-3.pt").read_bytes() == b"of the first time"
+    assert (folder / "weights-1.pt").exists() and (folder / "weights-4.pt").exists()
+    assert "goes on under other code" in capsys.readouterr().err

@@ -18,6 +18,14 @@ READ_WITH = {
 """Field of `ClipConfig` -> the field beside which it is read, that one's value, and how to choose that."""
 
 
+READ_BY = {
+    ("optim", "momentum"): ("sgd",),
+    **dict.fromkeys((("optim", "beta1"), ("optim", "beta2"), ("optim", "eps")), ("adam", "adamw")),
+    **{("tuning", name): ("accounted",) for name in ("law", "eta", "gamma", "runs", "target", "outside")},
+}
+"""Other fields that are read with some names of their section alone."""
+
+
 def why_idle(name: str, clip: ClipConfig) -> str:
     """Why a field of ``clip`` changes nothing, and what to do; empty where it changes something."""
     if clip.grouping == "none":
@@ -39,7 +47,12 @@ def complaint(override: str, config: RunConfig) -> str:
     section, _, name = override.partition("=")[0].partition(".")
     if section == "model" and name.startswith("lora.") and config.model.trains != "lora":
         return f"{override} is of adapters; model.trains={config.model.trains}: add model.trains=lora."
-    why = why_idle(name, config.clip) if section == "clip" and name else ""
+    if section == "clip" and name:
+        why = why_idle(name, config.clip)
+    elif (section, name) in READ_BY and getattr(config, section).name not in (named := READ_BY[section, name]):
+        why = f"it is read with {section}.name={' or '.join(named)} alone, so leave it out, or choose that."
+    else:
+        why = ""
     return why and f"{override} changes nothing: {why}"
 
 

@@ -181,6 +181,11 @@ class PrivateTrainer(Trainer):
             raise UserError(
                 "An encoder-decoder makes its inputs from the labels, so no loss is known for it: give losses_of."
             )
+        if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
+            raise UserError(
+                "eval_dataset is the training set, whose losses without noise would stand in the log, and choose the "
+                "checkpoint or the learning rate where these follow eval_loss: give examples that are held out."
+            )
         self.privacy, self._noise_source = privacy, noise_source
         self._given_losses = losses_of
         self._folder = Path(str(self.args.output_dir))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import EpsilonBounds, central_limit_mu, check_release, gaussian_epsilon, is_whole
+from groupwise.privacy.accountants import EpsilonBounds, check_release, epsilon_rdp, is_whole
 from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
 
@@ -175,21 +175,15 @@ class PrivacyPlan:
         return plan_statement(self)
 
     def progress(self, step: int) -> float:
-        """Return about the ε spent after ``step`` steps, for a progress bar: smooth, ``progress(steps) == epsilon``.
-
-        The central-limit curve scaled to end at ``epsilon``; no bound. :meth:`spent` is.
+        """Return an upper bound on the ε spent after ``step`` steps, for a progress bar: by Rényi DP, at once, and
+        never above the plan's ``epsilon``, which bounds all steps. :meth:`spent` is tighter.
         """
         if step <= 0:
             return 0.0
         if self.noise_multiplier == 0.0:
             return math.inf
-
-        def curve(steps: int) -> float:
-            return gaussian_epsilon(self.delta, central_limit_mu(self.noise_multiplier, self.sample_rate, steps))
-
-        end = curve(self.steps)
-        share = curve(step) / end if end > 0.0 else math.sqrt(step / self.steps)
-        return self.epsilon * share
+        spent = epsilon_rdp(self.noise_multiplier, self.sample_rate, step, self.delta)
+        return min(spent, self.epsilon) if step <= self.steps else spent
 
     def spent(self, executed_steps: int) -> EpsilonReport:
         """Account anew, without the cache on disk, for the steps that were executed, replays with fresh noise included.

@@ -26,7 +26,7 @@ takes 64 bits.
 import hashlib
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -34,11 +34,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
 
 WORDS = 624
 """Of 32 bits each, in the state of the Mersenne twister (MT19937), which torch's CPU, Python and numpy all have."""
 _TORCH_STATE_BYTES = 5056
+_seeds: list[tuple[Callable[[], int], int]] = []
+"""Of torch's default generators, inside: how to ask for the seed, and what is answered as long as nobody sets one."""
 
 
 @contextmanager
@@ -61,23 +64,41 @@ def secret_randomness(
         process: of the run, by number. device: of the model.
     """
     place = b"".join(int(number).to_bytes(8, "big", signed=True) for number in (step, process, start))
-    digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(12 * WORDS + 8)
+    digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(12 * WORDS + 16)
     words = np.frombuffer(digest, ">u4", 3 * WORDS).astype(np.uint32).reshape(3, WORDS)
     device = torch.device(device)
     cuda = device.type == "cuda"
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_python, of_numpy, outside = random.getstate(), np.random.get_state(), _seeds[:]
     with torch.random.fork_rng(devices=[device] if cuda else []), _whole_masks():
         try:
-            torch.set_rng_state(_torch_state(words[0]))
+            torch.set_rng_state(_torch_state(words[0], seed=int.from_bytes(digest[-8:], "big")))
+            _seeds[:] = [(torch.initial_seed, torch.initial_seed())]
             random.setstate((3, (*words[1].tolist(), WORDS), None))
             np.random.set_state(("MT19937", words[2], WORDS, 0, 0.0))
             if cuda:
                 with torch.cuda.device(device):
-                    torch.cuda.manual_seed(int.from_bytes(digest[-8:], "big", signed=True))
+                    torch.cuda.manual_seed(int.from_bytes(digest[-16:-8], "big", signed=True))
+                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                    _seeds.append((generator.initial_seed, generator.initial_seed()))
             yield
         finally:
+            _seeds[:] = outside
             random.setstate(of_python)
             np.random.set_state(of_numpy)
+
+
+def refuse_another_seed() -> None:
+    """Refuse losses whose masks are not the key's, as torch's default generators were seeded since it set them.
+
+    Raises:
+        UserError: they were, inside of `secret_randomness`; elsewhere never.
+    """
+    if any(ask() != seed for ask, seed in _seeds):
+        raise UserError(
+            "torch was seeded (torch.manual_seed, set_seed) while the losses of a microbatch were made, so their "
+            "dropout follows from that seed and not from the secret key: seed before the training or after it, or give "
+            "what needs a seed a torch.Generator of its own."
+        )
 
 
 @contextmanager
@@ -102,12 +123,14 @@ def randomness_of_part(part: int, device: torch.device | str = "cpu") -> Iterato
         yield
 
 
-def _torch_state(words: NDArray[np.uint32]) -> torch.Tensor:
+def _torch_state(words: NDArray[np.uint32], seed: int = 0) -> torch.Tensor:
     """What ``torch.set_rng_state`` takes, from a twister's words (624,), none of them used yet.
 
+    `seed` is what the generator answers when it is asked for its own, and decides on nothing.
     Layout, in machine order: seed u64, words left i32, seeded i32, next u64, 624 words as u64, caches of normals.
     """
     state = np.zeros(_TORCH_STATE_BYTES, np.uint8)
+    state[:8].view(np.uint64)[:] = seed
     state[8:16].view(np.int32)[:] = 1  # one word "left" has torch make 624 new ones first, as any twister does
     state[24 : 24 + 8 * WORDS].view(np.uint64)[:] = words
     return torch.from_numpy(state)

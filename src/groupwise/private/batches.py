@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
+from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks
 
 Place = tuple[int, int, Sequence[int]]
@@ -20,6 +21,21 @@ Place = tuple[int, int, Sequence[int]]
 
 Order = Callable[[np.ndarray], np.ndarray]
 """The numbers of a batch's examples, (n,), to the same numbers in the order in which they share microbatches."""
+
+
+def parts_of(
+    mechanism: Mechanism, drawn: np.ndarray, size: int, order: Order | None
+) -> list[tuple[int, np.ndarray, bool]]:
+    """This process's microbatches of a batch: where each begins, its examples, and whether it is a filler.
+
+    Each takes one or more. In shards all processes take as many, as each needs the others' parts of the parameters.
+    Who has no more examples takes the data's first, with its loss times 0.
+    """
+    share = in_order(mechanism.ranks.share(drawn), order)  # shares first: orders may differ between processes
+    most = -(-len(drawn) // mechanism.ranks.replicas) if mechanism.in_shards else len(share)
+    rows = {start: share[start : start + size] for start in range(0, max(most, 1), size)}
+    first = np.zeros(1, dtype=drawn.dtype)
+    return [(start, own if len(own) else first, not len(own)) for start, own in rows.items()]
 
 
 def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Trains privately in the user's own loop: `batches`, `backward`, `step`; refuses what the account does not cover."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from hashlib import sha256
@@ -7,19 +8,20 @@ from numbers import Real
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-import numpy as np
 from torch import Tensor, nn
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
-from groupwise.private.batches import Order, Place, check_processes, in_order, length_of, load, print_of
+from groupwise.private.batches import Order, Place, check_processes, length_of, load, parts_of, print_of
 from groupwise.private.seal import check_seal, seal_of
 from groupwise.private.watch import Watch, check_parameters
 from groupwise.training.mechanism import Mechanism
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
 """Modules of the models that are private now."""
+_OPEN: WeakSet["Private"] = WeakSet()
+"""Whose microbatch waits for its backward pass: one at most, as the default generators can be of one key alone."""
 
 
 class Private:
@@ -43,7 +45,7 @@ class Private:
         self._rows: int | None = None
         """Examples of the microbatch that waits for its backward pass."""
         self._last = self._summed = self._closing = self._closed = self._filler = self._agreed = False
-        self._watch = Watch(mechanism)
+        self._watch, self._process = Watch(mechanism), os.getpid()
         TAKEN.update(mechanism.model.modules())
 
     # -- what was promised and spent --------------------------------------------------------------------------------
@@ -134,14 +136,14 @@ class Private:
             while self.executed < end:
                 step = self.executed
                 self._reshard()
-                parts = self._parts(mechanism.open(step), size, order)
+                parts = parts_of(mechanism, mechanism.open(step), size, order)
                 self._watch.mark()
                 for number, (start, rows, filler) in enumerate(parts, 1):
                     batch = next(loaded)
                     self._check_loop(loop)
                     self._rows, self._filler = len(rows), filler
                     self._last = number == len(parts)
-                    self._context.enter_context(mechanism.microbatch(step, start))
+                    self._open(step, start)
                     yield batch
                     self._check_loop(loop)
                     if self._rows is not None:
@@ -157,22 +159,19 @@ class Private:
             if loop == self._loop:
                 self._leave()
 
+    def _open(self, step: int, start: int) -> None:
+        """From here on the default generators are the key's; a microbatch of another training that waits is void."""
+        for other in list(_OPEN):
+            other._leave()
+            other._loop += 1
+        _OPEN.add(self)
+        self._context.callback(_OPEN.discard, self)
+        self._context.enter_context(self.mechanism.microbatch(step, start))
+
     def _places(self, first: int, end: int, size: int, order: Order | None) -> Iterator[Place]:
         for step in range(first, end):
-            for start, rows, _ in self._parts(self.mechanism.sampler.indices(step), size, order):
+            for start, rows, _ in parts_of(self.mechanism, self.mechanism.sampler.indices(step), size, order):
                 yield step, start, rows.tolist()
-
-    def _parts(self, drawn: np.ndarray, size: int, order: Order | None) -> list[tuple[int, np.ndarray, bool]]:
-        """This process's microbatches of a batch: where each begins, its examples, and whether it is a filler.
-
-        Each takes one or more. In shards all processes take as many, as each needs the others' parts of the parameters.
-        Who has no more examples takes the data's first, with its loss times 0.
-        """
-        share = in_order(self.mechanism.ranks.share(drawn), order)  # shares first: orders may differ between processes
-        most = -(-len(drawn) // self.mechanism.ranks.replicas) if self.mechanism.in_shards else len(share)
-        rows = {start: share[start : start + size] for start in range(0, max(most, 1), size)}
-        first = np.zeros(1, dtype=drawn.dtype)
-        return [(start, own if len(own) else first, not len(own)) for start, own in rows.items()]
 
     def _reshard(self) -> None:
         """Whole parameters that an evaluation left behind become shards again."""
@@ -195,7 +194,7 @@ class Private:
         if self._rows is None:
             raise UserError(
                 "private.backward has no microbatch to act on: call it once for each that private.batches() yields, "
-                "inside that loop."
+                "inside that loop, and before another private training draws its own."
             )
         shape = tuple(getattr(losses, "shape", ()))
         if shape != (self._rows,):
@@ -285,12 +284,18 @@ class Private:
         self._check_open()
         if loop != self._loop:
             raise UserError(
-                "This loop over private.batches() is over, as another began or a backward pass failed: take a new one."
+                "This loop over private.batches() is over, as another began (two trainings take turns microbatch by "
+                "microbatch: backward before the other draws) or a backward pass failed: take a new one."
             )
 
     def _check_open(self) -> None:
         if self._closed:
             raise UserError("This private training was detached: make_private anew, with a budget of its own.")
+        if os.getpid() != self._process:
+            raise UserError(
+                "This private training is of the process that made it, and a fork would add the same noise to other "
+                "gradients: call make_private in each process, with a budget of its own."
+            )
 
     def _leave(self) -> None:
         """Give the generators back, and forget the microbatch and the sums that wait."""

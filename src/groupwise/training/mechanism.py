@@ -31,6 +31,7 @@ from groupwise.privacy import (
     secret_randomness,
 )
 from groupwise.privacy.noise import SecurePoissonSampler
+from groupwise.privacy.randomness import refuse_another_seed
 from groupwise.training.arithmetic import products
 from groupwise.training.ranks import Alone, Ranks
 
@@ -171,7 +172,11 @@ class Mechanism:
         Args:
             filler: the examples are not of the batch, and the pass is only for the messages that it sends: their losses
                 count 0 times, which adds exactly nothing, and they are not counted.
+
+        Raises:
+            UserError: torch was seeded since the microbatch began; what `ClippingEngine.backward` refuses.
         """
+        refuse_another_seed()
         losses = losses * 0 if filler else losses
         if self.engine is None:
             losses.sum().backward()

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -264,14 +265,23 @@ class RunRecord:
 
     def _write_provenance(self) -> None:
         git = git_state()
-        diff = git.pop("diff")
+        diff, here = git.pop("diff"), environment()
         if (self.folder / "git.json").is_file():
             before = self._read("git.json")
             git["started_from"] = before.get("started_from") or before["sha"]
+            patch = self.folder / "diff.patch"
+            code = (git["sha"], diff) != (before["sha"], patch.read_text("utf-8") if patch.is_file() else "")
+            if code or here["versions"] != self._read("environment.json").get("versions"):
+                print(
+                    f"warning: the run goes on under other {'code' if code else 'libraries'} than before, so steps "
+                    "since its checkpoint may come out otherwise with the same noise: publish nothing that was shown "
+                    "of them.",
+                    file=sys.stderr,
+                )
         write_json(self.folder / "git.json", git)
         if diff:
             write_text(self.folder / "diff.patch", diff)
-        write_json(self.folder / "environment.json", environment())
+        write_json(self.folder / "environment.json", here)
 
 
 def neighbours_of(config: RunConfig) -> str:

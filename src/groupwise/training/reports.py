@@ -245,5 +245,5 @@ def _spent(row: Mapping[str, Any]) -> list[str]:
     if not row["plan.noise_multiplier"]:
         return ["Spent: no noise was added; this model has no privacy guarantee"]
     stamp = " (as published, not a guarantee)" if row["seeds.noise_is_secret"] else " (NOT PRIVATE)"
-    told = f"epsilon {row['plan.spent_epsilon']:.3f} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
+    told = f"epsilon {row['plan.spent_epsilon']:.4g} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
     return [f"Spent: {told}{'' if row['plan.private'] else stamp}"]

@@ -46,7 +46,8 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
-    kept = kept_steps(config, plan)
+    there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
+    kept = kept_steps(config, plan) - ranks.broadcast(there)  # what is out is not shown again: a replay may round
 
     def save(step: int) -> None:
         seconds = elapsed + time.monotonic() - began
@@ -81,7 +82,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
             metrics = trainer.report(totals) | found
             drawn = int(metrics["nonprivate/batch_size"])
             examples += drawn
-            tracker.log(step + 1, {**metrics, "epsilon_estimate": plan.progress(step + 1)})
+            tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
             if due or stopping or step + 1 == plan.steps:  # what comes then may fail, and is tried again alone
                 save(step + 1)
