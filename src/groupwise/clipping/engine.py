@@ -228,7 +228,7 @@ class ClippingEngine:
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
-                current, losses = self._second_pass(losses, self._ghost_norms(losses))
+                current = self._second_pass(self._ghost_norms(losses))
             run_backward(losses)
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
@@ -246,12 +246,12 @@ class ClippingEngine:
         with torch.no_grad():
             return total_squares([group_pass])[0]
 
-    def _second_pass(self, losses: Tensor, squares: Tensor) -> tuple[BackwardPass, Tensor]:
+    def _second_pass(self, squares: Tensor) -> BackwardPass:
         """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
         factors = weighing(self.factors(squares), self.masks_rows)
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
         self._passes.backward_pass = current
-        return current, losses
+        return current
 
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
         self.squared_norms = squared_norms
