@@ -18,7 +18,7 @@ class UserError(ValueError):
     """
 
 
-def reason(error: BaseException, most: int = 200) -> str:
+def reason(error: BaseException) -> str:
     """What a library says went wrong, on one line and short enough to stand in brackets in a sentence of ours."""
     if isinstance(error, MemoryError):
         return "it takes more memory than there is"
@@ -28,7 +28,7 @@ def reason(error: BaseException, most: int = 200) -> str:
         return f"{error} is missing"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = (lines or [type(error).__name__])[0].rstrip(".:")
-    return _printable(first if len(first) <= most else first[:most] + "...")
+    return _printable(first if len(first) <= 200 else first[:200] + "...")
 
 
 def told(error: BaseException, most: int = 500) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from groupwise.clipping import WSConv2d, cost_model, precision
 from groupwise.clipping.cost_model import Choices
 from groupwise.clipping.norm_terms import squares_together
-from groupwise.clipping.precision import cut_factors, product_over_rows
+from groupwise.clipping.precision import cut_factors, product_over_rows, squared_row_norms
 from groupwise.clipping.rules import conv, linear, matrix
 from groupwise.clipping.rules.base import Gradients, RuleContext, find_rule
 from groupwise.clipping.rules.linear import LinearRule
@@ -77,7 +77,7 @@ def test_no_example_adds_more_than_its_threshold(half, formula, sizes, positions
 @pytest.mark.parametrize("width", [7, 128, 300])
 def test_squares_of_half_precision_are_added_up_in_float32(width):
     x = rows(5, width, seed=4)
-    torch.testing.assert_close(precision._squares_of_halves(x), x.double().square().sum(1), rtol=2e-6, atol=0)
+    torch.testing.assert_close(squared_row_norms(x), x.double().square().sum(1), rtol=2e-6, atol=0)
 
 
 CONVOLUTIONS = {

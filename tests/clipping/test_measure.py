@@ -48,6 +48,15 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embed(x))[0][:, -1])
 
 
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(11, 6), nn.LSTM(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(x))[0][-1])
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +118,18 @@ def test_groups_may_be_ones_own_and_a_layer_is_one_by_default():
     groups = by_mapping(model, {"block*": "block", "*": "rest"})
     assert list(gradient_norms(model, BATCHES, losses, groups)) == [group.name for group in groups]
     assert list(gradient_norms(model, BATCHES, losses)) == [group.name for group in per_layer(model)]
+
+
+def test_sequences_may_come_first():
+    torch.manual_seed(0)
+    model, x, y = SequenceFirst().double(), INPUTS[Recurrent]().t(), torch.arange(EXAMPLES) % 3
+
+    def losses(rows):
+        return F.cross_entropy(model(x[:, rows]), y[rows], reduction="none")
+
+    expected = norms_by_hand(model, losses, per_layer(model))
+    for name, norms in gradient_norms(model, BATCHES, losses, batch_axis=1).items():
+        torch.testing.assert_close(norms, expected[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", INPUTS)

@@ -8,7 +8,7 @@ from scipy.special import erfcx
 from scipy.stats import norm
 
 from groupwise.privacy.accountants import central_limit_mu, gaussian_delta, gaussian_epsilon
-from groupwise.privacy.calibration import calibrate_noise_multiplier
+from groupwise.privacy.calibration import calibrate
 from groupwise.privacy.mechanism import noise_stds
 from groupwise.privacy.plan import make_plan
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
@@ -80,4 +80,4 @@ def test_no_groups_elsewhere_is_the_default_and_takes_any_allocation():
 
 def test_the_usual_accountant_is_prv():
     setting = (1.0, 1e-5, 0.1, 10)
-    assert calibrate_noise_multiplier(*setting) == calibrate_noise_multiplier(*setting, "prv")
+    assert calibrate(*setting).noise_multiplier == calibrate(*setting, "prv").noise_multiplier

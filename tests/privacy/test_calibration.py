@@ -10,7 +10,7 @@ from groupwise.errors import UserError
 from groupwise.privacy import accounting, calibration
 from groupwise.privacy.accountants import EpsilonBounds, central_limit_mu, gaussian_epsilon
 from groupwise.privacy.accounting import epsilon_bounds
-from groupwise.privacy.calibration import TOLERANCE, Calibration, calibrate, calibrate_noise_multiplier
+from groupwise.privacy.calibration import TOLERANCE, Calibration, calibrate
 
 SST2, QNLI, QQP, MNLI, SAMSUM = 67_349, 104_743, 363_846, 392_702, 14_732
 GLUE_RATE = 1024 / SST2
@@ -57,20 +57,20 @@ def test_the_papers_cells(epsilon, delta, rate, steps, golden):
 )
 def test_there_and_back_again(accountant, sigma):
     epsilon = epsilon_bounds(sigma, 0.02, 300, 1e-5, accountant).upper
-    found = calibrate_noise_multiplier(epsilon, 1e-5, 0.02, 300, accountant)
+    found = calibrate(epsilon, 1e-5, 0.02, 300, accountant).noise_multiplier
     assert found == pytest.approx(sigma, rel=2e-3)
 
 
 def test_rdp_asks_for_more_noise():
     setting = (3.0, 1e-5, 0.02, 300)
-    assert calibrate_noise_multiplier(*setting, "rdp") > 1.02 * calibrate_noise_multiplier(*setting, "prv")
+    assert calibrate(*setting, "rdp").noise_multiplier > 1.02 * calibrate(*setting, "prv").noise_multiplier
 
 
 @pytest.mark.slow
 def test_pld_can_be_asked_for():
     found = calibrate(3.0, 1e-5, 0.02, 50, "pld")
     assert found.epsilon_upper <= 3.0
-    assert found.noise_multiplier == pytest.approx(calibrate_noise_multiplier(3.0, 1e-5, 0.02, 50), rel=5e-3)
+    assert found.noise_multiplier == pytest.approx(calibrate(3.0, 1e-5, 0.02, 50).noise_multiplier, rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +205,10 @@ class TestCache:
         assert not own_cache.exists()
 
     def test_the_short_form_keeps_to_the_cache_or_leaves_it(self, searches, own_cache):
-        assert calibrate_noise_multiplier(*self.SETTING) == 1.25
-        assert calibrate_noise_multiplier(*self.SETTING) == 1.25
+        assert calibrate(*self.SETTING).noise_multiplier == 1.25
+        assert calibrate(*self.SETTING).noise_multiplier == 1.25
         assert len(searches) == 1
-        calibrate_noise_multiplier(*self.SETTING, cache=False)
+        calibrate(*self.SETTING, cache=False)
         assert len(searches) == 2
 
     def test_what_was_found_exactly_at_the_target_is_believed(self, monkeypatch, searches):

@@ -61,11 +61,9 @@ def test_a_resumed_run_reckons_with_the_steps_of_this_process_only() -> None:
     assert stream.getvalue().endswith("1:30 left\n")
 
 
-def test_on_a_terminal_there_is_a_bar_that_written_lines_do_not_tear() -> None:
+def test_on_a_terminal_there_is_a_bar() -> None:
     stream = Terminal()
     with Progress(3, stream=stream, epsilon=lambda step: 0.5, target_epsilon=8) as progress:
         progress.update(1, examples=1)
-        progress.write("a line")
         progress.update(3, examples=1)
     assert "3/3" in stream.getvalue() and "ε 0.50 of 8" in stream.getvalue()
-    assert "a line\n" in stream.getvalue()

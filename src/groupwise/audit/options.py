@@ -79,7 +79,6 @@ def make_setting(
     confidence: float = 0.95,
     dropout: float = 0.0,
     plays: int = PLAYS,
-    conf: Path = CONF,
 ) -> Setting:
     """What to audit, from ``clip=... privacy.epsilon=...`` and the like; with ``task=...`` a real task.
 
@@ -107,7 +106,7 @@ def make_setting(
                 f"--design {design} is of a real task: leave out --model, --canaries and --dropout, and give task=, "
                 "model=, model.dropout= and model.attention_dropout=."
             )
-        config = _compose_real(overrides, chosen, seed, conf)
+        config = _compose_real(overrides, chosen, seed)
         name = f"{config.task} {config.model.name}".strip()
         return Setting(config, name, design, 1, seed, confidence, config.model.dropout or 0.0, plays)
     m = canaries or (chosen.canaries if model != "lora" else min(chosen.canaries, 1500))
@@ -123,20 +122,20 @@ def make_setting(
         power = ", and a power of two" if model == "codes" else ""
         raise UserError(f"--canaries {m} must be from 16 to {MOST[model]} with this model{power}.")
     _check_overrides(overrides)
-    config = compose_run(_overrides(_beside(overrides), overrides, chosen, seed), conf)
+    config = compose_run(_overrides(_beside(overrides), overrides, chosen, seed), CONF)
     _check(config, design, model)
     set_rate(config, max(1, round(chosen.sample_rate * m)))
     return Setting(config, model, design, m, seed, confidence, dropout)
 
 
-def _compose_real(overrides: Sequence[str], design: Design, seed: int, conf: Path) -> RunConfig:
+def _compose_real(overrides: Sequence[str], design: Design, seed: int) -> RunConfig:
     """A few examples of the task, all in one release."""
     if not any(_is_of(item, ("task",)) for item in overrides):
         raise UserError("An audit of a real task needs its name: give task=sst2, task=cifar or another.")
     _check_overrides(overrides, (*TAKEN, *REAL))
     limit = [] if any(_is_of(item, ("data.train_limit",)) for item in overrides) else [f"data.train_limit={EXAMPLES}"]
     scale = [] if any(_is_of(item, ("scale",)) for item in overrides) else ["scale=smoke"]
-    config = compose_run(_overrides([*scale, *limit], overrides, design, seed), conf)
+    config = compose_run(_overrides([*scale, *limit], overrides, design, seed), CONF)
     _check(config, "full", "layers")
     if design == DESIGNS["masks"] and not config.model.dropout:
         raise UserError("--design masks needs masks: give model.dropout=0.1 or another rate, of a task with text.")

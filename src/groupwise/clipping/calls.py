@@ -215,9 +215,7 @@ class LayerCalls:
     ) -> Tensor:
         """A layer's output for an input x of any layout, or of the one that is given, with its parameters' values."""
         if isinstance(x, PerExample):
-            return PerExample.of_rows(
-                self._run_rows(group, member, x.rows, values), LayerOutput(self, group, member.name)
-            )
+            return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
         if layout is not None:
             batch = self.batch(member.label)
         else:
@@ -276,33 +274,26 @@ class LayerCalls:
                 made.append(self._run_rows(group, member, x.unsqueeze(0).expand(batch, *x.shape), values))
             return made[0]
 
-        return PerExample(make, like, LayerOutput(self, group, member.name))
+        return PerExample(make, like, _output_of(self, group, member))
 
 
-class LayerOutput:
-    """What a layer made of an input without a batch axis; a `per_example.Origin`."""
+class GroupOrigin:
+    """A `per_example.Origin` in a group: what a layer made of an input without a batch axis, or a parameter."""
 
-    def __init__(self, calls: LayerCalls, group: ClippingGroup, name: str) -> None:
-        self.calls, self.group, self.label = calls, group, f"The output of layer {name!r}"
+    def __init__(self, calls: LayerCalls, group: ClippingGroup, label: str) -> None:
+        self.calls, self.group, self.label = calls, group, label
 
     def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
         """See `per_example.Origin`."""
         return self.calls.batch_axis_of(x, self.label)
 
-    def sure_axis_of(self, x: Tensor) -> None:
-        """It is no parameter."""
-
     def doubt(self, x: Tensor, place: BatchAxis) -> None:
         """See `per_example.Origin`."""
         self.calls.doubt(self.group, self.label, x, place)
 
-    def linear(
-        self, x: Tensor, bias: PerExample | None, transposed: bool = False, place: BatchAxis | None = None
-    ) -> None:
-        """It is no parameter."""
 
-    def embedding(self, x: Tensor, padding_idx: int | None) -> None:
-        """It is no parameter."""
+def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:
+    return GroupOrigin(calls, group, f"The output of layer {member.name!r}")
 
 
 def _meeting(label: str, x: Tensor) -> str:

@@ -260,9 +260,9 @@ def _key(t: Tensor) -> tuple[object, ...]:
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t._version
 
 
-def gram_norms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Tensor:
+def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
     """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, not under-stated."""
-    return squares_together([[gram_terms(x, g, bias, shared)]])[0]
+    return squares_together([[gram_terms(x, g, bias)]])[0]
 
 
 def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: LastProducts | None = None) -> Terms | Tensor:

@@ -26,24 +26,13 @@ from groupwise.errors import UserError
 Norms = Literal["bookkeeping", "ghost"]
 
 
-def attach(
-    model: nn.Module,
-    partition: Partition,
-    thresholds: float | Sequence[float] | Tensor,
-    *,
-    norms: Norms = "bookkeeping",
-    clip_rule: ClipRule = clip_factors,
-    formula: Formula = "auto",
-    rates: Rates | None = None,
-    batch_axis: int = 0,
-    direct: bool = False,
-    parts: Parts | None = None,
-) -> "ClippingEngine":
-    """Make backward passes of `model` clip per-example gradients group by group.
+class ClippingEngine:
+    """Makes backward passes of `model` clip per-example gradients group by group, until it is detached.
 
     After `engine.backward(losses)` every trainable parameter's .grad has grown by
     Σ_i g_k^(i) · min(1, C_k / ‖g_k^(i)‖), so the sum over a logical batch changes by at most C_k in group k when one
     example is added or removed. Noise and division by the batch size are the caller's (see `groupwise.privacy`).
+    It is a context manager as well, which detaches at its end.
 
     Args:
         model: any module whose inputs hold the batch on one axis.
@@ -64,14 +53,6 @@ def attach(
         UserError: a layer that mixes examples, a parameter in no group or two, an option that cannot be clipped, bad
             thresholds, a layer that cannot be `direct`.
     """
-    return ClippingEngine(
-        model, partition, thresholds, norms=norms, clip_rule=clip_rule, formula=formula, rates=rates,
-        batch_axis=batch_axis, direct=direct, parts=parts,
-    )  # fmt: skip
-
-
-class ClippingEngine:
-    """What `attach` returns; also a context manager that detaches at its end."""
 
     def __init__(
         self,
@@ -79,12 +60,12 @@ class ClippingEngine:
         partition: Partition,
         thresholds: float | Sequence[float] | Tensor,
         *,
-        norms: Norms,
-        clip_rule: ClipRule,
-        formula: Formula,
-        rates: Rates | None,
-        batch_axis: int,
-        direct: bool,
+        norms: Norms = "bookkeeping",
+        clip_rule: ClipRule = clip_factors,
+        formula: Formula = "auto",
+        rates: Rates | None = None,
+        batch_axis: int = 0,
+        direct: bool = False,
         parts: Parts | None = None,
     ) -> None:
         check_options(norms, partition, formula, batch_axis, direct)
@@ -228,7 +209,7 @@ class ClippingEngine:
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
-                current, losses = self._second_pass(losses, self._ghost_norms(losses))
+                current = self._second_pass(self._ghost_norms(losses))
             run_backward(losses)
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
@@ -246,12 +227,12 @@ class ClippingEngine:
         with torch.no_grad():
             return total_squares([group_pass])[0]
 
-    def _second_pass(self, losses: Tensor, squares: Tensor) -> tuple[BackwardPass, Tensor]:
+    def _second_pass(self, squares: Tensor) -> BackwardPass:
         """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
         factors = weighing(self.factors(squares), self.masks_rows)
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
         self._passes.backward_pass = current
-        return current, losses
+        return current
 
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
         self.squared_norms = squared_norms
@@ -398,3 +379,7 @@ class ClippingEngine:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+attach = ClippingEngine
+"""The engine's usual name: `attach(model, partition, thresholds)`."""

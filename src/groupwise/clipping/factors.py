@@ -79,9 +79,9 @@ FIRST_INFINITE = {
 """The least number that is infinite once it is rounded."""
 
 
-def is_sync_free(t: Tensor) -> bool:
-    """Whether looking at a value costs nothing: elsewhere the host would wait for the device."""
-    return t.device.type == "cpu"
+def starts_kernels(t: Tensor) -> bool:
+    """Whether every operation on it starts a kernel, however small it is, and a look at a value waits for them all."""
+    return t.device.type != "cpu"
 
 
 def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def gone_rows(factors: Tensor | None) -> Tensor | None:
     On a CPU that is the common case, and costs a look at B numbers; elsewhere rows are masked without asking, so that
     the host never waits for the device, or not at all (`ClippingEngine.masks_rows`).
     """
-    if factors is None or (is_sync_free(factors) and bool(factors.all())):
+    if factors is None or (not starts_kernels(factors) and bool(factors.all())):
         return None
     return factors.gone if hasattr(factors, "gone") else factors == 0  # type: ignore[no-any-return]
 
@@ -109,7 +109,7 @@ def with_gone(factors: Tensor, masks: bool = True) -> Tensor:
 def unbind_factors(factors: Tensor, masks: bool = True) -> list[Tensor]:
     """Each group's own factors (B,) of (K, B), of which `gone_rows` knows what it would have to compute."""
     rows = list(factors.unbind())
-    if not is_sync_free(factors):
+    if starts_kernels(factors):
         gone = (factors == 0).unbind() if masks else [None] * len(rows)
         for row, out in zip(rows, gone, strict=True):
             row.gone = out  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def weigh_rows(factors: Tensor, rows: Tensor) -> Tensor:
 def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Tensor:
     """total + Σ_i factor_i · rows_i, in place where there is a total."""
     weights = factors.to(rows.dtype)
-    if not is_sync_free(rows) and rows.numel() > LARGE:
+    if starts_kernels(rows) and rows.numel() > LARGE:
         more = _sum_of_rows(rows.reshape(len(rows), -1), weights, gone_rows(factors)).view(rows.shape[1:])
         return more if total is None else total.add_(more)
     flat = drop_zero_rows(factors, rows).reshape(len(rows), -1)
@@ -165,7 +165,7 @@ def _sum_of_rows(rows: Tensor, weights: Tensor, gone: Tensor | None) -> Tensor:
 
 def weighing(factors: Tensor, masks: bool = True) -> Tensor:
     """Factors by which layers multiply rows, of which `gone_rows` is computed once for all layers."""
-    return factors if is_sync_free(factors) else with_gone(factors, masks)
+    return with_gone(factors, masks) if starts_kernels(factors) else factors
 
 
 RELATIONS = ("add_remove",)
@@ -221,7 +221,7 @@ class Counts:
 
     def begin_clipping(self, masks: bool = True) -> None:
         """A backward pass with the thresholds in force adds to the parameters' gradients; whether it `masks` rows."""
-        self._unmasked |= not masks and not is_sync_free(self._table)
+        self._unmasked |= not masks and starts_kernels(self._table)
         self._clipped = self._clip if self._clipped is None else torch.maximum(self._clipped, self._clip)
 
     @property
@@ -271,7 +271,7 @@ class Counts:
         On other devices than a CPU it looks only if it may `wait`.
         """
         tails = self._stack({k: squares[-absent:] for k, squares in squared_norms.items()})
-        if (wait or is_sync_free(tails)) and bool(((tails > LEAST_SQUARE) & (tails < math.inf)).any()):
+        if (wait or not starts_kernels(tails)) and bool(((tails > LEAST_SQUARE) & (tails < math.inf)).any()):
             raise UserError(f"The last {absent} examples of the microbatch are fillers: multiply their losses by 0.")
 
     def reset(self) -> None:

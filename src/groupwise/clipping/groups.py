@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import ClipRule, keep_finite, unbind_factors, with_gone
-from groupwise.clipping.norm_terms import starts_kernels
+from groupwise.clipping.factors import ClipRule, keep_finite, starts_kernels, unbind_factors, with_gone
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.parts import Parts
 from groupwise.clipping.precision import LEAST_SQUARE

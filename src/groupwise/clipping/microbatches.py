@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from groupwise.clipping.factors import with_gone
+from groupwise.clipping.factors import starts_kernels, with_gone
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order, Pattern
-from groupwise.clipping.norm_terms import Terms, starts_kernels
+from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
 from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
@@ -46,7 +46,7 @@ class GroupPass:
 
     def __init__(self, group: ClippingGroup, batch: int, passes: "OpenPasses") -> None:
         self.group, self.batch, self._passes = group, batch, passes
-        self.calls: list[Member] = []
+        self.calls = 0
         self.uses: dict[int, list[slice | None]] = {}
         self.copies: dict[int, Tensor] = {}
         """Parameters with a copy for each example, by their place."""
@@ -85,7 +85,7 @@ class GroupPass:
 
     def note(self, member: Member) -> None:
         """A forward pass calls a layer, which uses its parameters once more."""
-        self.calls.append(member)
+        self.calls += 1
         for i, place in enumerate(member.places):
             if place is not None:
                 self.uses.setdefault(place, []).append(member.rows_of(i))
@@ -102,7 +102,7 @@ class GroupPass:
         if current.phase is Phase.SUMS:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
             return
-        alone = current.phase is Phase.CLIP and len(self.calls) == 1 and self.group.parts is None
+        alone = current.phase is Phase.CLIP and self.calls == 1 and self.group.parts is None
         if alone and not (self.waits and rule.defers(*given)):
             self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted, member.context))
             self.done = True

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.clipping.factors import weigh_rows
+from groupwise.clipping.factors import starts_kernels, weigh_rows
 from groupwise.clipping.precision import slack_of, squared_row_norms
 
 FEW = 1 << 20
@@ -23,11 +23,6 @@ FEW = 1 << 20
 
 FEW_LAYERS = 4
 """Layers a group whose squares are added up place by place, for all groups at once."""
-
-
-def starts_kernels(t: Tensor) -> bool:
-    """Whether every operation on it starts a kernel, however small it is."""
-    return t.device.type != "cpu"
 
 
 class Terms(ABC):

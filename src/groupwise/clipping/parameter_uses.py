@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import LateFunction
-from groupwise.clipping.calls import LayerCalls, Use, Values
+from groupwise.clipping.calls import GroupOrigin, LayerCalls, Use, Values
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import BatchAxis, Layout, Order
 from groupwise.clipping.per_example import PerExample
@@ -19,36 +19,28 @@ from groupwise.errors import UserError
 Rows = slice | None
 
 
-class ParameterUse:
-    """A parameter that modules may read by themselves, while the outermost module runs; a `per_example.Origin`."""
+class ParameterUse(GroupOrigin):
+    """A parameter that modules may read by themselves, while the outermost module runs; a `per_example.Parameter`."""
 
     def __init__(
         self, calls: LayerCalls, group: ClippingGroup, place: int, parameter: nn.Parameter, label: str
     ) -> None:
-        self.calls, self.group, self.place, self.parameter = calls, group, place, parameter
-        self.label = f"Parameter {label!r}"
+        super().__init__(calls, group, f"Parameter {label!r}")
+        self.place, self.parameter = place, parameter
 
     def copies(self) -> Tensor:
         """(B, *shape), made once a forward pass."""
         return self.calls.copies(self.group, self.place, self.calls.batch(self.label))
 
-    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """See `per_example.Origin`."""
-        return self.calls.batch_axis_of(x, self.label)
-
     def sure_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """See `per_example.Origin`."""
+        """See `per_example.Parameter`."""
         place = self.calls.batch_axis_of(x, self.label)
         return place if place is not None and self.calls.was_certain(self.label, x, place) else None
-
-    def doubt(self, x: Tensor, place: BatchAxis) -> None:
-        """See `per_example.Origin`."""
-        self.calls.doubt(self.group, self.label, x, place)
 
     def linear(
         self, x: Tensor, bias: PerExample | None, transposed: bool = False, place: BatchAxis | None = None
     ) -> Tensor | None:
-        """See `per_example.Origin`."""
+        """See `per_example.Parameter`."""
         other = None if bias is None else bias.origin
         if self.parameter.dim() != 2 or not (
             other is None or (isinstance(other, ParameterUse) and other.group is self.group)
@@ -62,7 +54,7 @@ class ParameterUse:
         return self.calls.run(self.group, member, x, values, layout=None if place is None else Layout(place.order))
 
     def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
-        """See `per_example.Origin`."""
+        """See `per_example.Parameter`."""
         if self.parameter.dim() != 2:
             return None
         use = Use(self.place, self.parameter.shape, padding_idx=padding_idx)

@@ -31,11 +31,15 @@ class Origin(Protocol):
     def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
         """Which axis of a plain tensor counts examples; None for a constant."""
 
-    def sure_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """The same, if it was certain when this call of the model first asked; None otherwise."""
-
     def doubt(self, x: Tensor, place: BatchAxis) -> None:
         """The axis of x that was taken for the batch must be shown by gradients to be it."""
+
+
+class Parameter(Origin, Protocol):
+    """The origin of a `PerExample` that is a parameter, or its transpose."""
+
+    def sure_axis_of(self, x: Tensor) -> BatchAxis | None:
+        """As `batch_axis_of`, if it was certain when this call of the model first asked; None otherwise."""
 
     def linear(
         self, x: Tensor, bias: "PerExample | None", transposed: bool = False, place: BatchAxis | None = None

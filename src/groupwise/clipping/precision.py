@@ -42,33 +42,20 @@ LEAST_SQUARE = 1e-20
 
 
 def squared_row_norms(rows: Tensor) -> Tensor:
-    """‖row_i‖² of rows (B, ...), float32 or float64 -> (B,), float64; infinite above 1.8e19 in float32."""
+    """‖row_i‖² of rows (B, ...) -> (B,), float64, from sums in float32 at least; infinite above 1.8e19 in float32."""
     if rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last):
         rows = rows.permute(0, 2, 3, 1)  # the order of a row's numbers is all the same, and this takes no copy
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        return squared_row_norms(upcast(rows)) if rows.device.type == "cpu" else _squares_of_halves(rows)
     flat = rows.reshape(len(rows), -1) if rows.dim() == 1 else rows.flatten(1)
     count, rest = divmod(flat.shape[1], BLOCK)
+    wide = torch.promote_types(rows.dtype, torch.float32)  # a kernel reads half precision as that, without a copy
     if not count:
-        return torch.linalg.vector_norm(flat, dim=1).double().square_()
-    lengths = torch.linalg.vector_norm(flat[:, : count * BLOCK].unflatten(1, (count, BLOCK)), dim=2)
+        return torch.linalg.vector_norm(flat, dim=1, dtype=wide).double().square_()
+    blocks = flat[:, : count * BLOCK].unflatten(1, (count, BLOCK))
+    lengths = torch.linalg.vector_norm(blocks, dim=2, dtype=wide)
     squares = torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64).square_()
     if rest:
-        squares += torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1).double().square_()
+        squares += torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1, dtype=wide).double().square_()
     return squares
-
-
-def _squares_of_halves(rows: Tensor) -> Tensor:
-    """The same for half precision on a GPU, whose kernel reads it as float32."""
-    flat = rows.flatten(1)
-    count = flat.shape[1] // BLOCK
-    squares = torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1, dtype=torch.float32).double().square_()
-    if not count:
-        return squares
-    lengths = torch.linalg.vector_norm(
-        flat[:, : count * BLOCK].unflatten(1, (count, BLOCK)), dim=2, dtype=torch.float32
-    )
-    return squares.add_(torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64).square_())
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:

@@ -13,13 +13,10 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from groupwise.clipping.cost_model import OuterProducts
+from groupwise.clipping.cost_model import CHUNK_FLOATS, OuterProducts
 from groupwise.clipping.groups import Member
 from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_of_squares, upcast
 from groupwise.clipping.rules.base import LayerRule, Saved
-
-CHUNK_FLOATS = 1 << 24
-"""Numbers that the per-example gradients of one chunk may hold where they have to be materialised."""
 
 
 @dataclass(frozen=True)

@@ -133,23 +133,23 @@ MERGES = 8000
 BYTES = 256
 
 
-def first_merges(folder: Path, count: int = MERGES) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """GPT-2's tokens below 256 + ``count``, under their own ids, and the merges that make them."""
+def first_merges(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """GPT-2's tokens below 256 + `MERGES`, under their own ids, and the merges that make them."""
     vocabulary, merges = read_gpt2(folder)
-    if not 0 < count <= len(merges):
-        raise UserError(f"{count} merges were asked for, but {folder} has {len(merges)}: take 1 to {len(merges)}.")
-    return {token: number for token, number in vocabulary.items() if number < BYTES + count}, merges[:count]
+    if len(merges) < MERGES:
+        raise UserError(f"{folder} has {len(merges)} merges, and {MERGES} are taken: give GPT-2's own files.")
+    return {token: number for token, number in vocabulary.items() if number < BYTES + MERGES}, merges[:MERGES]
 
 
-def mini_gpt2(folder: Path, count: int = MERGES) -> Any:
+def mini_gpt2(folder: Path) -> Any:
     """GPT-2's tokeniser with its first merges, <|endoftext|> last."""
-    vocabulary, merges = first_merges(folder, count)
-    return gpt2_tokenizer({**vocabulary, END_OF_TEXT: BYTES + count}, merges)
+    vocabulary, merges = first_merges(folder)
+    return gpt2_tokenizer({**vocabulary, END_OF_TEXT: BYTES + MERGES}, merges)
 
 
-def mini_roberta(folder: Path, count: int = MERGES) -> Any:
+def mini_roberta(folder: Path) -> Any:
     """The same tokens as RoBERTa frames them: <s>, <pad>, </s>, <unk> first (GPT-2's ids + 4), <mask> last."""
-    vocabulary, merges = first_merges(folder, count)
+    vocabulary, merges = first_merges(folder)
     special = ("<s>", "<pad>", "</s>", "<unk>")
     numbered = {token: number for number, token in enumerate(special)}
     numbered |= {token: number + len(special) for token, number in vocabulary.items()}

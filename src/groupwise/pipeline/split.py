@@ -113,18 +113,16 @@ def _count(modules: Sequence[nn.Module]) -> int:
 def measure_costs(
     model: nn.Module,
     microbatch: Microbatch,
-    repeats: int = 3,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[float]:
     """Seconds forward and backward of the embedding, of each of n blocks, and of head and loss, (n + 2,).
 
-    Without clipping; the least of `repeats` times each, on the model's own device. The model can be used afterwards.
+    Without clipping; the least of three times each, on the model's own device. The model can be used afterwards.
     Processes measure different times: one should measure, and tell the others.
 
     Args:
         model: as `cut` takes it, with real parameters.
         microbatch: on the model's device.
-        repeats: how often each part runs.
         precision: as in `cut`.
     """
     anatomy = find_parts(model)
@@ -150,22 +148,22 @@ def measure_costs(
             with precision():
                 return module(x, *args[1:], **kwargs)
 
-        return _seconds(run, args[0], tuple(module.parameters()), repeats)
+        return _seconds(run, args[0], tuple(module.parameters()))
 
     ends = tuple(p for module in anatomy.exit for p in module.parameters())
     return [
         sum(seconds(module) for module in anatomy.entry),
         *(seconds(block) for block in anatomy.blocks),
-        _seconds(lambda x: whole.losses(x, microbatch.kwargs), hidden, ends, repeats),
+        _seconds(lambda x: whole.losses(x, microbatch.kwargs), hidden, ends),
     ]
 
 
-def _seconds(run: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor], repeats: int) -> float:
+def _seconds(run: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor]) -> float:
     """The least time of a pass forward and backward, to `x` and to the parameters that train."""
     x = x.detach().requires_grad_(x.is_floating_point())
     wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
     times = []
-    for _ in range(repeats):
+    for _ in range(3):
         _wait(x.device)
         start = perf_counter()
         made = run(x)

@@ -180,8 +180,8 @@ class Timed:
     Stages of one block and of three are timed; any stage is then its ends and as many blocks as it has.
     """
 
-    def __init__(self, work: Work, repeats: int = REPEATS) -> None:
-        self._work, self._repeats = work, repeats
+    def __init__(self, work: Work) -> None:
+        self._work = work
         self._timed = lru_cache(self._time)
 
     def passes(self, kind: Kind, name: str) -> Seconds:
@@ -202,7 +202,7 @@ class Timed:
         x, kwargs = inputs(stage, self._work)
         found: list[tuple[float, float]] = []
         gradient = None
-        for _ in range(1 + self._repeats):  # the first to warm up: it may choose formulas and fill caches
+        for _ in range(1 + REPEATS):  # the first to warm up: it may choose formulas and fill caches
             start = time.process_time()
             out = passes.forward(x, kwargs)
             middle = time.process_time()
@@ -246,12 +246,12 @@ class Timed:
             optimizer.step()
 
         update()
-        return _usual(update, self._repeats) / sum(p.numel() for p in trained)
+        return _usual(update) / sum(p.numel() for p in trained)
 
 
-def _usual(run: Callable[[], object], repeats: int) -> float:
+def _usual(run: Callable[[], object]) -> float:
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         start = time.process_time()
         run()
         times.append(time.process_time() - start)

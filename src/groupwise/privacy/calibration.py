@@ -48,10 +48,10 @@ class Calibration:
     note: str = ""
 
 
-def calibrate_noise_multiplier(
+def calibrate(
     epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv", *, cache: bool = True
-) -> float:
-    """Return σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
+) -> Calibration:
+    """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
     above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 2 to 4 evaluations;
@@ -59,13 +59,6 @@ def calibrate_noise_multiplier(
     taken where one evaluation here proves it.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
-    return calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache).noise_multiplier
-
-
-def calibrate(
-    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv", *, cache: bool = True
-) -> Calibration:
-    """Do what :func:`calibrate_noise_multiplier` says, and return the proven ε and any note with σ."""
     check_accountant(accountant)
     check_release(sample_rate, steps, delta)
     if not (math.isfinite(epsilon) and epsilon > 0):

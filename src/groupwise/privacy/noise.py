@@ -89,10 +89,8 @@ class NoiseSource:
         """Return a 32-byte key for another secret draw, such as the Poisson sampler's; it tells nothing of this key."""
         return hashlib.sha256(b"groupwise derived\0" + purpose.encode() + b"\0" + self.key).digest()
 
-    def add_gaussian_(
-        self, tensor: torch.Tensor, std: float, step: int, stream: int, divisor: float = 1.0
-    ) -> torch.Tensor:
-        """Add N(0, ``std``²) to every entry of ``tensor``, divide by ``divisor``, in place, and return it.
+    def add_gaussian_(self, tensor: torch.Tensor, std: float, step: int, stream: int) -> torch.Tensor:
+        """Add N(0, ``std``²) to every entry of ``tensor`` in place, and return it.
 
         The noise is float64 for a float64 tensor, float32 for a float32 one, independent between entries, steps and
         streams, and the same whatever the tensor's memory layout. One (step, stream) serves one tensor only:
@@ -100,12 +98,12 @@ class NoiseSource:
         rounding is wider than the noise's law allows for), a distributed tensor, or a ``std`` that is negative or not
         finite.
         """
-        return self._noise(tensor, std, step, stream, divisor, None)
+        return self._noise(tensor, std, step, stream, 1.0, None)
 
     def add_gaussians_(
         self, tensors: Sequence[torch.Tensor], stds: Sequence[float], step: int, divisor: float = 1.0
     ) -> None:
-        """:meth:`add_gaussian_` for a whole release: N(0, ``stds[j]``²) on tensor j, from stream j.
+        """:meth:`add_gaussian_` for a whole release: N(0, ``stds[j]``²) on tensor j, from stream j; then / ``divisor``.
 
         Small ones whose noise is counted are drawn together, which takes few kernels and gives each the same. On a CPU
         as many tensors are noised at once as torch has threads, the largest first: each has a stream of its own, so

@@ -187,13 +187,6 @@ class Progress:
             left = _duration(self._seconds() / max(step - self._start, 1) * (self.steps - step))
             print(f"step {step}/{self.steps}  {self._state()}  {left} left", file=self._stream, flush=True)
 
-    def write(self, line: str) -> None:
-        """Print ``line`` without tearing the bar."""
-        if self._bar is not None:
-            self._bar.write(line, file=self._stream)
-        else:
-            print(line, file=self._stream, flush=True)
-
     @property
     def examples_per_second(self) -> float:
         """Throughput of this process since it began."""

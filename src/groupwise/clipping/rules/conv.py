@@ -41,8 +41,8 @@ class ConvRule(MatrixRule):
 
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
-        layer = cls.layer_type
-        return super().handles(module) and type(module)._conv_forward is layer._conv_forward  # type: ignore[attr-defined]
+        own, usual = (getattr(kind, "_conv_forward", None) for kind in (type(module), cls.layer_type))
+        return super().handles(module) and own is usual
 
     def has_batch(self, axes: int) -> bool:
         return axes == len(self.module.kernel_size) + 2

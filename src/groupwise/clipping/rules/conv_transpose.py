@@ -22,10 +22,6 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 class ConvTransposeRule(ConvRule):
     """Transposed convolutions: weight (c, p/groups, *k), bias (p,). `saved` is (x, weight)."""
 
-    @classmethod
-    def handles(cls, module: nn.Module) -> bool:
-        return isinstance(module, cls.layer_type) and type(module).forward is cls.layer_type.forward
-
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         assert weight is not None

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.cost_model import Work, gram_terms
-from groupwise.clipping.factors import add_weighed_rows, gone_rows, weigh_rows, without_rows
-from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together, starts_kernels
+from groupwise.clipping.factors import add_weighed_rows, gone_rows, starts_kernels, weigh_rows, without_rows
+from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together
 from groupwise.clipping.precision import (
     batched_product,
     cut_factors,

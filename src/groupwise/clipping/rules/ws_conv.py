@@ -26,18 +26,17 @@ CACHED = ("cpu",)
 """Devices with a chunk of gradients in a cache: there, reading it again for ΣG beats a product with two rows."""
 
 
-def standardize_weight(weight: Tensor, eps: float = STANDARDIZATION_EPS) -> tuple[Tensor, Tensor]:
-    """Give each output filter mean 0 and squared norm 1.
+def standardize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each output filter mean 0 and squared norm 1; a summed squared deviation counts as 1e-4 at least.
 
     Args:
         weight: filters (p, ...); statistics are taken over all axes but the first.
-        eps: floor of a filter's summed squared deviation.
 
     Returns:
         The standardised weight (same shape) and the scale of each filter, (p, 1, ...).
     """
     centred = weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)
-    scale = centred.square().sum(dim=tuple(range(1, weight.dim())), keepdim=True).clamp_min(eps).rsqrt()
+    scale = centred.square().sum(dim=tuple(range(1, weight.dim())), keepdim=True).clamp_min(STANDARDIZATION_EPS).rsqrt()
     return centred * scale, scale
 
 
