@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "groupwise"
 ORDER = (
-    {"errors", "atomic"},
+    {"errors", "atomic", "checkout"},
     {"cache", "metrics", "rows", "torchvision_import"},
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
@@ -33,7 +33,7 @@ ALONE = {
 """What these may import besides themselves."""
 BESIDE = {
     "config": {"rows", "atomic", "errors"},
-    "analysis": {"sweeps", "rows", "training", "config", "atomic", "errors"},
+    "analysis": {"sweeps", "rows", "training", "config", "atomic", "checkout", "errors"},
 }
 
 

@@ -1,5 +1,6 @@
 """Writes files that are there whole, or not at all."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -7,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def write_atomically(path: Path, write: Callable[[BufferedRandom], object], keep: Path | None = None) -> None:
@@ -62,3 +63,16 @@ def remove(entry: Path) -> None:
         shutil.rmtree(entry)
     else:
         entry.unlink()
+
+
+def lock(path: Path) -> IO[bytes] | None:
+    """Lock a file, without waiting, until what is returned is closed; None where another process has it."""
+    file = open(path, "ab")  # noqa: SIM115 (the caller closes it)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:
+        pass  # a file system without locks
+    return file

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-import groupwise
+from groupwise.checkout import CHECKOUT
 from groupwise.errors import UserError, unknown
 from groupwise.rows import KEYS, ORIGIN, SCALES, table_path
 from groupwise.sweeps.cells import Sweep
@@ -49,8 +49,7 @@ class Folders:
     @classmethod
     def of_checkout(cls) -> "Folders":
         """Those of the checkout that this package is installed from, wherever the program runs: for notebooks."""
-        root = Path(groupwise.__file__).resolve().parents[2]
-        return cls(*(root / field.default for field in fields(cls)))  # type: ignore[operator]
+        return cls(*(CHECKOUT / field.default for field in fields(cls)))  # type: ignore[operator]
 
     @classmethod
     def add_options(cls, parser: ArgumentParser) -> None:

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import groupwise
 from groupwise.audit.canaries import MODELS
+from groupwise.checkout import CONF
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 
-CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 TAKEN = ("clip", "noise", "privacy", "pipeline", "train.microbatch")
 REAL = ("task", "model", "data", "scale")
 """What makes it an audit of a real task."""

@@ -179,7 +179,7 @@ LEAST_SPLIT = 1 << 22
 LONG = 16
 """How many times as many numbers rows have as their inner products, if these are kept for the rows' lengths."""
 CHUNK_FLOATS = 1 << 24
-"""Numbers that the inner products of one chunk of examples may hold: long sequences must not fill the memory."""
+"""Numbers that the inner products, or gradients, of one chunk of examples may hold, so as not to fill the memory."""
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:

@@ -310,13 +310,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     if clip.grouping == "custom":
         yield f"clip.grouping=custom cannot tell the stages of {several} apart: use device, layer, block or flat."
     if clip.grouping in ("device", "layer", "block"):
-        if config.noise.allocation != "equal_budget":
-            yield (
-                f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "
-                f"noise: use noise=equal_budget with {several}."
-            )
-        if clip.policy == "adaptive" and clip.rescale:
-            yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
+        yield from _apart(config, "stages", several)
     if config.model.rematerialize:
         yield f"model.rematerialize=true is not for {several}: give pipeline.rematerialize=true."
     if config.train.compile or config.train.ema:
@@ -384,10 +378,15 @@ def _tensor(config: RunConfig) -> Iterator[str]:
         what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
         yield f"{what} is not for {kind}: leave it out, or use parallel.kind=ddp."
     if clip.grouping == "device":
-        if config.noise.allocation != "equal_budget":
-            yield (
-                f"noise.allocation={config.noise.allocation} needs the thresholds of all parts before any can add its "
-                f"noise: use noise=equal_budget with clip.grouping=device and {kind}."
-            )
-        if clip.policy == "adaptive" and clip.rescale:
-            yield f"clip.rescale=true needs the thresholds of all parts: use clip.rescale=false with {kind}."
+        yield from _apart(config, "parts", f"clip.grouping=device and {kind}")
+
+
+def _apart(config: RunConfig, which: str, several: str) -> Iterator[str]:
+    """What would need the thresholds of all stages or parts, each of which adds its own noise."""
+    if config.noise.allocation != "equal_budget":
+        yield (
+            f"noise.allocation={config.noise.allocation} needs the thresholds of all {which} before any can add its "
+            f"noise: use noise=equal_budget with {several}."
+        )
+    if config.clip.policy == "adaptive" and config.clip.rescale:
+        yield f"clip.rescale=true needs the thresholds of all {which}: use clip.rescale=false with {several}."

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import groupwise
+from groupwise.checkout import CHECKOUT
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError, command, did_you_mean, reason
 from groupwise.torchvision_import import mend_torchvision
@@ -64,8 +64,7 @@ def find_source(name: str) -> str:
 
     What is returned as it came is a name on the Hugging Face hub, or in its local cache.
     """
-    checkout = Path(groupwise.__file__).resolve().parents[2]
-    for folder in (Path(name).expanduser(), checkout / name):
+    for folder in (Path(name).expanduser(), CHECKOUT / name):
         if folder.is_dir():
             return str(folder)
     return name

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import groupwise
+from groupwise.checkout import CONF
 from groupwise.config.compose import register
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig
@@ -27,7 +27,6 @@ BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "sou
 """Other files of a sweep than its rows, and the columns that they begin with."""
 SAMPLES = 3
 """Inputs of the test set whose texts are kept."""
-CONF = Path(groupwise.__file__).resolve().parents[2] / "conf"
 
 
 def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:

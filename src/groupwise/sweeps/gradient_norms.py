@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import write_text
+from groupwise.checkout import CONF
 from groupwise.config.compose import register
 from groupwise.errors import UserError, command
 from groupwise.rows import csv_text
 from groupwise.sweeps.cells import PAPER, Cell, read_sweep
-from groupwise.sweeps.collect import CONF
 from groupwise.sweeps.prepare import PlannedCell, table_cells
 
 COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "epoch", "step", "layer", "name", "example", "norm")

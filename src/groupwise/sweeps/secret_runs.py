@@ -13,7 +13,6 @@ than the one that is accounted for, so a second draw is made for ``overwrite=tru
 """
 
 import copy
-import fcntl
 import json
 import math
 import os
@@ -21,11 +20,10 @@ import secrets
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from groupwise.atomic import remove, write_atomically, write_json, write_text
+from groupwise.atomic import lock, remove, write_atomically, write_json, write_text
 from groupwise.config.identity import config_hash, save_config
 from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
@@ -268,13 +266,8 @@ def _told(folder: Path) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
 
 
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    with open(folder / ".lock", "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another process is at the search in {folder}: wait for it to end.") from error
-        except OSError:
-            pass  # a file system without locks
-        yield
+def _lock(folder: Path) -> IO[bytes]:
+    held = lock(folder / ".lock")
+    if held is None:
+        raise UserError(f"another process is at the search in {folder}: wait for it to end.")
+    return held

@@ -64,10 +64,6 @@ class ImageClassification(Task):
         """(n, C, H, W) -> (n, K, C, H, W), in training; None shows images as they are."""
         self._network = torch.compile(model) if compiled else model
 
-    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
-        """Cross-entropy of each example, (n,); of K views the mean."""
-        return self.losses_of(self.read(examples))
-
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Tensor]:
         """{"images": (n, C, H, W), "labels": (n,)}; all images have one size."""
         images, labels = self._splits["train"]
@@ -75,7 +71,7 @@ class ImageClassification(Task):
         return {"images": images[rows], "labels": labels[rows]}
 
     def losses_of(self, read: dict[str, Tensor]) -> Tensor:
-        """Of K views the mean."""
+        """Cross-entropy of each example, (n,); of K views the mean."""
         images, labels = read["images"], read["labels"]
         logits = self._logits(images if self._views is None else self._views(images))
         if logits.dim() == 2:

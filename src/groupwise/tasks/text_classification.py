@@ -53,10 +53,6 @@ class TextClassification(TextTask):
         self._train, self._valid, self._pairs = train, valid, pairs
         self._max_length = config.data.max_length
 
-    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
-        """Cross-entropy of each example, (n,)."""
-        return self.losses_of(self.read(examples))
-
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
         """The model's inputs, (n, T) each, and "labels" (n,); T is the longest text, `even` up to a multiple of 8."""
         return self._read(self._train, examples, even)

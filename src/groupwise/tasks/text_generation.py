@@ -79,10 +79,6 @@ class TextGeneration(TextTask):
         self._context = position_limit(model) - self._generate.max_new_tokens  # tokens that a prompt may have
         self._outputs: list[dict[str, Any]] = []
 
-    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
-        """Mean (or sum) over each example's own target tokens, (n,)."""
-        return self.losses_of(self.read(examples))
-
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
         """The model's inputs, (n, T) each, and "labels" (n, P) of the last P tokens, `IGNORED` where there is none.
 

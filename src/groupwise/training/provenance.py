@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import groupwise
+from groupwise.checkout import CHECKOUT
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ def git_state(root: Path | None = None) -> dict[str, Any]:
 
     A copy says what was recorded with it. Without git, or outside of a checkout, sha and dirty are None.
     """
-    root = root or Path(groupwise.__file__).resolve().parents[2]
+    root = root or CHECKOUT
     if (root / RECORDED).is_file():
         return json.loads((root / RECORDED).read_text(encoding="utf-8"))
     top = _git(root, "rev-parse", "--show-toplevel")

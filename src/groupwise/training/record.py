@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from groupwise.atomic import remove, why_unwritable, write_json, write_text
+from groupwise.atomic import lock, remove, why_unwritable, write_json, write_text
 from groupwise.config.identity import (
     config_hash,
     differences,
@@ -244,18 +243,12 @@ class RunRecord:
             raise UserError(_unwritable(self.folder, error.strerror or str(error))) from error
 
     def _take_lock(self) -> None:
+        self._lock = self._lock or lock(self.folder / ".lock")
         if self._lock is None:
-            self._lock = open(self.folder / ".lock", "ab")  # noqa: SIM115 (held for as long as the run)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
             raise UserError(
                 f"another process is writing to {self.folder}, which is this very configuration: wait for it "
                 "to end, or change something, such as the seed."
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+            )
 
     def _clear(self) -> None:
         (self.folder / "DONE").unlink(missing_ok=True)  # first: what is half cleared is not done

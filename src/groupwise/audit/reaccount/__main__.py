@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import groupwise
 from groupwise.audit.reaccount import accounts
 from groupwise.audit.reaccount import record as files
 from groupwise.audit.reaccount.record import FAILED, CannotTell, Check, Disagrees, Record, equal, perform, same
+from groupwise.checkout import CHECKOUT
 from groupwise.errors import command
 from groupwise.rows import markdown
 from groupwise.training.checkpoint import load_checkpoint
@@ -181,8 +181,8 @@ def code(record: Record) -> str:
         raise CannotTell("the run was not made in a checkout")
     if here["sha"] is None:
         raise CannotTell(f"commit {git['sha'][:12]}; this is no checkout, so nothing says whether it is known")
-    root = Path(groupwise.__file__).resolve().parents[2]
-    known = subprocess.run(["git", "-C", str(root), "cat-file", "-e", f"{git['sha']}^{{commit}}"], capture_output=True)
+    asked = ["git", "-C", str(CHECKOUT), "cat-file", "-e", f"{git['sha']}^{{commit}}"]
+    known = subprocess.run(asked, capture_output=True)
     if known.returncode != 0:
         raise CannotTell(f"commit {git['sha'][:12]} is not in this checkout")
     if git["dirty"]:
