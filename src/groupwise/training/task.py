@@ -71,8 +71,8 @@ class Task(ABC):
 
     def _in_one_part(self) -> UserError:
         return UserError(
-            f"train.cuda_graph=true needs read and losses_of, which {type(self).__name__} has none of: write them, or "
-            "its losses, and leave the option out."
+            f"A task without losses, and any with train.cuda_graph=true, needs read and losses_of, which "
+            f"{type(self).__name__} has none of: write them; or, without that option, losses alone."
         )
 
     def public_losses(self, count: int) -> Tensor:
