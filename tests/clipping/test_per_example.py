@@ -276,6 +276,21 @@ def test_any_use_is_exact_for_any_batch(name, mode):
         assert_exact(Uses(shape, use), torch.randn(batch, 3, 5), mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(rows, kind, mode):
+    def use(p, layer, x):
+        state = p.expand(len(x), 3, 5).reshape(-1, 5)
+        made = layer(x.reshape(-1, 5), (state, state.sin()) if kind is nn.LSTMCell else state)
+        return (made[0] if kind is nn.LSTMCell else made).view(len(x), 3, 5)
+
+    for batch in BATCHES:
+        model = Uses((rows, 5), use)
+        model.layer = kind(5, 5)
+        assert_exact(model, torch.randn(batch, 3, 5), mode)
+
+
 CONSTANT = torch.randn(3, 5, dtype=torch.float64)
 """With as many rows as some batch has examples."""
 
