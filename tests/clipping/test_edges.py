@@ -47,6 +47,32 @@ def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_parti
         torch.autograd.grad(model(torch.randn(4, 5, 3)).sum(), list(model.parameters()), create_graph=True)
 
 
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_losses_of_derivatives_by_the_input_are_refused_and_finite_differences_are_exact(make_partition, double):
+    model, x, step = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 2), 1e-3
+
+    def differences(examples):
+        return ((model(x[examples] + step) - model(x[examples] - step)) / (2 * step)).square()[:, 0]
+
+    partition = make_partition(model)
+    truth = clipped_sums(model, lambda i: differences([i])[0], [0, 1, 2], partition, [0.1] * len(partition))
+    model.zero_grad()
+    with attach(model, partition, 0.1) as engine:
+        at = x.clone().requires_grad_()
+        with pytest.raises(UserError, match=r"derivatives of the model by its input.*finite differences"):
+            torch.autograd.grad(model(at).sum(), at, create_graph=True)
+        engine.backward(differences([0, 1, 2]))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.sums[name])
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_a_penalty_on_weights_in_the_losses_is_referred_to_weight_decay(make_partition):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with attach(model, make_partition(model), 1.0) as engine, pytest.raises(UserError, match="weight_decay"):
+        engine.backward(model(torch.randn(4, 3)).sum(1) + sum(p.square().sum() for p in model.parameters()))
+
+
 def test_parameters_that_do_not_train_may_be_used_by_anybody():
     check_paths(torch.ones(3, 2) @ nn.Parameter(torch.ones(2), requires_grad=False), {})
     other = nn.Parameter(torch.ones(2))

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.config.schema import LoraConfig, ModelConfig
+from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import choose_trainable
+from groupwise.torchvision_import import import_torchvision
 
 RTOL = 1e-9
 LENGTHS = (9, 4, 7, 2, 6, 5)
@@ -262,3 +264,34 @@ def test_the_model_may_make_its_positions_for_all_rows_at_once(double, name, mod
         engine.backward(case.losses(explicit=name == "opt"))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
     assert_equal(gradients(case.model), truth.sums)
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_experts_are_exact_where_every_example_has_all_of_them_and_refused_elsewhere_with_that_cure(
+    make_partition, experts
+):
+    import_torchvision()  # before transformers
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_local_experts": 3}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**shape, **heads, experts_implementation=experts)).double()
+    ids = torch.randint(20, (4, 6))
+
+    def losses(examples) -> Tensor:
+        scores = model(input_ids=ids[examples], use_cache=False).logits[:, :-1]
+        return F.cross_entropy(scores.mT, ids[examples][:, 1:], reduction="none").mean(1)
+
+    partition = make_partition(model)
+    truth = clipped_sums(model, lambda i: losses([i])[0], range(4), partition, [0.1] * len(partition))
+    model.zero_grad()
+    with attach(model, partition, 0.1) as engine:
+        if experts == "eager":
+            with pytest.raises(UserError, match="experts_implementation='batched_mm'"):
+                engine.backward(losses([0, 1, 2, 3]))
+            return
+        engine.backward(losses([0, 1, 2, 3]))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-6, atol=1e-8)

@@ -124,6 +124,32 @@ EXACT |= PRODUCTS | {
     "without a batching rule": ((4, 5), lambda p, layer, x: F.linear(layer(x), torch._weight_norm(p, p[:, :1], 0))),
 }
 
+EXPANDED = {
+    "stack": lambda q, h: torch.stack([q, h], 1).mean(1),
+    "stack, examples second": lambda q, h: torch.stack([q, h]).sin().sum(0),
+    "hstack": lambda q, h: torch.hstack([q, h]),
+    "expand_as": lambda q, h: torch.stack([q[:, 0].expand_as(h[:, 0]), h[:, 0]], 1),
+    "type_as, view_as": lambda q, h: h * q.type_as(h).contiguous().view_as(h),
+    "einsum": lambda q, h: torch.einsum("bqd,bkd->bqk", q, h),
+    "cosine_similarity": lambda q, h: F.cosine_similarity(q[:, None], h[:, :, None], dim=-1),
+    "cdist": lambda q, h: torch.cdist(h, q),
+    "cross": lambda q, h: torch.linalg.cross(h, q, dim=1),
+    "gather": lambda q, h: h * q.gather(2, (h > 0).long()),
+    "gather by names": lambda q, h: h * torch.gather(input=q, dim=2, index=(h > 0).long()),
+    "take_along_dim": lambda q, h: h * torch.take_along_dim(q, (h > 0).long(), 1),
+    "grid_sample": lambda q, h: F.grid_sample(q[:, None], h[:, :, None, :2].tanh(), align_corners=False),
+    "scatter": lambda q, h: h.scatter(1, (h[:, :2] > 0).long() * 0, q[:, :1].expand(-1, 2, -1)),
+    "scatter_add": lambda q, h: h.scatter_add(1, (h > 0).long(), q),
+    "scatter into": lambda q, h: q.scatter_add(1, (h > 0).long(), h),
+    "index_add": lambda q, h: h.index_add(1, torch.tensor([2, 0, 1]), q),
+    "index_copy": lambda q, h: h.index_copy(1, torch.tensor([2, 0]), q[:, :2]),
+    "slice_scatter": lambda q, h: torch.slice_scatter(h, q[:, :2], 1, 0, 2),
+}
+EXACT |= {
+    f"expanded, {name}": ((3, 5), lambda p, layer, x, use=use: use(p.expand(len(x), 3, 5), layer(x)))
+    for name, use in EXPANDED.items()
+}
+
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
@@ -200,12 +226,69 @@ def test_gradients_of_what_has_no_batching_rule_are_written_once():
     assert "UnbindBackward0" in kinds and "SelectBackward0" not in kinds  # its gradient is as large as all examples'
 
 
+def indices(layer, x):
+    return (layer(x[:, 0])[:, :2] > 0).long()
+
+
+ROWS = {
+    "gather": lambda p, layer, x: layer(x[:, 0])[:, :2] + p.gather(1, indices(layer, x)),
+    "gather along the rows": lambda p, layer, x: layer(x[:, 0])[:, :2] + p[:, :2].gather(0, indices(layer, x)),
+    "take_along_dim": lambda p, layer, x: layer(x[:, 0])[:, :2] + torch.take_along_dim(p, indices(layer, x), 1),
+    "scatter": lambda p, layer, x: layer(x[:, 0]).scatter(1, indices(layer, x), p),
+    "stack": lambda p, layer, x: torch.stack([layer(x[:, 0]), p], 1).sum(1),
+    "cosine_similarity": lambda p, layer, x: F.cosine_similarity(layer(x[:, 0]), p),
+    "cdist": lambda p, layer, x: torch.cdist(layer(x[:, 0]), p),
+    "cdist to one": lambda p, layer, x: torch.cdist(p[:1], layer(x[:, 0]))[0],
+    "outer": lambda p, layer, x: torch.outer(p[0, :1], layer(x[:, 0])[:, 0])[0],
+    "einsum": lambda p, layer, x: torch.einsum("kd,bd->bk", p, layer(x[:, 0])),
+    "einsum, turned": lambda p, layer, x: torch.einsum("kd,bd->kb", p[:1], layer(x[:, 0]))[0],
+    "einsum over the batch": lambda p, layer, x: torch.einsum("bd,bd->d", p[:, :1], layer(x[:, 0])[:, :1]),
+    "one number for the batch": lambda p, layer, x: F.pairwise_distance(layer(x[:, 0])[:, 0], p[0, :1], keepdim=True),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_parameter_of_as_many_rows_as_the_batch_or_more_leaves_the_outputs_as_they_are_or_is_refused(name, rows):
+    model, x = Uses((rows, 5), ROWS[name]), torch.randn(4, 3, 5)
+    try:
+        plain = model(x)
+    except RuntimeError:
+        return  # a mistake without an engine too
+    with attach(model, flat(model), 1.0):
+        try:
+            torch.testing.assert_close(model(x), plain)
+        except UserError:
+            assert rows == 6 or name in ("cdist to one", "outer", "einsum, turned") or "the batch" in name
+
+
+def test_a_refused_use_of_expanded_copies_says_to_leave_them_as_they_are():
+    model = Uses((5,), lambda p, layer, x: layer(x).select_scatter(p.expand(len(x), 5), 1, 2))
+    with attach(model, flat(model), 1.0), pytest.raises(UserError, match="not expanded to the batch"):
+        model(torch.randn(4, 3, 5))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", EXACT)
 def test_any_use_is_exact_for_any_batch(name, mode):
     shape, use = EXACT[name]
     for batch in BATCHES:
         assert_exact(Uses(shape, use), torch.randn(batch, 3, 5), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(rows, kind, mode):
+    def use(p, layer, x):
+        state = p.expand(len(x), 3, 5).reshape(-1, 5)
+        made = layer(x.reshape(-1, 5), (state, state.sin()) if kind is nn.LSTMCell else state)
+        return (made[0] if kind is nn.LSTMCell else made).view(len(x), 3, 5)
+
+    for batch in BATCHES:
+        model = Uses((rows, 5), use)
+        model.layer = kind(5, 5)
+        assert_exact(model, torch.randn(batch, 3, 5), mode)
 
 
 CONSTANT = torch.randn(3, 5, dtype=torch.float64)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.errors import UserError
@@ -96,6 +97,46 @@ def vmapped(model: nn.Module, x: Tensor) -> Tensor:
 
 def differentiated(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.grad(lambda row: model(row).sum())(x)
+
+
+class Transforms(nn.Module):
+    """A layer and a parameter, and what `torch.func` does with them inside of forward."""
+
+    def __init__(self, done):
+        super().__init__()
+        self.layer, self.done = nn.Linear(4, 4), done
+        self.w, self.scale = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.layer(x) * self.scale + (x @ self.w.T).sum(1, keepdim=True)
+        return used + self.done(self, x)
+
+
+def tangent(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model.layer(forward_ad.make_dual(x, x))).tangent
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        lambda model, x: torch.vmap(model.layer)(x),
+        lambda model, x: torch.vmap(lambda row: model.scale * row)(x),
+        lambda model, x: torch.vmap(lambda row: (model.w @ row).sum())(x).unsqueeze(1),
+        lambda model, x: torch.func.grad(lambda z: model.layer(z).square().sum())(x),
+        lambda model, x: torch.func.jacrev(lambda z: (z @ model.w.T).square().sum())(x),
+        lambda model, x: torch.func.jvp(lambda z: (z * model.scale).sin(), (x,), (x,))[1],
+        tangent,
+    ],
+)
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_transforms_inside_of_forward_are_refused_where_they_meet_what_trains(done, make_partition):
+    model, x = Transforms(done), torch.randn(6, 4)
+    with attach(model, make_partition(model), 1.0), pytest.raises(UserError, match=r"inside of torch\.func"):
+        model(x)
+    free = Transforms(lambda model, x: torch.vmap(torch.sin)(model.layer(x)))
+    with attach(free, make_partition(free), 1.0) as engine:
+        engine.backward(free(x).sum(1))
 
 
 @pytest.mark.parametrize("run", [vmapped, differentiated, lambda model, x: model(x.to_sparse())])

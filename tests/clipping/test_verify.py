@@ -252,6 +252,28 @@ def test_a_sequence_as_long_as_the_batch_is_told_from_it(length):
     assert verify(engine, losses, range(5)) < 1e-3
 
 
+class Positions(nn.Module):
+    """Biases for pairs of positions, from a layer on a grid (T, T, 1) that holds no batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(float(x.shape[1]))
+        q = self.embed(x).unflatten(2, (2, 4)).transpose(1, 2)
+        weights = q @ q.mT + self.bias((at[:, None] - at)[..., None]).permute(2, 0, 1)
+        return self.head((weights.softmax(-1) @ q).transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5, 6])
+def test_positions_as_many_as_the_examples_that_are_tried_are_told_from_them(length):
+    model, x = Positions(), torch.randn(8, length, 4)
+    with attach(model, per_layer(model), 0.05) as engine:
+        assert verify(engine, lambda examples: model(x[list(examples)]).square().sum(1), EXAMPLES) < 1e-3
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_parameter_that_no_loss_depends_on_is_named(frozen):
     model, x = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}), torch.randn(8, 4)

@@ -39,7 +39,11 @@ def once(backward: Backward) -> Backward:
     @wraps(backward)
     def refusing(*args: Any) -> Any:
         if torch.is_grad_enabled():
-            raise UserError("Clipped gradients have no derivative: run the backward pass without create_graph=True.")
+            raise UserError(
+                "Clipped gradients have no derivative: run the backward pass without create_graph=True. Losses with "
+                "derivatives of the model by its input (PINN, gradient penalty, score matching) are not supported; "
+                "with finite differences they are."
+            )
         return backward(*args)
 
     return refusing  # type: ignore[return-value]

@@ -8,9 +8,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
 from groupwise.clipping.groups import ClippingGroup, Member
@@ -79,8 +81,9 @@ class LayerCalls:
         """B of the model's call.
 
         Raises:
-            UserError: naming what is used outside of a call, or in one without a batch.
+            UserError: naming what is used outside of a call, in one without a batch, or inside of `torch.func`.
         """
+        _refuse_transforms(label)
         call = self.passes.model_call
         if call is None:
             raise UserError(
@@ -214,6 +217,7 @@ class LayerCalls:
         layout: Layout | None = None,
     ) -> Tensor:
         """A layer's output for an input x of any layout, or of the one that is given, with its parameters' values."""
+        _refuse_transforms(member.label)
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
         if layout is not None:
@@ -231,6 +235,7 @@ class LayerCalls:
 
     def run_direct(self, group: ClippingGroup, member: Member, x: Tensor, parameters: Values) -> Tensor:
         """A layer's output where it returns its parameters' gradients itself; x has the batch as its first axis."""
+        _refuse_transforms(member.label)
         x, _ = autocast(member.rule.autocast, x, [])
         group_pass, probe = self.enter(group, member, x.shape[0], x.device)
         y: Tensor = DirectFunction.apply(group_pass, member, probe, x, *parameters)
@@ -294,6 +299,21 @@ class GroupOrigin:
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:
     return GroupOrigin(calls, group, f"The output of layer {member.name!r}")
+
+
+def _refuse_transforms(label: str) -> None:
+    """Refuse what runs inside of `torch.func` or `torch.autograd.forward_ad`, whose tensors hide the batch.
+
+    Raises:
+        UserError: naming the layer or parameter.
+    """
+    functorch: Any = torch._C._functorch
+    if functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise UserError(
+            f"{label} is used inside of torch.func (vmap, grad, jvp, jacrev) or forward-mode derivatives, where the "
+            "examples cannot be told apart: use it on the whole batch (derivatives by finite differences), or freeze "
+            "it."
+        )
 
 
 def _meeting(label: str, x: Tensor) -> str:

@@ -178,7 +178,8 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
             name = names.get(id(variable), f"of shape {tuple(variable.shape)}")
             raise UserError(
                 f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot "
-                "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter."
+                "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter; for "
+                "a penalty on weights use the optimizer's weight_decay."
             )
         if isinstance(variable, nn.Parameter):
             raise UserError(

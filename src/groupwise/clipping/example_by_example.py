@@ -1,11 +1,11 @@
 """Does an operation that has no other way with each example's own copy of a parameter, by vmap, or refuses it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from groupwise.clipping.layouts import BatchAxis
 from groupwise.errors import UserError
@@ -20,6 +20,23 @@ ALONE = "parameters' copies and constants alone"
 """In the metadata of the graph's nodes of such operations: the examples are on an axis of vmap's, and stay there."""
 
 _JOINS = {"cat", "concat", "concatenate", "vstack", "row_stack"}
+
+_BESIDE = {
+    *("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "slice_scatter"),
+    *(
+        "index_add",
+        "index_copy",
+        "index_reduce",
+        "hstack",
+        "dstack",
+        "column_stack",
+        "cross",
+        "linalg_cross",
+        "linalg_vecdot",
+    ),
+    *("cosine_similarity", "pairwise_distance", "cdist", "grid_sample"),
+}
+"""Operations that put row i of a tensor beside row i of others with as many axes; the rest take tables and weights."""
 
 
 def refuse_mixtures(
@@ -49,6 +66,10 @@ def refuse_mixtures(
     name = name if name.startswith("__") else name.rstrip("_")
     if name in _WRITES:
         place = places[0]  # of what is written into
+        if place is None and name in _BESIDE:
+            leaves = tree_leaves((args, kwargs))
+            beside = zip(leaves, places, strict=True)
+            place = next((p for leaf, p in beside if p is not None and leaf.dim() == leaves[0].dim()), None)
     elif name in _JOINS:
         place = next(p for p in places if p is not None)
     else:
@@ -79,10 +100,10 @@ def _along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], axis: int)
         return not _is_whole(tuple(keys) if isinstance(keys, (tuple, list)) else (keys,), args[0].shape, axis)
     if name in ("vstack", "row_stack"):
         return axis == 0
-    where = 2 if name in ("select_scatter", "slice_scatter") else 1
+    where = 2 if name in ("select_scatter", "slice_scatter", "take_along_dim") else 1
     dim = args[where] if len(args) > where else kwargs.get("dim", kwargs.get("axis", 0))
-    rank = (args[0] if isinstance(args[0], Tensor) else args[0][0]).dim()
-    return bool(dim % rank == axis)
+    rank = next(leaf.dim() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return dim is None or bool(dim % rank == axis)
 
 
 def _is_whole(keys: Sequence[Any], shape: Sequence[int], axis: int) -> bool:
@@ -104,6 +125,45 @@ def _axes_of(key: Any) -> int:
     if key is None or key is Ellipsis:
         return 0
     return int(key.dim()) if isinstance(key, Tensor) and key.dtype == torch.bool else 1
+
+
+def own_rows(rows: Tensor, axis: int, each: int, name: str, label: str) -> Tensor:
+    """Copies (B, *shape) that have B·each rows on an axis of theirs, each with its own example's rows there alone.
+
+    Raises:
+        UserError: they have another number of rows there.
+    """
+    batch, size = len(rows), rows.shape[axis + 1]
+    if size != batch * each:
+        raise UserError(
+            f"{label} has {size} rows where it meets (in {name}) a batch of {batch} examples with {each} rows each, "
+            "so it cannot be told whose they are: freeze it, or give it one row."
+        )
+    return rows.unflatten(axis + 1, (batch, each)).diagonal(dim1=0, dim2=axis + 1).movedim(-1, 0)
+
+
+def _row_axis(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    leaf: Tensor,
+    at: int,
+    leaves: Sequence[Any],
+    places: Sequence[BatchAxis | None],
+    place: BatchAxis,
+) -> int | None:
+    """The axis on which an operation puts a leaf's rows beside those of the batch; None: it takes all of them."""
+    if name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
+        letters = ["", *args[0].partition("->")[0].replace(" ", "").split(",")]
+        axis = letters[at].find(letters[places.index(place)][place.axis])
+        return None if axis < 0 else axis
+    name = name.rstrip("_")
+    alike = any(p == place and other.dim() == leaf.dim() for other, p in zip(leaves, places, strict=True) if p)
+    if name not in _BESIDE or not alike or (name == "cdist" and place.axis > leaf.dim() - 3):
+        return None
+    if name in ("gather", "take_along_dim") and _along(name, args, kwargs, place.axis):
+        return None
+    return place.axis
 
 
 def example_by_example(
@@ -131,26 +191,56 @@ def example_by_example(
     Raises:
         UserError: the operation cannot be done so.
     """
-    parts = dict(copies)
+    args, kwargs = tree_unflatten(leaves, spec)
+    parts, cure = dict(copies), ""
+    for i, rows in copies.items():
+        axis = _row_axis(name, args, kwargs, leaves[i], i, leaves, places, place)
+        if axis is not None and rows.shape[axis + 1] != 1:
+            parts[i] = own_rows(rows, axis, place.each, name, label)
+        elif len(rows) * place.each in rows.shape[1:]:
+            cure = "give it as it is, not expanded to the batch (every example has its own), or "
     for i, p in enumerate(places):
         if p is not None:
             parts[i] = leaves[i].unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0)
+    shapes = _whole_shapes(func, leaves, spec)
 
     def joined(made: Any) -> Any:
         if not isinstance(made, Tensor):
             return made
-        if made.dim() <= place.axis + 1 or made.shape[place.axis + 1] != place.each:
-            raise UserError(
-                f"{label} went into {name}, whose result of shape {tuple(made.shape[1:])} an example "
-                "keeps no rows apart: wrap the computation in a layer type with a rule, or freeze the parameter."
-            )
-        return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
+        if made.dim() > place.axis + 1 and made.shape[place.axis + 1] == place.each:
+            whole = made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
+            if shapes is None or next(shapes) == whole.shape:
+                return whole
+        raise UserError(
+            f"{label} went into {name}, whose result of shape {tuple(made.shape[1:])} an example "
+            f"keeps no rows apart: {cure}wrap the computation in a layer type with a rule, or freeze the parameter."
+        )
 
-    return tree_map(joined, for_examples(func, leaves, spec, parts, name, label))
+    return tree_map(joined, for_examples(func, leaves, spec, parts, name, label, cure))
 
 
-def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Tensor], name: str, label: str) -> Any:
+def _whole_shapes(func: Any, leaves: Sequence[Any], spec: Any) -> Iterator[torch.Size] | None:
+    """The shapes of what an operation makes of its whole arguments; None where their values say."""
+    kinds = [torch.float32 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in leaves]
+    whole = [
+        torch.empty(leaf.shape, dtype=kind or leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+        for leaf, kind in zip(leaves, kinds, strict=True)
+    ]
+    args, kwargs = tree_unflatten(whole, spec)
+    try:
+        with torch.no_grad():
+            made = func(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # no shapes alone, or a mistake that the whole shows
+        return None
+    return iter([leaf.shape for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])
+
+
+def for_examples(
+    func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Tensor], name: str, label: str, cure: str = ""
+) -> Any:
     """An operation by vmap over examples, with these leaves' parts (B, ...); it may return more than tensors.
+
+    `cure` goes before the others that a refusal names.
 
     Raises:
         UserError: it cannot be done so.
@@ -178,7 +268,7 @@ def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Te
             ) from error
         raise UserError(
             f"{label} is used by {name}, which cannot be done with a copy of it for each example "
-            f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."
+            f"({str(error).splitlines()[0]}): {cure}freeze it, or register a rule for the layer that holds it."
         ) from error
     shown, shown_spec = nest
     return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in shown], shown_spec)

@@ -168,7 +168,8 @@ class Layouts:
                 f"{name} got an input of shape {tuple(x.shape)}, none of whose axes holds the {batch} examples (as "
                 "many as the model's first input has rows), so it cannot be told whose rows they are: keep the batch "
                 "as first axis, or give batch_axis=1; where data choose the rows (experts, graphs end to end), let "
-                "each example have all of them, padded or masked; or freeze it."
+                "each example have all of them, padded or masked (transformers: experts_implementation='batched_mm'); "
+                "or freeze it."
             )
         seen = self._seen.setdefault((name, x.dim() - x.is_floating_point(), x.requires_grad), _Seen())
         before = seen.state

@@ -256,15 +256,16 @@ def _refuse(member: Member, shape: torch.Size, batch: int, parameter: bool) -> N
         raise UserError(
             f"Parameter {member.name!r} meets a tensor whose examples are on another axis than the one with the size "
             f"of the batch of {batch}, or in another order, so it cannot be told whose its gradients are: keep the "
-            "batch as first axis there; if that tensor holds no batch, give make_private check= "
-            "(groupwise.clipping.verify), which tells lengths from sizes; or freeze the parameter."
+            "batch as first axis there (experts of transformers: experts_implementation='batched_mm'); if that tensor "
+            "holds no batch, run one of another size first, as make_private does with check= "
+            "(groupwise.clipping.verify); or freeze the parameter."
         )
     raise UserError(
         f"{member.label} gives a tensor of shape {tuple(shape)}, which has no axis along which its rows belong to one "
         f"of the {batch} examples each (are examples mixed, compared, put in another order, or rows chosen by data?), "
         "so it cannot be told whose they are: keep the batch as first axis, or give batch_axis=1; let every example "
         "have all rows, with a mask or torch.where for the choice; freeze the layer; or, if its input holds no batch, "
-        "give make_private check= (groupwise.clipping.verify), which tells lengths from sizes."
+        "run one of another size first, as make_private does with check= (groupwise.clipping.verify)."
     )
 
 

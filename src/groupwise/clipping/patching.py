@@ -6,7 +6,7 @@ Copies of the model are plain ones.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
@@ -215,10 +215,12 @@ class Patches:
 
         mask: Any = kwargs.get("attn_mask", args[5] if len(args) > 5 else None)
 
+        each = _rows_of_each(copies, (leaf for leaf in tensors if leaf is not mask), axis)
+
         def plain(leaf: Any, at: int) -> Any:
             if leaf is mask and _is_copy(leaf) and leaf.dim() == 2:  # (L, S), the same for all examples and heads
                 return leaf.rows.repeat_interleave(module.num_heads, 0)
-            return align(leaf, leaf.dim(), BatchAxis(at), type(module).__name__) if _is_copy(leaf) else leaf
+            return align(leaf, leaf.dim(), BatchAxis(at, each), type(module).__name__) if _is_copy(leaf) else leaf
 
         first, rest = (args[:1], args[1:]) if recurrent else (args, ())
         args = (*tree_map(lambda t: plain(t, axis), first), *tree_map(lambda t: plain(t, 1), rest))
@@ -278,6 +280,19 @@ def _input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: 
             "and it is clipped for calls with its input alone: leave the others out, or freeze it."
         )
     return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
+
+
+def _rows_of_each(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> int:
+    """How many rows of each example are on that axis of the first input, like the copies, that has the batch there."""
+    for x in inputs:
+        if _is_copy(x) or x.dim() != copies[0].dim() or not x.is_floating_point():
+            continue
+        place = copies[0].origin.batch_axis_of(x)
+        if place is not None and place.axis == axis:
+            for copy in () if place.certain else copies:
+                copy.origin.doubt(x, place)
+            return place.each
+    return 1
 
 
 def _is_copy(leaf: Any) -> bool:

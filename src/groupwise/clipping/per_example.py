@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from groupwise.clipping.example_by_example import example_by_example, for_examples, mark_alone, refuse_mixtures
+from groupwise.clipping.example_by_example import (
+    example_by_example,
+    for_examples,
+    mark_alone,
+    own_rows,
+    refuse_mixtures,
+)
 from groupwise.clipping.layouts import BatchAxis
 from groupwise.errors import UserError
 
@@ -193,7 +199,7 @@ _BROADCASTS = {
     *(f"__{sign}{name}__" for name in _ARITHMETIC for sign in ("", "r", "i")),
     *("rsub", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "where", "lerp", "addcmul"),
     *("masked_fill", "cat", "concat", "concatenate", "scaled_dot_product_attention", "logaddexp", "atan2", "copysign"),
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
+    *("stack", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
     *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "xlogy"),
 }
 """Operations that match axes from the last on (or, `cat`, have them all), so that copies can stand beside the batch."""
@@ -244,6 +250,10 @@ def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         return _expanded(args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:])
     if name == "view" and isinstance(args[0], PerExample) and not isinstance(args[1], torch.dtype):
         return args[0].reshape(*args[1:])  # of what was expanded
+    if name in ("expand_as", "view_as", "reshape_as") and len(args) == 2:  # what it is like tells its shape alone
+        return getattr(args[0], name.removesuffix("_as"))(args[1].shape)  # type: ignore[no-any-return]
+    if name in ("to", "type_as") and len(args) == 2 and isinstance(args[1], Tensor):
+        return args[0].to(args[1].device, args[1].dtype)
     if name in _TRANSPOSES and _is_matrix(args[0]) and args[1:] in _BOTH_AXES:
         return _transposed(args[0])
     if name in ("matmul", "__matmul__") and len(args) == 2:
@@ -338,10 +348,5 @@ def align(copies: PerExample, rank: int, place: BatchAxis, name: str) -> Tensor:
     if size == 1:
         rows = rows.movedim(0, axis + 1).squeeze(axis) if axis else rows.squeeze(1)
         return rows if place.each == 1 else rows.repeat_interleave(place.each, axis)
-    if size != batch * place.each:
-        raise UserError(
-            f"{copies.origin.label} has {size} rows where it meets (in {name}) a batch of {batch} examples with "
-            f"{place.each} rows each, so it cannot be told whose they are: freeze it, or give it one row."
-        )
-    own = rows.unflatten(axis + 1, (batch, place.each)).diagonal(dim1=0, dim2=axis + 1)  # (..., each, ..., B)
-    return own.movedim(-1, axis).flatten(axis, axis + 1)
+    own = own_rows(rows, axis, place.each, name, copies.origin.label)
+    return own.movedim(0, axis).flatten(axis, axis + 1)

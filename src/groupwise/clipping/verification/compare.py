@@ -1,7 +1,7 @@
 """Proves, on a few real examples before training, that examples keep apart and that the engine equals a slow loop."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 
 import torch
@@ -62,6 +62,9 @@ def verify(
     runs = Runs(engine, losses_of)
     with runs.generators.kept(), kept_buffers(engine.model) as buffers, _kept(engine):
         check_draws(runs, batch, buffers)
+        if len(some) > 2:
+            with suppress(UserError):  # of a batch of another size, which tells lengths from sizes; what is wrong stays
+                runs.clipped(some[: max(2, len(some) - 2)])
         check_apart(runs, batch, tolerance, loss_tolerance)
         worst, norms = _compare(runs, some, tolerance, loss_tolerance)
         fewer = max(1, len(some) - 2)
