@@ -193,7 +193,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "losses_of that mixes examples": (
         lambda f: trainer(f, losses_of=mixed).train(),
-        "it cannot be told whose they are",
+        "a layer or the loss mixes the examples of a batch",
     ),
     "labels that are no classes or tokens": (regression, "no whole numbers as 'labels'"),
     "labels beyond the model's classes": (
