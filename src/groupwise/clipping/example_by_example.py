@@ -23,18 +23,8 @@ _JOINS = {"cat", "concat", "concatenate", "vstack", "row_stack"}
 
 _BESIDE = {
     *("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "slice_scatter"),
-    *(
-        "index_add",
-        "index_copy",
-        "index_reduce",
-        "hstack",
-        "dstack",
-        "column_stack",
-        "cross",
-        "linalg_cross",
-        "linalg_vecdot",
-    ),
-    *("cosine_similarity", "pairwise_distance", "cdist", "grid_sample"),
+    *("index_add", "index_copy", "index_reduce", "hstack", "dstack", "column_stack"),
+    *("cross", "linalg_cross", "linalg_vecdot", "cosine_similarity", "pairwise_distance", "cdist", "grid_sample"),
 }
 """Operations that put row i of a tensor beside row i of others with as many axes; the rest take tables and weights."""
 

@@ -47,12 +47,10 @@ def complaint(override: str, config: RunConfig) -> str:
     section, _, name = override.partition("=")[0].partition(".")
     if section == "model" and name.startswith("lora.") and config.model.trains != "lora":
         return f"{override} is of adapters; model.trains={config.model.trains}: add model.trains=lora."
-    if section == "clip" and name:
-        why = why_idle(name, config.clip)
-    elif (section, name) in READ_BY and getattr(config, section).name not in (named := READ_BY[section, name]):
-        why = f"it is read with {section}.name={' or '.join(named)} alone, so leave it out, or choose that."
-    else:
-        why = ""
+    why = why_idle(name, config.clip) if section == "clip" and name else ""
+    names = READ_BY.get((section, name))
+    if names and getattr(config, section).name not in names:
+        why = f"it is read with {section}.name={' or '.join(names)} alone, so leave it out, or choose that."
     return why and f"{override} changes nothing: {why}"
 
 
