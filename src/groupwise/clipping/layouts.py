@@ -85,6 +85,22 @@ MOST_TOLD = 1 << 14
 """Calls whose layouts are remembered: texts have many lengths."""
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """What the shape of one call's input says."""
+
+    length: int
+    """Of its first axis."""
+    batch: int
+    """B."""
+    fits: set[Order]
+    """The orders that it fits."""
+    elsewhere: bool
+    """Whether an axis that no order looks at could hold the batch."""
+    own: bool
+    """Whether it is (a view of) one of the model's own inputs."""
+
+
 @dataclass
 class _Seen:
     """What the calls of one layer, on inputs with so many axes, have shown."""
@@ -104,7 +120,47 @@ class _Seen:
     proven: Order | None = None
     """The order that the gradients of the losses have shown."""
 
-    def grows(self, each: float) -> bool:
+    @property
+    def resolved(self) -> bool:
+        """Whether batches of several sizes were seen."""
+        return len(self.lengths) > 1
+
+    def learn(self, shape: _Shape) -> None:
+        """Take in what a call shows."""
+        self.mixed |= not self.fits & shape.fits
+        if shape.batch not in self.lengths:
+            constant = Order.NONE in shape.fits and shape.length in self.lengths.values()
+            self.fits &= shape.fits - FOLDS if constant else shape.fits
+            self.lengths[shape.batch] = shape.length
+            self.elsewhere &= shape.elsewhere
+
+    def choose(self, shape: _Shape, alike: bool, ranked: Sequence[Order]) -> tuple[Order, bool]:
+        """The likeliest order of a call, and whether gradients have proven it; `ranked`: all, the likeliest first."""
+        if self.shared and Order.NONE in shape.fits and not shape.own and not self._grows(shape.length / shape.batch):
+            chosen, known = Order.NONE, False
+        elif alike and self.proven is not None and self.proven in shape.fits:
+            chosen, known = self.proven, True
+        else:
+            possible = shape.fits if shape.own and not alike else self._possible(shape)
+            chosen, known = next(order for order in ranked if order in possible), False
+        if chosen is Order.NONE:
+            self.shared |= Order.FIRST not in shape.fits
+            self.guessed |= Order.FIRST in shape.fits
+        return chosen, known
+
+    def leaves_only(self, order: Order, shape: _Shape, alike: bool) -> bool:
+        """Whether shapes alone rule out all orders but this."""
+        varies = self.resolved and alike and not (self.shared or self.guessed)
+        rivals = (self._possible(shape) if alike else shape.fits) - {order}
+        if shape.own or varies:
+            rivals -= {Order.NONE}
+        return not rivals and not (shape.elsewhere and (self.elsewhere or not alike))
+
+    def _possible(self, shape: _Shape) -> set[Order]:
+        """The orders that fit a call and all that was seen; where none does, those that fit the call."""
+        return (self.fits & shape.fits) or shape.fits
+
+    def _grows(self, each: float) -> bool:
         """Whether the first axis was `each` > 1 times as long as the batch at three sizes of batches or more."""
         return each > 1 and len(self.lengths) > 2 and {n / batch for batch, n in self.lengths.items()} == {each}
 
@@ -173,32 +229,12 @@ class Layouts:
             )
         seen = self._seen.setdefault((name, x.dim() - x.is_floating_point(), x.requires_grad), _Seen())
         before = seen.state
-        seen.mixed |= not seen.fits & fits
-        elsewhere = _elsewhere(x, batch, features_last and alike)
-        if batch not in seen.lengths:
-            constant = Order.NONE in fits and x.shape[0] in seen.lengths.values()
-            seen.fits &= fits - FOLDS if constant else fits
-            seen.lengths[batch] = x.shape[0]
-            seen.elsewhere &= elsewhere
-        resolved = len(seen.lengths) > 1
+        shape = _Shape(x.shape[0], batch, fits, _elsewhere(x, batch, features_last and alike), own)
+        seen.learn(shape)
         alike = alike and not seen.mixed
-        possible = fits if own and not alike else (seen.fits & fits) or fits
-        apart = seen.shared and Order.NONE in fits and not own and not seen.grows(x.shape[0] / batch)
-        known = alike and seen.proven in fits and not apart
-        if apart:
-            order = Order.NONE
-        elif known and seen.proven is not None:
-            order = seen.proven
-        else:
-            order = next(order for order in _ranked(x, resolved, own) if order in possible)
-        if order is Order.NONE:
-            seen.shared |= Order.FIRST not in fits
-            seen.guessed |= Order.FIRST in fits
-        varies = resolved and alike and not (seen.shared or seen.guessed)
-        rivals = (possible if alike else fits) - {order} - ({Order.NONE} if own or varies else set())
-        sure = not rivals and not (elsewhere and (seen.elsewhere or not alike))
-        trusted = (name, x.shape, order) in self._trusted
-        certain = known or order is Order.NONE or sure or trusted
+        order, known = seen.choose(shape, alike, _ranked(x, seen.resolved, own))
+        trusted = order is Order.NONE or (name, x.shape, order) in self._trusted
+        certain = known or trusted or seen.leaves_only(order, shape, alike)
         layout = Layout(order, x.shape[0] // batch if order in FOLDS else 1, certain)
         if order is not Order.NONE:  # which is right of any tensor
             rest = (x.shape[0], *x.shape[2:]) if order is Order.SECOND else x.shape[1:]
