@@ -277,7 +277,7 @@ def double():
     """float64 by default, and a fixed seed."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` notes its caller's stack for each kind of device
     yield
     torch.set_default_dtype(before)
 

@@ -12,6 +12,7 @@ from groupwise.clipping import WSConv2d, attach, automatic_factors, clip_factors
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.conftest import CASES, make_case
+from tests.clipping.test_against_reference import loop_over
 
 RTOL = 1e-9
 SIMPLE = [name for name in CASES if not name.startswith(("fallback", "reused", "tied", "parametrized"))]
@@ -24,28 +25,33 @@ MODES = {
 }
 
 
-def middle_thresholds(case, partition) -> list[float]:
-    norms = clipped_sums(case.model, case.loss_of, range(6), partition, [1.0] * len(partition)).norms
+def middle_thresholds(model, loss_of, partition) -> list[float]:
+    norms = clipped_sums(model, loss_of, range(6), partition, [1.0] * len(partition)).norms
     return norms.sort(1).values[:, 2:4].mean(1).clamp_min(1e-3).tolist()
 
 
 @cache
 def truth_of(name, make_partition, rule) -> tuple[list[float], Reference]:
     """Thresholds and the loop at them, once for all modes that share them."""
-    torch.manual_seed(0)  # as the fixture
-    case = make_case(name)
-    partition = make_partition(case.model)
-    thresholds = middle_thresholds(case, partition)
-    return thresholds, clipped_sums(case.model, case.loss_of, range(6), partition, thresholds, rule)
+    model, loss_of = loop_over(name)
+    partition = make_partition(model)
+    thresholds = middle_thresholds(model, loss_of, partition)
+    return thresholds, clipped_sums(model, loss_of, range(6), partition, thresholds, rule)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SIMPLE)
-def test_clipped_sums_norms_and_counts(double, name, mode):
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        pytest.param(name, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] if rule_again else [])
+        for number, name in enumerate(SIMPLE)
+        for mode in MODES
+        for rule_again in [mode == "layer_automatic" and number % 9]  # a clip rule sees norms, no layer
+    ],
+    indirect=["case"],
+)
+def test_clipped_sums_norms_and_counts(case, mode):
     make_partition, options = MODES[mode]
-    thresholds, truth = truth_of(name, make_partition, options.get("clip_rule", clip_factors))
-    torch.manual_seed(0)
-    case = make_case(name)
+    thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
     with attach(case.model, make_partition(case.model), thresholds, direct=True, **options) as engine:
         engine.backward(case.losses())
         for key, parameter in case.model.named_parameters():

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from groupwise.clipping import ClippingEngine, attach, clip_factors, flat, per_block, per_layer
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
+from tests.clipping.alone import looped
+from tests.combinations import pairs_fast
 
 SIZES = (4, 3, 5)
 RTOL = 1e-9
@@ -77,18 +81,19 @@ class Run:
         return sum(int((weights > 0).sum()) for weights in self.weights)
 
 
+def make_run(fillers: int = 0, **options: bool) -> Run:
+    model = Model(**options)
+    ids = [torch.randint(0, 11, (size, 7)) for size in SIZES]
+    weights = [torch.logspace(-1, 1, size) for size in SIZES]
+    if fillers:
+        ids[2][-fillers:] = ids[2][:1]
+        weights[2][-fillers:] = 0
+    return Run(model, ids, weights)
+
+
 @pytest.fixture
 def make(double) -> Callable[..., Run]:
-    def make(fillers: int = 0, **options: bool) -> Run:
-        model = Model(**options)
-        ids = [torch.randint(0, 11, (size, 7)) for size in SIZES]
-        weights = [torch.logspace(-1, 1, size) for size in SIZES]
-        if fillers:
-            ids[2][-fillers:] = ids[2][:1]
-            weights[2][-fillers:] = 0
-        return Run(model, ids, weights)
-
-    return make
+    return make_run
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -101,9 +106,10 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         assert float((found[name] - gradient).norm()) <= rtol * float(gradient.norm()) + 1e-12, name
 
 
-def middle_thresholds(run: Run, partition) -> list[float]:
+def middle_thresholds(run: Run, partition, loss_of=None) -> list[float]:
     """Thresholds that clip some examples and leave others, and that no norm equals."""
-    norms = clipped_sums(run.model, run.loss_of, range(run.examples), partition, [1.0] * len(partition)).norms
+    loss_of = loss_of or run.loss_of
+    norms = clipped_sums(run.model, loss_of, range(run.examples), partition, [1.0] * len(partition)).norms
     ordered = norms.sort(1).values
     return ordered[:, run.examples // 2 - 1 : run.examples // 2 + 1].mean(1).tolist()
 
@@ -128,23 +134,29 @@ ORDERS = {
 KINDS = {"plain": {}, "tied": {"tied": True}, "twice": {"twice": True}}
 
 
-_truths: dict[object, tuple[list[float], Reference]] = {}
-"""Thresholds and the loop at them, by partition and kind: once for all orders."""
+PARTITIONS = {"flat": flat, "layer": per_layer, "block": per_block}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("remakes", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make_partition", [flat, per_layer, per_block])
-def test_any_order_equals_the_reference(make, make_partition, kind, remakes, order):
+@cache
+def truth_of(grouping: str, kind: str) -> tuple[list[float], Reference]:
+    """Thresholds and the loop at them, once for all orders."""
+    torch.manual_seed(0)  # as the fixture
+    run = make_run(fillers=2, **KINDS[kind])
+    partition = PARTITIONS[grouping](run.model)
+    loss_of = looped(run.model, run.loss_of, range(run.examples))
+    thresholds = middle_thresholds(run, partition, loss_of)
+    return thresholds, clipped_sums(run.model, loss_of, range(run.examples), partition, thresholds)
+
+
+@pytest.mark.parametrize(
+    ("grouping", "kind", "remakes", "order"), pairs_fast(product(PARTITIONS, KINDS, ["kept", "remade"], ORDERS))
+)
+def test_any_order_equals_the_reference(make, grouping, kind, remakes, order):
+    thresholds, truth = truth_of(grouping, kind)
+    torch.manual_seed(0)
     run = make(fillers=2, **KINDS[kind])
-    partition = make_partition(run.model)
-    if (make_partition, kind) not in _truths:
-        made = middle_thresholds(run, partition)
-        loop = clipped_sums(run.model, run.loss_of, range(run.examples), partition, made)
-        _truths[make_partition, kind] = made, loop
-    thresholds, truth = _truths[make_partition, kind]
-    run.model.remakes = remakes
+    partition = PARTITIONS[grouping](run.model)
+    run.model.remakes = remakes == "remade"
     outputs: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
     with attach(run.model, partition, thresholds) as engine:

@@ -12,6 +12,7 @@ from groupwise.clipping.layouts import Order
 from groupwise.clipping.ownership import Rows, agreeing
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
+from tests.clipping.alone import looped
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -36,9 +37,10 @@ def exact_or_refused(model, x, mode) -> bool:
     """Whether it was exact; refusals are a UserError, and anything else fails."""
     make_partition, options = MODES[mode]
     partition, everybody = make_partition(model), list(range(len(x)))
-    first = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], everybody, partition, [1.0] * len(partition))
+    loop = looped(model, lambda i: losses_of(model, x, [i])[0], everybody)
+    first = clipped_sums(model, loop, everybody, partition, [1.0] * len(partition))
     thresholds = [max(float(row.median()), 1e-6) for row in first.norms]
-    truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], everybody, partition, thresholds)
+    truth = clipped_sums(model, loop, everybody, partition, thresholds)
     model.zero_grad()
     with attach(model, partition, thresholds, **options) as engine:
         try:
