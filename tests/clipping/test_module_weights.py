@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
-from groupwise.clipping.reference import Reference, clipped_sums
+from groupwise.clipping.reference import clipped_sums
+from tests.clipping.alone import looped
+from tests.clipping.turns import in_turn
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -120,35 +122,39 @@ def made(name: str) -> nn.Module:
     return model
 
 
+BATCHES = {4: [0, 1, 2, 3], 3: [0, 1, 3], 1: [2]}
+"""Some of four examples; of as many as there are steps too."""
+
+
 @cache
-def truths_of(name: str, make_partition) -> list[tuple[torch.Tensor, Reference]]:
-    """Batches, of as many examples as steps too, and the loop over each; once for all modes that share them."""
-    torch.manual_seed(0)
-    model = made(name)
-    partition = make_partition(model)
-    found = []
-    for x in (torch.randn(batch, 4, 4) for batch in (4, 3, 1)):
-        one = lambda i, x=x: losses_of(model, x, [i])[0]  # noqa: E731
-        found.append((x, clipped_sums(model, one, range(len(x)), partition, [0.3] * len(partition))))
-    return found
+def loop_over(name: str, frozen: bool = False):
+    """A model, four examples, and the loop over them: once for all modes and batches."""
+    model, x = made(name), torch.randn(4, 4, 4)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and FROZEN[name](key)))
+    return model, x, looped(model, lambda i: losses_of(model, x, [i])[0], range(4))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_a_loop_over_single_examples(name, mode):
+def assert_equal(name: str, mode: str, examples: list[int], frozen: bool = False) -> None:
     make_partition, options = MODES[mode]
-    truths = truths_of(name, make_partition)
-    torch.manual_seed(0)
-    model = made(name)
+    model, x, loop = loop_over(name, frozen)
     partition = make_partition(model)
-    for x, truth in truths:
-        batch = len(x)
-        model.zero_grad()
-        with attach(model, partition, 0.3, **options) as engine:
-            engine.backward(losses_of(model, x, list(range(batch))))
-            torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
-        for key, parameter in model.named_parameters():
+    truth = clipped_sums(model, loop, examples, partition, [0.3] * len(partition))
+    model.zero_grad()
+    with attach(model, partition, 0.3, **options) as engine:
+        engine.backward(losses_of(model, x, examples))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
+        else:
+            assert parameter.grad is None
+
+
+@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(MODELS, list(MODES), list(BATCHES)))
+def test_equals_a_loop_over_single_examples(name, mode, batches):
+    for batch in batches:
+        assert_equal(name, mode, BATCHES[batch])
 
 
 FROZEN = {
@@ -162,20 +168,7 @@ FROZEN = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FROZEN)
 def test_what_is_frozen_gets_no_gradient_and_counts_in_no_norm(name, mode):
-    make_partition, options = MODES[mode]
-    model, x = made(name), torch.randn(4, 4, 4)
-    for key, parameter in model.named_parameters():
-        parameter.requires_grad_(not FROZEN[name](key))
-    partition = make_partition(model)
-    truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], range(4), partition, [0.3] * len(partition))
-    with attach(model, partition, 0.3, **options) as engine:
-        engine.backward(losses_of(model, x, list(range(4))))
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
-        else:
-            assert parameter.grad is None
+    assert_equal(name, mode, BATCHES[4], frozen=True)
 
 
 DROPPING = {
@@ -194,7 +187,7 @@ def test_dropout_leaves_every_example_within_its_threshold(name, mode):
     with attach(model, make_partition(model), 0.01, **options) as engine:
         engine.backward(losses_of(model, torch.randn(4, 4, 4), list(range(4))))
         assert engine.nonfinite == 0
-        for example in range(4):
+        for example in (0, 3):
             model.zero_grad()
             engine.backward(losses_of(model, torch.randn(4, 4, 4), [example]))
             for group in engine.groups:

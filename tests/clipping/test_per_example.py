@@ -1,5 +1,8 @@
 """Parameters that modules use by themselves: exact for any operation, or refused in one sentence."""
 
+from functools import cache
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,12 +15,15 @@ from groupwise.clipping.example_by_example import _for_all
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, release_gradients
+from tests.clipping.alone import looped
+from tests.clipping.turns import in_turn
+from tests.combinations import pairs_fast
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
 MODES = {"flat": (flat, {}), "layer": (per_layer, {}), "ghost": (flat, {"norms": "ghost"})}
-BATCHES = (1, 2, 3, 5, 6)
-"""Every axis of an input (B, 3, 5) has the size of some batch."""
+BATCHES = {1: [5], 2: [0, 5], 3: [0, 2, 5], 5: [0, 1, 2, 4, 5], 6: [0, 1, 2, 3, 4, 5]}
+"""Some of six examples; every axis of an input (B, 3, 5) has the size of some batch."""
 
 
 class Uses(nn.Module):
@@ -36,15 +42,22 @@ def losses_of(model: nn.Module, x: Tensor, examples) -> Tensor:
     return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(examples) + 1.0)
 
 
-def assert_exact(model, x, mode, losses=losses_of):
+def loop_over(model, x):
+    return looped(model, lambda i: losses_of(model, x, [i])[0], range(len(x)))
+
+
+def assert_exact(model, x, mode, loop=None, examples=None):
+    """For all examples or some, at thresholds in the middle of all examples' norms."""
     make_partition, options = MODES[mode]
     partition, everybody = make_partition(model), list(range(len(x)))
-    first = clipped_sums(model, lambda i: losses(model, x, [i])[0], everybody, partition, [1.0] * len(partition))
+    loop = loop_over(model, x) if loop is None else loop
+    first = clipped_sums(model, loop, everybody, partition, [1.0] * len(partition))
     thresholds = [max(float(row.median()), 1e-6) for row in first.norms]
-    truth = clipped_sums(model, lambda i: losses(model, x, [i])[0], everybody, partition, thresholds)
+    examples = everybody if examples is None else examples
+    truth = clipped_sums(model, loop, examples, partition, thresholds)
     model.zero_grad()
     with attach(model, partition, thresholds, **options) as engine:
-        engine.backward(losses(model, x, everybody))
+        engine.backward(losses_of(model, x, examples))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -193,9 +206,10 @@ class Prototypes(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_buffer_that_meets_the_same_parameter_as_the_batch_is_no_batch(mode):
-    model = Prototypes()
-    for batch in BATCHES:
-        assert_exact(model, torch.randn(batch, 5), mode)
+    model, x = Prototypes(), torch.randn(6, 5)
+    loop = loop_over(model, x)
+    for examples in BATCHES.values():
+        assert_exact(model, x, mode, loop, examples)
 
 
 OVER_THE_BATCH = {
@@ -268,27 +282,39 @@ def test_a_refused_use_of_expanded_copies_says_to_leave_them_as_they_are():
         model(torch.randn(4, 3, 5))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", EXACT)
-def test_any_use_is_exact_for_any_batch(name, mode):
-    shape, use = EXACT[name]
-    for batch in BATCHES:
-        assert_exact(Uses(shape, use), torch.randn(batch, 3, 5), mode)
+@cache
+def use_of(name):
+    """A model of that use, six examples, and the loop over them: once for all modes and batches."""
+    model, x = Uses(*EXACT[name]), torch.randn(6, 3, 5)
+    return model, x, loop_over(model, x)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(rows, kind, mode):
+@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(EXACT, list(MODES), list(BATCHES)))
+def test_any_use_is_exact_for_any_batch(name, mode, batches):
+    model, x, loop = use_of(name)
+    for batch in batches:
+        assert_exact(model, x, mode, loop, BATCHES[batch])
+
+
+CELLS = {
+    f"{kind.__name__}, {rows}": (kind, rows) for kind, rows in product([nn.GRUCell, nn.LSTMCell, nn.RNNCell], [1, 3])
+}
+
+
+@pytest.mark.parametrize(("cell", "mode", "batches"), in_turn(CELLS, list(MODES), list(BATCHES)))
+def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(cell, mode, batches):
+    kind, rows = CELLS[cell]
+
     def use(p, layer, x):
         state = p.expand(len(x), 3, 5).reshape(-1, 5)
         made = layer(x.reshape(-1, 5), (state, state.sin()) if kind is nn.LSTMCell else state)
         return (made[0] if kind is nn.LSTMCell else made).view(len(x), 3, 5)
 
-    for batch in BATCHES:
-        model = Uses((rows, 5), use)
-        model.layer = kind(5, 5)
-        assert_exact(model, torch.randn(batch, 3, 5), mode)
+    model, x = Uses((rows, 5), use), torch.randn(6, 3, 5)
+    model.layer = kind(5, 5)
+    loop = loop_over(model, x)
+    for batch in batches:
+        assert_exact(model, x, mode, loop, BATCHES[batch])
 
 
 CONSTANT = torch.randn(3, 5, dtype=torch.float64)
@@ -318,11 +344,11 @@ EXACT_OR_REFUSED = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", EXACT_OR_REFUSED)
 def test_what_shapes_do_not_tell_is_exact_or_refused(name, mode):
-    shape, use = EXACT_OR_REFUSED[name]
-    refused = 0
-    for batch in BATCHES:
+    model, x = Uses(*EXACT_OR_REFUSED[name]), torch.randn(6, 3, 5)
+    loop, refused = loop_over(model, x), 0
+    for examples in BATCHES.values():
         try:
-            assert_exact(Uses(shape, use), torch.randn(batch, 3, 5), mode)
+            assert_exact(model, x, mode, loop, examples)
         except UserError:
             refused += 1
     assert refused < len(BATCHES) or name == "in place on copies"
@@ -345,8 +371,10 @@ class Again(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpointed_module_with_parameters_of_its_own(mode):
-    for batch in BATCHES[:3]:  # 3: as long as the sequences, which gradients tell apart
-        assert_exact(Again(), torch.randn(batch, 3, 5), mode)
+    model, x = Again(), torch.randn(3, 3, 5)
+    loop = loop_over(model, x)
+    for examples in ([1], [0, 2], [0, 1, 2]):  # 3: as long as the sequences, which gradients tell apart
+        assert_exact(model, x, mode, loop, examples)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -419,10 +447,13 @@ class LearnedImage(nn.Module):
         return (features.unsqueeze(0) * given.unsqueeze(1)).sum(1) if self.how == "three" else features * given
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", AS_BATCH)
-@pytest.mark.parametrize("make", BATCHED)
+IMAGES = [
+    cell
+    for cell in product(BATCHED, AS_BATCH, MODES)
+    if cell[:2] != ("group_norm", "unbatched")  # GroupNorm takes no image without a batch
+]
+
+
+@pytest.mark.parametrize(("make", "how", "mode"), pairs_fast(IMAGES))
 def test_a_parameter_in_the_place_of_a_batch_of_images(make, how, mode):
-    if (make, how) == ("group_norm", "unbatched"):
-        pytest.skip("GroupNorm takes no image without a batch")
     assert_exact(LearnedImage(make, how), torch.randn(6, 5), mode)
