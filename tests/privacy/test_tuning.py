@@ -175,8 +175,8 @@ def test_a_search_costs_more_than_a_run_and_less_than_a_large_grid():
 
 
 def test_a_mixed_grid_composes_to_what_a_plain_one_does():
-    same = grid_epsilon([Training(2.0, 0.02, 300)] * 3, 1e-5, "pld")
-    nearly = grid_epsilon([Training(2.0, 0.02, 300)] * 2 + [Training(2.0 + 1e-7, 0.02, 300)], 1e-5)
+    same = grid_epsilon([Training(8.0, 0.3, 30)] * 3, 1e-5, "pld")
+    nearly = grid_epsilon([Training(8.0, 0.3, 30)] * 2 + [Training(8.0 + 1e-7, 0.3, 30)], 1e-5)
     assert nearly == pytest.approx(same, rel=2e-3)
 
 
@@ -207,7 +207,7 @@ def test_what_no_noise_reaches_is_refused():
 
 
 def test_the_command_prints_the_three_figures(at_few_orders, capsys):
-    asked = ["--sample-rate", "0.02", "--steps", "200", "--grid", "9"]
+    asked = ["--sample-rate", "0.2", "--steps", "10", "--grid", "9"]
     assert tuning.main(["--noise-multiplier", "1", *asked]) == 0
     said = capsys.readouterr().out
     assert "9 runs expected" in said and said.count("epsilon = ") == 3
