@@ -113,8 +113,10 @@ def on_images(**options: object) -> tuple[nn.Module, Losses]:
 
 
 def on_text(name: str, **changes: object) -> tuple[nn.Module, Losses]:
-    """Rows of unequal length, padded to the longest of their batch."""
-    case = make_case(name, **{"dropout": 0.1, "attention_dropout": 0.1, **changes})
+    """Rows of unequal length, padded to the longest of their batch; one block of a model, as the others are like it."""
+    shape = (CAUSAL | CLASSIFIERS)[name].shape
+    shallow = {**shape, **{key: 1 for key in ("n_layer", "n_layers", "num_hidden_layers") if key in shape}}
+    case = make_case(name, **{"dropout": 0.1, "attention_dropout": 0.1, "shape": shallow, **changes})
     model = case.model.float().train()
     rows = [torch.randint(5, 60, (length,)) for length in LENGTHS]
     classes = None if case.classes is None else torch.arange(len(rows)) % 3
