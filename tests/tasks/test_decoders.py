@@ -17,6 +17,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from tests.combinations import CONF
+from tests.rdp_alone import rdp_alone
 from tests.tasks.decoders import CPU, EXAMPLE, FAMILIES, TARGETS, folder_of, settings
 from trust.models.check import in_double
 
@@ -265,10 +266,11 @@ def test_a_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path,
 
     source, out = folder_of(folders, "llama"), tmp_path / "out"
     words = ["task=e2e", "scale=smoke", "model=decoder", f"model.source={source}", "model.trains=lora"]
-    words += [f"export={out}", f"paths.results={tmp_path / 'results'}", "model.lora.rank=2"]
+    words += [f"export={out}", f"paths.results={tmp_path / 'results'}", "model.lora.rank=2", "privacy.accountant=rdp"]
     config = compose_run(words, CONF)
     assert config.optim.learning_rate == 5e-4
-    row = run(config)
+    with rdp_alone(tmp_path / "cache"):
+        row = run(config)
     assert row["plan.private"] is True and 7.9 < row["plan.spent_epsilon"] <= 8
     base = AutoModelForCausalLM.from_pretrained(source)
     tokenizer = AutoTokenizer.from_pretrained(out)
