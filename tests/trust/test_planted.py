@@ -16,9 +16,9 @@ from trust.planted_bugs.worst import Given
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = {
-    "one_stream": 60,
-    "public_masks": 60,
-    "thresholds_first": 60,
+    "one_stream": 40,
+    "public_masks": 40,
+    "thresholds_first": 40,
     "last_microbatch": 60,
 }
 """Some of the bugs that few plays show, for the fast tests; no_noise and no_clipping are in other tests below."""
@@ -51,7 +51,7 @@ def test_many_plays_catch(name):
 
 
 def test_without_a_bug_nothing_is_caught():
-    row = measure(replace(BY_NAME["no_noise"], plant=nullcontext), 60)
+    row = measure(replace(BY_NAME["no_noise"], plant=nullcontext), 40)
     assert row.sound and not row.caught
     assert "NOT CAUGHT" in as_markdown([row]) and ",no," in as_csv([row])
 
@@ -82,8 +82,8 @@ def test_parts_release_what_one_process_does():
 
 
 def test_the_patches_leave_nothing_behind():
-    before = {name: measure(BY_NAME[name], 20).correct for name in ("no_clipping", "mean_loss")}
-    assert before == {name: measure(BY_NAME[name], 20).correct for name in before}
+    before = {name: measure(BY_NAME[name], 8).correct for name in ("no_clipping", "mean_loss")}
+    assert before == {name: measure(BY_NAME[name], 8).correct for name in before}
 
 
 def test_a_mean_loss_is_refused_before_training():
@@ -96,13 +96,13 @@ def test_a_mean_loss_is_refused_before_training():
 
 def test_the_command_measures_and_writes_only_whole_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planted, "RESULT", tmp_path / "trust" / "planted.csv")
-    assert main(["--only", "no_clipping", "--plays", "40"]) == 0
+    assert main(["--only", "no_clipping", "--plays", "30"]) == 0
     assert "| no clipping | 1 |" in capsys.readouterr().out and not planted.RESULT.exists()
     assert main(["--only", "no_clipping", "--plays", "2"]) == 1  # too few to show anything
-    monkeypatch.setattr(planted, "CASES", (replace(BY_NAME["no_clipping"], plays=40),))
+    monkeypatch.setattr(planted, "CASES", (replace(BY_NAME["no_clipping"], plays=30),))
     assert main([]) == 0
     assert len(planted.RESULT.read_text().splitlines()) == 2
-    monkeypatch.setattr(planted, "CASES", [replace(BY_NAME[name], plays=40) for name in ("mean_loss", "no_clipping")])
+    monkeypatch.setattr(planted, "CASES", [replace(BY_NAME[name], plays=30) for name in ("mean_loss", "no_clipping")])
     (before,) = planted.RESULT.read_text().splitlines()[1:]
     assert main(["--only", "mean_loss"]) == 0  # what was measured of others stays
     assert [line[:9] for line in planted.RESULT.read_text().splitlines()[1:]] == ["mean_loss", before[:9]]
