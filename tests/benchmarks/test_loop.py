@@ -25,7 +25,7 @@ def _checked_once():
 
 def test_rounds_become_rows_and_nothing_of_the_run_stays(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command = [*SMOKE, "rounds=2", "steps=2", "out=out"]
+    command = [*SMOKE, "rounds=2", "steps=1", "out=out"]
     assert loop.main(command) == 0
     printed = capsys.readouterr().out
     rows = pd.read_csv("out/loop.csv")
