@@ -1,5 +1,7 @@
 """Two worlds of a real task: what is right passes, and what is wrong is broken, on its own model, data and dropout."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from groupwise.audit.__main__ import audit_mode, describe, row_of
 from groupwise.audit.options import make_setting
 from groupwise.privacy import mechanism
 from groupwise.run import plan_run
+from groupwise.tasks import text_classification
 from tests.checked import checked_once
 from trust.planted_bugs.bugs import masks_from_the_public_seed
 
@@ -22,6 +25,21 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _read_once():
+    """The tokeniser and the sentences are the same in every world."""
+    tokenizer, sentences = text_classification.find_tokenizer, cache(text_classification.synthetic_labelled)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            text_classification,
+            "find_tokenizer",
+            lambda config: found.get(config.model.source) or found.setdefault(config.model.source, tokenizer(config)),
+        )
+        patch.setattr(text_classification, "synthetic_labelled", sentences)
+        yield
 
 
 @pytest.mark.parametrize("asked", [TEXT, IMAGES], ids=["sst2", "cifar"])
