@@ -1,5 +1,7 @@
 """Attention in plain operations is torch's own: outputs, weights and every gradient, to 1e-12 in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from groupwise.clipping.rules.attention import ATTENTION, attention, refuse_atte
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
 from tests.clipping.plain_weights import PlainWeights
+from tests.combinations import pairs_fast
 
 B, L, S, E, HEADS = 3, 4, 5, 6, 2
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
@@ -91,12 +94,14 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("appended", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}])
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "need_weights", "appended"),
+    pairs_fast(product(MASKS, [True, False], ["nothing", "add_zero_attn", "add_bias_kv"])),
+)
 def test_masks(double, mask, need_weights, appended):
+    options = {} if appended == "nothing" else {appended: True}
     for batch_first in (True, False):
-        module = lively(nn.MultiheadAttention(E, HEADS, batch_first=batch_first, **appended))
+        module = lively(nn.MultiheadAttention(E, HEADS, batch_first=batch_first, **options))
         same(module, inputs_of(module), need_weights=need_weights, **MASKS[mask])
 
 

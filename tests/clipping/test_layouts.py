@@ -1,6 +1,7 @@
 """Which axis of a layer's input counts examples: told by shapes, shown by gradients, or refused."""
 
 import contextlib
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from groupwise.clipping.ownership import Rows, agreeing
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.alone import looped
+from tests.clipping.turns import in_turn
+from tests.combinations import pairs_fast
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -67,10 +70,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", EXACT)
-def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode):
-    for batch in (1, 2, 3, 5, 6):
+@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(EXACT, list(MODES), [1, 2, 3, 5, 6]))
+def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode, batches):
+    for batch in batches:
         assert exact_or_refused(Two(EXACT[name]), torch.randn(batch, 3, 5), mode), batch
 
 
@@ -158,9 +160,10 @@ MET_TWICE = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MET_TWICE)
-@pytest.mark.parametrize("batches", [(4, 6, 3, 6), (6, 6, 4, 6), (3, 6, 12), (2, 3, 6)])
+@pytest.mark.parametrize(
+    ("name", "mode", "batches"),
+    pairs_fast(product(MET_TWICE, MODES, [(4, 6, 3, 6), (6, 6, 4, 6), (3, 6, 12), (2, 3, 6)])),
+)
 def test_what_all_examples_share_is_not_taken_for_the_batch_where_it_is_as_long(name, mode, batches):
     make_partition, options = MODES[mode]
     model = MetTwice(*MET_TWICE[name])
@@ -369,9 +372,10 @@ TAKEN_FOR_THE_BATCH = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", TAKEN_FOR_THE_BATCH)
-@pytest.mark.parametrize("batches", [(ROWS, ROWS, 4, ROWS), (4, ROWS, 1, ROWS)])
+@pytest.mark.parametrize(
+    ("name", "mode", "batches"),
+    pairs_fast(product(TAKEN_FOR_THE_BATCH, MODES, [(ROWS, ROWS, 4, ROWS), (4, ROWS, 1, ROWS)])),
+)
 def test_no_sum_is_wrong_where_shapes_look_like_the_batch(name, mode, batches):
     """Shapes that were never seen are shown by gradients; a head that is zero shows nothing."""
     make_partition, options = MODES[mode]

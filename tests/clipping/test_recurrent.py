@@ -14,6 +14,7 @@ from groupwise.clipping.rules.recurrent import RECURRENT
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
 from tests.clipping.plain_weights import PlainLate, PlainWeights
+from tests.combinations import pairs_fast
 
 B, T, D, H = 4, 5, 3, 6
 KINDS = {
@@ -58,8 +59,9 @@ def as_hx(module: nn.RNNBase, states: list[Tensor]):
     return tuple(states) if isinstance(module, nn.LSTM) else states[0]
 
 
-@pytest.mark.parametrize(("layers", "bidirectional", "bias"), list(product((1, 2), (False, True), (True, False))))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layers", "bidirectional", "bias"), pairs_fast(product(KINDS, (1, 2), (False, True), (True, False)))
+)
 def test_sequences_of_one_length(double, kind, layers, bidirectional, bias):
     for batch_first, with_states in ((True, False), (False, True)):
         module = KINDS[kind](num_layers=layers, bidirectional=bidirectional, bias=bias, batch_first=batch_first)
@@ -69,9 +71,10 @@ def test_sequences_of_one_length(double, kind, layers, bidirectional, bias):
         same(module, [x, *states], lambda forward, x=x, hx=hx: forward(x, hx))
 
 
-@pytest.mark.parametrize("lengths", [(5, 4, 2, 2, 1), (2, 5, 1, 4, 2), (3, 3, 3, 3, 3)])
-@pytest.mark.parametrize("with_states", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "with_states", "lengths"),
+    pairs_fast(product(KINDS, [True, False], [(5, 4, 2, 2, 1), (2, 5, 1, 4, 2), (3, 3, 3, 3, 3)])),
+)
 def test_packed_sequences(double, kind, with_states, lengths):
     module = KINDS[kind](num_layers=2, bidirectional=True)
     x = [torch.randn(length, D, requires_grad=True) for length in lengths]
