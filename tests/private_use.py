@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from groupwise import make_private
 from groupwise.privacy import NoiseSource
 
-EXAMPLES, BATCH, MICROBATCH = 40, 20, 4
+EXAMPLES, BATCH, MICROBATCH = 40, 20, 7
 X = torch.randn(EXAMPLES, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
 DATA = TensorDataset(X, Y)

@@ -52,7 +52,7 @@ class Looped:
         go_on(self.private, self.task, 1)
 
 
-def proven(plays: int = 300) -> tuple[float, float]:
+def proven(plays: int = 240) -> tuple[float, float]:
     """ε that plays of one step prove, and the ε that one step claims."""
 
     def score(releases: list[Release]) -> float:

@@ -11,6 +11,7 @@ from groupwise import make_private
 from groupwise.clipping import attach, flat, gradient_products, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
+from tests.clipping.alone import looped
 
 BATCH = 6
 
@@ -65,8 +66,9 @@ def test_in_eval_mode_it_is_exact(double, name, make_partition, norms):
     def loss_of(i: int) -> Tensor:
         return losses(plain, x[i : i + 1])[0]
 
-    middle = clipped_sums(plain, loss_of, range(BATCH), partition, [1.0] * len(partition)).norms.median(1).values
-    truth = clipped_sums(plain, loss_of, range(BATCH), partition, middle.tolist())
+    loop = looped(plain, loss_of, range(BATCH))
+    middle = clipped_sums(plain, loop, range(BATCH), partition, [1.0] * len(partition)).norms.median(1).values
+    truth = clipped_sums(plain, loop, range(BATCH), partition, middle.tolist())
     with attach(model, partition, middle, norms=norms) as engine:
         for rows in (x[:4], x[4:]):
             engine.backward(losses(model, rows))

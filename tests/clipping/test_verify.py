@@ -267,7 +267,9 @@ class Positions(nn.Module):
         return self.head((weights.softmax(-1) @ q).transpose(1, 2).flatten(2).mean(1))
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize(  # 5 rows are tried, then 3
+    "length", [3, 4, 5, *(pytest.param(length, marks=pytest.mark.slow) for length in (2, 6))]
+)
 def test_positions_as_many_as_the_examples_that_are_tried_are_told_from_them(length):
     model, x = Positions(), torch.randn(8, length, 4)
     with attach(model, per_layer(model), 0.05) as engine:
