@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from groupwise.planner.parts import foretell
 from groupwise.tensor.cutting import CutModel
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Alone, Ranks
+from tests.few_orders import few_orders
 from tests.pipeline.ranks import run_ranks
 from tests.tensor.tiny import BATCHES, LENGTH, MODES, TokensTask, build, make_model, parameters, steps
 
@@ -33,8 +35,11 @@ MORE = [(mode, "gpt2") for mode in ("adaptive_block", "adaptive_flat", "none")] 
     ("adaptive_layer", "roberta"),
 ]
 """Those that take their turn with the slow tests."""
-STEPS = 20
-"""Without examples, of which noise is taken."""
+MESSAGES = ("adaptive_layer", "fixed_layer", "adaptive_block", "flat", "ghost", "per_device", "none")
+"""`adaptive_flat`, whose groups are those of `flat`, takes its turn with the slow tests."""
+STEPS = 10
+"""Without examples, of which noise is taken. A tensor's parts have at least 12 entries each: one stream for both has a
+correlation of √120 standard deviations or more."""
 RESUMED = ("adaptive_layer", "per_device")
 SENSITIVE = ("fixed_layer", "flat", "ghost")
 WEIGHTED = ("fixed_layer", "adaptive_block", "flat")
@@ -42,20 +47,26 @@ C = 1.0
 
 
 def outcome(mode, kind, ranks):
+    """Weights, thresholds and reports after all steps; and what the first, which has microbatches of 3, 3 and 1, and
+    the second, an empty one, have sent."""
     trainer = build(mode, ranks, kind)
-    reports = steps(trainer)
-    return parameters(trainer), trainer.named_thresholds(), reports
+    sent, reports = [], []
+    for step in (0, 1):
+        with Messages() as messages:
+            parts = trainer.step(step)
+        sent.append(messages.seen)
+        reports.append(trainer.report(ranks.agree(*parts)))
+    reports += steps(trainer, 2)
+    return parameters(trainer), trainer.named_thresholds(), reports, sent
 
 
-def _messages(ranks):
-    """By mode: what the first step sends, which has microbatches of 3, 3 and 1, and the second, an empty one."""
-    found = {}
-    for mode in MODES:
-        trainer, found[mode] = build(mode, ranks), []
-        for step in (0, 1):
-            with Messages() as messages:
-                trainer.step(step)
-            found[mode].append(messages.seen)
+def _messages(ranks, mode):
+    """What the first two steps send."""
+    trainer, found = build(mode, ranks), []
+    for step in (0, 1):
+        with Messages() as messages:
+            trainer.step(step)
+        found.append(messages.seen)
     return found
 
 
@@ -72,6 +83,10 @@ def _together(ranks):
 
 def _local(trainer):
     return {name: p.detach().clone() for name, p in trainer.task.model.named_parameters()}
+
+
+def _whole(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.cut.whole_model().items()}
 
 
 def _noises(ranks, mode="fixed_layer", change=lambda trainer: None, count=STEPS):
@@ -95,14 +110,15 @@ def _one_stream(trainer):
 
 def _sums_alone(ranks, mode, change=lambda parts: parts):
     """What single examples' whole clipped sums are, {name: tensor} each, on the first process."""
-    trainer, found = build(mode, ranks, batches=[[i] for i in range(4)], optim=OptimConfig(learning_rate=8.0)), []
+    trainer, found = build(mode, ranks, batches=[[0], [1]], optim=OptimConfig(learning_rate=8.0)), []
     for group in trainer.engine.groups:
         if group.parts is not None:
             group.parts = change(group.parts)
-    for step in range(4):
-        before = {name: tensor.clone() for name, tensor in trainer.state_dict()["model"].items()}
+    places = [_whole(trainer)]
+    for step in (0, 1):
         trainer.step(step)
-        after = trainer.state_dict()["model"]
+        places.append(_whole(trainer))
+    for before, after in pairwise(places):
         found.append({name: before[name] - after[name] for name in before if name != "lm_head.weight"})
     return found
 
@@ -128,10 +144,16 @@ def _resumed(ranks, mode, folder):
     return [(_local(t), t.named_thresholds()) for t in (whole, second)], parameters(whole)
 
 
-def _one_step_per_device(ranks):
-    trainer = build("per_device", ranks, batches=BATCHES[:1])
-    steps(trainer)
-    return trainer.state_dict()["model"], trainer.named_thresholds()
+def _steps_per_device(ranks):
+    """Weights and thresholds after one step; what it and the empty one after it send."""
+    trainer, sent = build("per_device", ranks), []
+    with Messages() as messages:
+        trainer.step(0)
+    sent.append(messages.seen)
+    found = trainer.state_dict()["model"], trainer.named_thresholds()
+    with Messages() as messages:
+        trainer.step(1)
+    return *found, [*sent, messages.seen]
 
 
 def _masks(ranks):
@@ -148,18 +170,26 @@ def _masks(ranks):
 
 
 def _on_two(rank, world, folder):
-    ranks = Ranks(parts=2)
+    with few_orders(Path(folder) / f"cache-{rank}"):
+        return _found(Ranks(parts=2), Path(folder))
+
+
+def _found(ranks, folder):
+    outcomes = {case: outcome(*case, ranks) for case in CASES}
+    per_device = _steps_per_device(ranks)
+    sent = {mode: told[-1] for (mode, kind), told in outcomes.items() if kind == "gpt2"}
+    sent["per_device"] = per_device[-1]
     return {
-        "outcomes": {case: outcome(*case, ranks) for case in CASES},
-        "per device": _one_step_per_device(ranks),
-        "messages": _messages(ranks),
+        "outcomes": outcomes,
+        "per device": per_device,
+        "messages": sent | {mode: _messages(ranks, mode) for mode in MESSAGES if mode not in sent},
         "together": _together(ranks),
         "noises": _noises(ranks),
         "one stream": _noises(ranks, change=_one_stream),
         "device noises": _noises(ranks, "per_device", count=1),  # then thresholds move
         "alone": {mode: _sums_alone(ranks, mode) for mode in SENSITIVE},
         "planted": {mode: _sums_alone(ranks, mode, _not_added_up) for mode in SENSITIVE},
-        "resumed": {mode: _resumed(ranks, mode, Path(folder)) for mode in RESUMED},
+        "resumed": {mode: _resumed(ranks, mode, folder) for mode in RESUMED},
         "masks": _masks(ranks),
         "masks rows": build("flat", ranks).engine.masks_rows,
         "noise norms": {mode: _noise_norm(ranks, mode) for mode in WEIGHTED},
@@ -193,12 +223,12 @@ def test_two_processes_are_one_in_other_modes_too(more, case):
 
 
 def equals_one(two, case):
-    weights, thresholds, reports = outcome(*case, Alone())
+    weights, thresholds, reports, _ = outcome(*case, Alone())
     clipped = [report.get("nonprivate/clipped", 0.5) for report in reports if report["nonprivate/batch_size"]]
     assert any(0 < share <= 1 for share in clipped)
     torch.testing.assert_close(two[0]["outcomes"][case][0], weights, rtol=1e-9, atol=1e-12)
     for process in two:
-        _, there, told = process["outcomes"][case]
+        _, there, told, _ = process["outcomes"][case]
         assert there == pytest.approx(thresholds, rel=1e-12)
         for found, expected in zip(told, reports, strict=True):
             assert found == pytest.approx(expected, rel=1e-9)
@@ -215,9 +245,19 @@ def test_processes_are_equal_bit_for_bit_in_what_they_both_have(two):
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MESSAGES)
 def test_messages_are_those_of_the_model_and_one_small_one_for_each_group(two, mode):
     """8 bytes an example for each group that is cut; nothing for clipping where a part is a group of its own."""
+    messages_are_as_foretold([process["messages"][mode] for process in two], mode)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_other_modes(more):
+    (mode,) = MODES.keys() - MESSAGES
+    messages_are_as_foretold([process["outcomes"][mode, "gpt2"][-1] for process in more], mode)
+
+
+def messages_are_as_foretold(processes, mode):
     cut_groups = {"layer": 4 * BLOCKS + 1, "block": BLOCKS + 1, "flat": 1, "device": 0, "none": 0}
     clip = MODES[mode]
     backward = 2 if clip.norms == "ghost" else 1
@@ -231,8 +271,7 @@ def test_messages_are_those_of_the_model_and_one_small_one_for_each_group(two, m
     copied = (2 * BLOCKS + 1) * 2 * WIDTH + LENGTH * WIDTH
     groups = {"layer": 6 * BLOCKS + 3, "block": BLOCKS + 3, "flat": 1}.get(clip.grouping, 0)
     released = Counter({("broadcast", 8 * (copied + groups)): 1})
-    for process in two:
-        first, empty = process["messages"][mode]
+    for first, empty in processes:
         assert first == +expected + released
         assert empty == released
     foretold = foretell(make_model("gpt2"), 2, FORETOLD.get(mode, clip.grouping), [3, 3, 1], LENGTH)

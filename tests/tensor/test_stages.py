@@ -8,6 +8,7 @@ import torch
 
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Alone, Ranks
+from tests.few_orders import few_orders
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import BATCHES, Case, make_trainer
 
@@ -17,7 +18,7 @@ CASES = {
     "none": Case(grouping="none"),
 }
 NOISED = {"layer": Case(grouping="layer", policy="adaptive", sigma=1.0), "device": Case(policy="adaptive", sigma=1.0)}
-EMPTY = [[]] * 20
+EMPTY = [[]] * 5
 
 
 def _weights(trainer):
@@ -33,7 +34,7 @@ def outcome(case, ranks):
 
 
 def _noise(case, ranks):
-    """What one step without examples adds to what this process has, and the thresholds after twenty."""
+    """What one step without examples adds to what this process has, and the thresholds after all."""
     trainer = make_trainer(case, ranks, EMPTY)
     before = {name: p.detach().clone() for name, p in trainer.runner.stage.named_parameters()}
     trainer.step(0)
@@ -60,12 +61,13 @@ def _resumed(case, ranks, folder):
 def _on_four(rank, world, folder):
     ranks = Ranks(2, parts=2)
     folder = Path(folder)
-    return {
-        "place": (ranks.stage, ranks.part),
-        "outcomes": {name: outcome(case, ranks) for name, case in CASES.items()},
-        "noise": {name: _noise(case, ranks) for name, case in NOISED.items()},
-        "resumed": {name: _resumed(case, ranks, folder / name) for name, case in NOISED.items()},
-    }
+    with few_orders(folder / f"cache-{rank}"):
+        return {
+            "place": (ranks.stage, ranks.part),
+            "outcomes": {name: outcome(case, ranks) for name, case in CASES.items()},
+            "noise": {name: _noise(case, ranks) for name, case in NOISED.items()},
+            "resumed": {name: _resumed(case, ranks, folder / name) for name, case in NOISED.items()},
+        }
 
 
 @pytest.fixture(scope="module")
