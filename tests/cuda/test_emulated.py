@@ -1,0 +1,284 @@
+"""The emulated GPU, private steps on it in every mode, layout and precision, and the loop of a run.
+
+All in one file, so that one process that has it serves them all.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+# -- the device: it refuses what CUDA refuses, lays tensors out as cuDNN does, and counts ------------------------------
+
+LAYOUTS = """
+last = torch.channels_last
+with EmulatedGPU():
+    x = torch.empty(2, 8, 6, 6, device="cuda").to(memory_format=last)
+    w = torch.empty(4, 8, 3, 3, device="cuda", requires_grad=True)
+    y = torch.nn.functional.conv2d(x, w)
+    print(y.is_contiguous(memory_format=last), y.is_contiguous())
+    plain = torch.nn.functional.conv2d(x.contiguous(), w)
+    print(plain.is_contiguous())
+    grad, = torch.autograd.grad(y.sum(), w)
+    print(grad.is_contiguous(memory_format=last), grad.device)
+"""
+
+REFUSALS = """
+def refusal(run):
+    try:
+        run()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+def backward(groups):
+    x, each = torch.empty(1, groups, 2, device="cuda"), torch.empty(1, groups, device="cuda")
+    mask = [True, True, True]
+    torch.ops.aten.native_group_norm_backward(x, x, each, each, each[0], 1, groups, 2, groups, mask)
+
+with EmulatedGPU():
+    x = torch.empty(2, 8, 6, 6, device="cuda")
+    last = x.to(memory_format=torch.channels_last)
+    one = torch.ones(8, device="cuda")
+    norm = lambda x: torch.native_group_norm(x, one, one, 2, 8, 36, 4, 1e-5)
+    print(refusal(lambda: norm(last)), refusal(lambda: norm(x)))
+    print(refusal(lambda: torch.nn.functional.group_norm(last, 4, one, one)))  # copies first, as CUDA does
+    print(refusal(lambda: x.sum().item()), refusal(lambda: bool((x > 0).all())), refusal(lambda: x[x > 0]))
+    print(refusal(lambda: x + torch.ones(8, 6, 6)), refusal(lambda: x + torch.tensor(1.0)))
+    print(refusal(lambda: backward(65535)), refusal(lambda: backward(65536)))
+    print(refusal(lambda: torch.ones(2) + 1))
+"""
+
+COUNTS = """
+with EmulatedGPU() as gpu:
+    a, b = torch.empty(10, 20, device="cuda"), torch.empty(20, 30, device="cuda")
+    with gpu.counted() as row:
+        c = (a @ b).t().view(-1, 10)
+        c.add_(1)
+        torch._foreach_mul_([a, b], 2.0)
+    print(row["operations"], row["launches"], row["bytes"], row["waits"])
+    with gpu.counted() as row:
+        a @ a.t()  # one matrix, read once
+        a.new_zeros(3)
+        b.as_strided((6, 10), (5, 1)).contiguous()  # rows of ten, five numbers apart
+    print(row["bytes"])
+    with gpu.counted() as row:
+        host = c.cpu()
+        up = torch.ones(3).to("cuda")
+    print(host.device, host.sum().item(), sum(row["waits"].values()), sum(row["uploads"].values()))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(on_gpu) -> tuple[str, str, str]:
+    """What each of them prints, from one process."""
+    layouts, refusals, counts = on_gpu("\nprint('==')\n".join((LAYOUTS, REFUSALS, COUNTS))).split("==\n")
+    return layouts, refusals, counts
+
+
+def test_convolutions_answer_in_channels_last_where_an_operand_is(told) -> None:
+    assert told[0].split() == ["True", "False", "True", "True", "cuda:0"]
+
+
+def test_what_cuda_refuses_is_refused(told) -> None:
+    lines = [line.split() for line in told[1].splitlines()]
+    assert lines[0] == ["Refused", "nothing"]
+    assert lines[1] == ["nothing"]
+    assert lines[2] == ["Waits", "Waits", "Waits"]
+    assert lines[3] == ["FakeTensorDeviceMismatchError", "nothing"]  # two devices, but a number may come from the host
+    assert lines[4] == ["nothing", "Refused"]
+    assert lines[5] == ["nothing"]  # the host's own tensors are real
+
+
+def test_operations_bytes_and_copies_are_counted(told) -> None:
+    counted, once, copied = told[2].splitlines()
+    product, added, scaled = 4 * (200 + 600 + 300), 4 * 2 * 300, 4 * 2 * (200 + 600)
+    assert counted == f"5 3 {product + added + scaled} {{}}"
+    assert int(once) == 4 * ((200 + 100) + 3 + (35 + 60))
+    assert copied.split() == ["cpu", "0.0", "1", "1"]
+
+
+def test_without_a_compiler_the_reason_is_said(monkeypatch) -> None:
+    from benchmarks.emulated import guard
+    from groupwise.errors import UserError
+
+    monkeypatch.setenv("PATH", "")
+    assert "g++" in (guard.why_not() or "")
+    with pytest.raises(UserError, match="no g\\+\\+"):
+        guard.load()
+
+
+# -- steps: forward, backward, release and update ----------------------------------------------------------------------
+
+WAITS = {"clipping/factors.py:Counts._on_host"}
+"""Where a step waits for the device: once, for the counts of all groups, when the batch is over."""
+
+
+def check(rows: dict[tuple[str, ...], dict[str, Any]]) -> None:
+    for case, row in rows.items():
+        assert "refused" not in row, (case, row["refused"])
+        assert set(row["waits"]) <= WAITS, (case, row["waits"])
+        assert all(count == 1 for count in row["waits"].values()), (case, row["waits"])
+
+
+TINY, FLOATS, TEXT = "tiny=true", ("tiny=true", "precision=float32"), ("tiny=true", "layers=2")
+FAST = {
+    "images": ["model=wrn16_4_ws", "mode=adaptive_layer", "layout=contiguous", *FLOATS],
+    "images in channels_last": ["model=wrn16_4_ws", "mode=flat,fixed_layer", "layout=channels_last", *FLOATS],
+    "autocast in channels_last": [
+        *("model=wrn16_4_conv", "mode=none,ghost,adaptive_layer"),
+        *("precision=bfloat16", "layout=channels_last", TINY),
+    ],
+    "text, adaptive": ["model=roberta_base", "mode=adaptive_layer", *TEXT],
+    "gpt2, adaptive": ["model=gpt2", "mode=adaptive_layer", "precision=float32", *TEXT],
+    "text, flat": ["model=gpt2_untied", "mode=flat", "precision=bfloat16", *TEXT],
+    "adapters": ["model=lora_gpt2", "mode=flat", "precision=float32", *TEXT],
+}
+"""Each model, mode, layout and precision once or more; all of them together are slow."""
+
+
+@pytest.fixture(scope="module")
+def fast(emulate_several) -> dict[str, dict[tuple[str, ...], dict[str, Any]]]:
+    return dict(zip(FAST, emulate_several(list(FAST.values())), strict=True))
+
+
+@pytest.mark.parametrize("which", FAST)
+def test_every_model_mode_and_layout_runs(fast, which) -> None:
+    assert fast[which]
+    check(fast[which])
+
+
+BUDGETS = {
+    ("gpt2", "none"): (850, 25.0),
+    ("gpt2", "adaptive_layer"): (1470, 27.5),
+    ("gpt2", "flat"): (1440, 27.5),
+    ("gpt2", "ghost"): (2070, 41.3),
+    ("gpt2_untied", "adaptive_layer"): (1480, 27.6),
+    ("roberta_base", "adaptive_layer"): (1480, 9.2),
+    ("roberta_base", "flat"): (1440, 9.2),
+    ("lora_gpt2", "adaptive_layer"): (1500, 31.5),
+    ("wrn16_4_ws", "adaptive_layer"): (1370, 44.7),
+    ("wrn16_4_ws", "flat"): (1220, 45.0),
+    ("wrn16_4_ws", "ghost"): (1550, 58.9),
+}
+"""Kernels and GB of a forward and backward pass in float32, contiguous, at most."""
+SHALLOW = {("gpt2", "adaptive_layer"): 410, ("roberta_base", "adaptive_layer"): 430, ("lora_gpt2", "flat"): 340}
+"""Kernels with two transformer blocks, of whatever size."""
+
+
+RELEASES = {"gpt2": (280, 5.1), "roberta_base": (385, 5.1), "wrn16_4_ws": (120, 0.14)}
+"""Kernels and GB of noise, division by B, the optimiser's first step and new thresholds, at most; Philox by plain
+operations moves 133 GB."""
+
+
+def over(rows: dict[tuple[str, ...], dict[str, Any]], budgets: dict[tuple[str, str], tuple[int, float]]) -> list[str]:
+    """What takes more than its budget."""
+    found = {key: rows[(*key, "contiguous", "float32")] for key in budgets}
+    return [
+        f"{key}: {found[key]['launches']} kernels, {found[key]['bytes'] / 1e9:.1f} GB for {budget}"
+        for key, budget in budgets.items()
+        if found[key]["launches"] > budget[0] or found[key]["bytes"] > 1e9 * budget[1]
+    ]
+
+
+def test_two_blocks_keep_to_their_kernels(fast) -> None:
+    text = fast["text, adaptive"] | fast["gpt2, adaptive"] | fast["adapters"]
+    assert not over(text, {key: (kernels, 1.0) for key, kernels in SHALLOW.items()})
+
+
+@pytest.mark.slow
+def test_every_model_keeps_to_its_kernels_and_bytes(emulate) -> None:
+    models, modes = (",".join(sorted({key[i] for key in BUDGETS})) for i in range(2))
+    rows = emulate(f"model={models}", f"mode={modes}", "precision=float32", "layout=contiguous")
+    assert not over(rows, BUDGETS)
+    for model, (kernels, size) in RELEASES.items():
+        row = rows[(model, "adaptive_layer", "contiguous", "float32")]
+        assert row["rest_launches"] <= kernels and row["rest_bytes"] <= 1e9 * size, (model, row)
+
+
+HALF_BUDGETS = {
+    ("gpt2", "contiguous"): (2300, 32.3),
+    ("wrn16_4_ws", "contiguous"): (1540, 39.5),
+    ("wrn16_4_ws", "channels_last"): (1500, 38.6),
+}
+"""The same in bfloat16, adaptive per layer."""
+
+
+@pytest.mark.slow
+def test_bfloat16_moves_less_than_float32_products_would(emulate) -> None:
+    rows = emulate("model=gpt2,wrn16_4_ws", "mode=adaptive_layer", "precision=bfloat16")
+    for (model, layout), (kernels, size) in HALF_BUDGETS.items():
+        row = rows[(model, "adaptive_layer", layout, "bfloat16")]
+        assert row["launches"] <= kernels and row["bytes"] <= 1e9 * size, (model, layout, row)
+
+
+@pytest.mark.slow
+def test_every_model_runs_in_every_mode(emulate) -> None:
+    check(emulate("tiny=true"))
+
+
+# -- the loop: the host waits once a step, for the counts; it sends an index a microbatch ------------------------------
+
+LOOP = """
+import json
+from contextlib import nullcontext
+import torch
+from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
+from benchmarks.emulated.step import RATES, EmulatedNoise
+from groupwise.clipping import attach, per_layer
+from groupwise.config.schema import ClipConfig, OptimConfig
+from groupwise.data.images import normalize
+from groupwise.models import wide_resnet
+from groupwise.privacy import make_plan
+from groupwise.tasks.image_classification import ImageClassification
+from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.mechanism import Mechanism
+from groupwise.training.step import Trainer
+
+device, gpu, last = torch.device("cuda", 0), EmulatedGPU(), torch.channels_last
+with torch.device("meta"):
+    model = wide_resnet(depth=10, width=1, block_order="deepmind", weight_standardization=True).to(memory_format=last)
+    images, labels = torch.empty(200, 3, 32, 32, dtype=torch.uint8), torch.empty(200, dtype=torch.int64)
+Mechanism.microbatch = lambda self, step, start: nullcontext()  # a GPU's generators are not emulated
+with gpu:
+    emulate(model)
+    split = on_device(images), on_device(labels)
+    prepare = lambda some: normalize(some, (0.5,) * 3, (0.25,) * 3).contiguous(memory_format=last)
+    task = ImageClassification(model, split, split, prepare, {}, autocast("float32", device))
+    engine = attach(model, per_layer(model), 0.1, rates=RATES)
+    sizes = dict(dataset_size=200, expected_batch_size=64, steps=2, num_groups=len(engine.groups), quantile_budget=0.1)
+    plan = make_plan(**sizes, delta=1e-5, noise_multiplier=1.0, accountant="rdp")
+    optimizer = make_optimizer(model.parameters(), OptimConfig())
+    mechanism = Mechanism(
+        model=model, engine=engine, thresholds=make_thresholds(ClipConfig(quantile_budget=0.1), plan), plan=plan,
+        noise=EmulatedNoise.from_seed(0), allocation="global", optimizer=optimizer, device=device,
+    )
+    engine.asks_order = False  # a device without numbers shows no gradients
+    engine.masks_rows = False  # as build_trainer has it
+    trainer = Trainer(task, mechanism, make_schedule(optimizer, OptimConfig(), 2), 32)
+    for size in (33, 37):  # two sizes tell which axis is the batch, as the check before training does
+        task.losses(range(size))
+    rows = []
+    for step in range(2):
+        with gpu.counted() as passed:
+            trainer._accumulate(mechanism.open(step), step)
+        drawn = mechanism.drawn
+        with gpu.counted() as rest:
+            mechanism.close()
+        rows.append({"microbatches": -(-drawn // 32), "passed": passed, "rest": rest})
+print(json.dumps(rows))
+"""
+
+
+def test_the_host_waits_for_the_counts_alone(python) -> None:
+    for row in json.loads(python(LOOP).splitlines()[-1]):
+        assert row["passed"]["waits"] == {"clipping/factors.py:Counts._on_host": 1}
+        uploads = {
+            "clipping/factors.py:Counts.set_thresholds": 1,
+            "clipping/engine.py:ClippingEngine.set_thresholds": 1,
+            "training/task.py:to_device": row["microbatches"],
+        }
+        assert row["passed"]["uploads"] == uploads
+        assert not row["rest"]["waits"]
+        assert row["rest"]["uploads"] == {"privacy/counted_noise.py:CountedNoise.add_together_": 1}
+        assert row["rest"]["launches"] < 250, "noise of all parameters is drawn together"
