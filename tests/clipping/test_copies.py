@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from groupwise.clipping import attach, flat, per_layer
 from tests.clipping.conftest import Scale
-from tests.private_use import Use
+from tests.private_use import MICROBATCH, Use
 
 
 class Network(nn.Module):
@@ -115,7 +115,7 @@ def test_a_forward_that_the_model_had_of_its_own_is_copied_as_without_an_engine(
 def test_averages_of_a_model_in_private_training_are_plain_models():
     use = Use()
     average = AveragedModel(use.model)
-    for x, y in use.private.batches(4):
+    for x, y in use.private.batches(MICROBATCH):
         use.private.backward(use.losses(x, y))
         if use.private.step():
             average.update_parameters(use.model)
