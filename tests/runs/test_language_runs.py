@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from groupwise.config.compose import compose_run
-from groupwise.data import synthetic_text
 from groupwise.errors import UserError
 from groupwise.run import run
+from tests.made_up import made_up_once
+from tests.rdp_alone import rdp_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSIFICATION, GENERATION = ("sst2", "qnli", "qqp", "mnli"), ("e2e", "dart", "samsum")
@@ -24,15 +26,21 @@ QUICK = {("sst2", "flat"), ("qnli", "ghost"), ("qqp", "fixed_layer"), ("mnli", "
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n\n" * 400
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _by_rdp_alone(tmp_path_factory):
+    """Epsilon knows nothing of tasks, and the runs on images have the usual accountant."""
+    with rdp_alone(tmp_path_factory.mktemp("cache")):
+        yield
+
+
 @pytest.fixture
-def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_text() -> Iterator[None]:
     """A tenth of the made-up text, where nothing is to be learned from it."""
-    for name, count in (("TRAIN", 200), ("VALID", 40), ("REQUESTS", 8)):
-        monkeypatch.setattr(synthetic_text, name, count)
+    with made_up_once(TRAIN=200, VALID=40, REQUESTS=8):
+        yield
 
 
 def smoke(tmp_path: Path, task: str, *overrides: str):
-    """With the quick accountant: epsilon knows nothing of tasks, and the runs on images have the usual one."""
     quick = ["scale=smoke", f"paths.results={tmp_path}", "privacy.accountant=rdp"]
     return compose_run([f"task={task}", *quick, *overrides], ROOT / "conf")
 
@@ -51,7 +59,7 @@ def folder_of(tmp_path: Path) -> Path:
     ],
 )
 def test_every_task_trains_in_every_mode(little_text, tmp_path, task, mode, capsys):
-    small = () if task in CLASSIFICATION else ("train.batch_size=4", "eval.train_limit=4")
+    small = ["eval.train_limit=4"] if task in CLASSIFICATION else ["train.batch_size=4", "eval.train_limit=4"]
     row = run(smoke(tmp_path, task, f"clip={mode}", "train.steps=2", *small))
     folder = folder_of(tmp_path)
     assert (folder / "DONE").exists() and row["plan.steps"] == 2
@@ -80,6 +88,7 @@ def test_flat_and_ghost_and_any_microbatch_are_the_same_run(little_text, tmp_pat
         "eval.generate.limit=0",
         "train.batch_size=8",
         "train.sample_rate=null",
+        "data.max_length=32",
         "eval.train_limit=4",
     ]
     losses = [

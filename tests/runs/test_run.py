@@ -21,6 +21,10 @@ from tests.waiting import until
 ROOT = Path(__file__).resolve().parents[2]
 RDP = "privacy.accountant=rdp"
 """The quick accountant, where the claim is about something else than epsilon."""
+GIVEN = ("privacy.epsilon=null", "privacy.noise_multiplier=0.001")
+"""So little noise that epsilon has a closed form: a process of its own would compose it anew."""
+PLANNED = "train.steps=2"
+"""Of most runs here: one plan is calibrated, and its epsilon composed, once for all of them."""
 MODES = (
     "none",
     "flat",
@@ -45,7 +49,7 @@ def command(tmp_path: Path, *overrides: str) -> Command:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
-    row = run(smoke(tmp_path, f"clip={mode}", "train.steps=2"))
+    row = run(smoke(tmp_path, f"clip={mode}", PLANNED))
     (folder,) = (tmp_path / "runs").iterdir()
     names = {path.name for path in folder.iterdir()}
     assert {
@@ -70,7 +74,7 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
     assert "Privacy:" in printed and "Spent:" in printed and "accuracy" in printed
     told = [line for line in printed.splitlines() if not line.startswith("Record: ")]
     assert max(map(len, told)) <= 80
-    run(smoke(tmp_path, f"clip={mode}", "train.steps=2"))
+    run(smoke(tmp_path, f"clip={mode}", PLANNED))
     again = capsys.readouterr().out.splitlines()
     assert again[0].startswith("Done already: ")
     assert again[1:] == told[-2:]  # what it spent, and what it reached
@@ -79,7 +83,7 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
 def test_flat_equals_ghost_through_the_whole_program(tmp_path):
     for mode in ("flat", "ghost"):
         # one formula for both: ghost chooses the one that keeps nothing, and rounding grows over the steps
-        run(smoke(tmp_path / mode, f"clip={mode}", "clip.formula=materialize", "debug.noise_seed=1", RDP))
+        run(smoke(tmp_path / mode, f"clip={mode}", "clip.formula=materialize", "debug.noise_seed=1", PLANNED))
     a, b = (torch.load(next((tmp_path / mode).glob("runs/*/model.pt"))) for mode in ("flat", "ghost"))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
@@ -103,19 +107,19 @@ def test_a_forced_formula_is_the_same_run_to_rounding(tmp_path):
 
 
 def test_a_seeded_noise_is_stamped_not_private(tmp_path, capsys):
-    row = run(smoke(tmp_path, "debug.noise_seed=1", "train.steps=1", RDP))
+    row = run(smoke(tmp_path, "debug.noise_seed=1", PLANNED))
     assert row["plan.private"] is False and row["seeds.noise_is_secret"] is False
     assert "NOT PRIVATE" in capsys.readouterr().out
 
 
 def test_a_shuffled_run_is_no_guarantee(tmp_path, capsys):
-    row = run(smoke(tmp_path, "privacy=shuffle", "train.steps=2"))
+    row = run(smoke(tmp_path, "privacy=shuffle", PLANNED))
     assert row["plan.private"] is False
     assert "not a guarantee" in capsys.readouterr().out
 
 
 def test_what_is_no_private_release_is_named_so(tmp_path):
-    run(smoke(tmp_path, "train.steps=2"))
+    run(smoke(tmp_path, PLANNED))
     lines = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()
     keys = {key for line in lines for key in json.loads(line)}
     released = {"step", "seconds", "learning_rate", "noise_norm", "epsilon_bound", "valid/accuracy", "valid/loss"}
@@ -123,12 +127,12 @@ def test_what_is_no_private_release_is_named_so(tmp_path):
 
 
 def test_bfloat16_trains(tmp_path):
-    assert run(smoke(tmp_path, "train.precision=bfloat16", "train.steps=2"))["valid/accuracy"] > 0
+    assert run(smoke(tmp_path, "train.precision=bfloat16", PLANNED))["valid/accuracy"] > 0
 
 
 @pytest.mark.slow
 def test_compiled_model_trains(tmp_path):
-    assert run(smoke(tmp_path, "train.compile=true", "train.steps=2"))["valid/accuracy"] > 0
+    assert run(smoke(tmp_path, "train.compile=true", PLANNED))["valid/accuracy"] > 0
 
 
 REFUSED = {
@@ -226,10 +230,10 @@ def test_batch_norm_is_fine_without_clipping(tmp_path):
 
 
 def test_resume_with_another_configuration_is_refused(tmp_path):
-    run(smoke(tmp_path, "train.steps=1", RDP))
+    run(smoke(tmp_path, PLANNED))
     folder = next((tmp_path / "runs").iterdir())
     with pytest.raises(UserError, match=r"optim\.learning_rate"):
-        run(smoke(tmp_path, "train.steps=1", RDP, f"resume={folder}", "optim.learning_rate=0.123"))
+        run(smoke(tmp_path, PLANNED, f"resume={folder}", "optim.learning_rate=0.123"))
 
 
 def finished(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
@@ -257,7 +261,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path, times)
         "train.checkpoint_every=0",
         "debug.noise_seed=5",
         "train.microbatch=8",
-        RDP,
+        *GIVEN,
     ]
     code, _, told = command(tmp_path / "whole", *settings).finish()
     assert code == 0, told
@@ -279,7 +283,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path, times)
 
 
 def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path):
-    settings = ["train.steps=4000", "train.checkpoint_every=1000", RDP]
+    settings = ["train.steps=4000", "train.checkpoint_every=1000", *GIVEN]
     process = command(tmp_path, *settings)
 
     def logged() -> Path | None:
