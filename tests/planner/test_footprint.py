@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.meters import peak_bytes
-from groupwise.planner.footprint import Imagined, Kind, Passes, Work, cut_out, footprint, inputs
+from groupwise.planner import footprint as imagining
+from groupwise.planner.footprint import Imagined, Kind, Passes, Work, cut_out, inputs
 
 MIDDLE = Kind(2, False, False)
+footprint = cache(imagining.footprint)  # several tests look at one
 
 
 @pytest.fixture(scope="module")
