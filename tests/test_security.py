@@ -22,6 +22,8 @@ from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.run import run
 from groupwise.training.step import Trainer
+from tests.checked import verify_once
+from tests.rdp_alone import rdp_alone
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [
@@ -286,6 +288,14 @@ def test_shards_of_a_model_are_files_of_its_folder(tmp_path):
 
 
 # -- the key of the noise ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_runs(tmp_path_factory):
+    """No claim here is about epsilon, or about what is checked before training."""
+    with rdp_alone(tmp_path_factory.mktemp("cache")), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("groupwise.build.verify", verify_once)
+        yield
 
 
 def smoke_folders(place: Path, *overrides: str) -> list[Path]:

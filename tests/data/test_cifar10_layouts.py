@@ -3,7 +3,10 @@
 import io
 import os
 import pickle
+import shutil
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -159,10 +162,18 @@ def write_picture(path: Path, side: int = 3200) -> None:
 
 
 class TestMosaics:
+    @pytest.fixture(scope="class")
+    def picture(self, tmp_path_factory):
+        """A small file whose grey is the number of the pixel row, modulo 256."""
+        folder = tmp_path_factory.mktemp("picture") / "cifar10"
+        write_picture(folder / "test.webp")
+        return folder / "test.webp"
+
     @pytest.fixture
-    def root(self, tmp_path):
-        """Six times the same small file: its grey is the number of the pixel row, modulo 256."""
-        write_picture(tmp_path / "cifar10" / "test.webp")
+    def root(self, picture, tmp_path):
+        """Six times the same."""
+        (tmp_path / "cifar10").mkdir()
+        shutil.copy(picture, tmp_path / "cifar10" / "test.webp")
         for name in MOSAIC_TRAIN:
             os.link(tmp_path / "cifar10" / "test.webp", tmp_path / "cifar10" / name)
         return tmp_path
@@ -194,7 +205,11 @@ class TestMosaics:
 
         path = root / "cifar10" / "train_shard0.webp"
         path.unlink()
-        Image.new("1", (30000, 30000)).save(path, "PNG")
+        Image.new("1", (1, 1)).save(path, "PNG")
+        told = bytearray(path.read_bytes())  # writing so many pixels would take seconds; the header is what is believed
+        told[16:24] = struct.pack(">II", 30000, 30000)
+        told[29:33] = struct.pack(">I", zlib.crc32(told[12:29]))
+        path.write_bytes(told)
         assert "decompression bomb" in refused(read_mosaics, root)
 
     def test_a_picture_of_another_size(self, root):
