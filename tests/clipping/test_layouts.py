@@ -279,19 +279,19 @@ def test_an_order_agrees_with_gradients_in_that_order_alone(order):
     plain = torch.randn(shape)
     scale = {Order.FOLDED: weights.repeat_interleave(2), Order.STACKED: weights.repeat(2)}.get(order, weights)
     weighed = plain * scale.view((1, 3, 1) if order is Order.SECOND else (-1, 1, 1))
-    assert agreeing(Rows.of(plain), Rows.of(weighed), weights) == [order]
+    assert agreeing(Rows.of(plain, {}), Rows.of(weighed, {}), weights) == [order]
     weighed[0, 0, 0] *= 1.01  # one number of one row
-    assert agreeing(Rows.of(plain), Rows.of(weighed), weights) == []
+    assert agreeing(Rows.of(plain, {}), Rows.of(weighed, {}), weights) == []
 
 
 @pytest.mark.parametrize("shape", [(5,), (0,), (4, 3), (3, 0), (4, 1, 3), (2, 3, 4, 5)])
 def test_rows_are_looked_at_in_parts(monkeypatch, shape):
     g = torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1)
-    whole = Rows.of(g)
+    whole = Rows.of(g, {})
     for part in (1, 7):
         monkeypatch.setattr(ownership, "PART", part)
         for one, other in zip(
-            (*whole.projections, *whole.lengths), (*(again := Rows.of(g)).projections, *again.lengths), strict=True
+            (*whole.projections, *whole.lengths), (*(again := Rows.of(g, {})).projections, *again.lengths), strict=True
         ):
             torch.testing.assert_close(one, other)
     for axis, lengths in enumerate(whole.lengths):

@@ -28,6 +28,9 @@ from groupwise.errors import UserError
 PART = 1 << 20
 """Entries that are looked at at once."""
 
+Directions = dict[tuple[torch.Size, torch.device], Tensor]
+"""The random directions of gradients of one part, by shape and device."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -40,18 +43,22 @@ class Rows:
     """(rows,) each: norms."""
 
     @classmethod
-    def of(cls, g: Tensor) -> "Rows":
-        """From a gradient of any shape, a part after the other: in float64 it would be twice as large as it is."""
+    def of(cls, g: Tensor, directions: Directions) -> "Rows":
+        """From a gradient of any shape, a part after the other: in float64 it would be twice as large as it is.
+
+        Args:
+            directions: those made so far, which are the same in all passes.
+        """
         whole = g.detach().flatten(2) if g.dim() > 2 else g.detach().view(*g.shape, *[1] * (3 - g.dim()))
         sums = [whole.new_zeros(2, size, dtype=torch.float64) for size in whole.shape[:2]]
-        places = torch.arange(whole.shape[2], dtype=torch.float64, device=g.device)
         for first, second in _parts(*whole.shape):
             part = whole[first, second].double()
-            rows = [
-                torch.arange(each.start, each.stop, dtype=torch.float64, device=g.device) for each in (first, second)
-            ]
-            numbers = (rows[0].view(-1, 1, 1) * whole.shape[1] + rows[1].view(-1, 1)) * whole.shape[2] + places
-            products, squares = part * _direction(numbers), part.square()
+            direction = directions.get((whole.shape, g.device))
+            if direction is None:
+                direction = _direction_of(whole.shape, first, second, g.device)
+                if whole.numel() <= PART:
+                    directions[whole.shape, g.device] = direction
+            products, squares = part * direction, part.square()
             for axis, (place, other) in enumerate(((first, 1), (second, 0))):
                 sums[axis][0, place] += products.sum((other, 2))
                 sums[axis][1, place] += squares.sum((other, 2))
@@ -90,9 +97,10 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
     """
     weights = telling_weights(len(losses))
     told: list[dict[int, Rows]] = []
+    directions: Directions = {}
     for total in (losses.sum(), (weights.to(losses) * losses).sum(), losses.sum()):
         rows: dict[int, Rows] = {}
-        hooks = [node.register_prehook(partial(_note, rows, i)) for i, node in enumerate(nodes)]
+        hooks = [node.register_prehook(partial(_note, rows, directions, i)) for i, node in enumerate(nodes)]
         try:
             torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)
         finally:
@@ -173,6 +181,15 @@ def rows_as_losses(output: Tensor) -> Tensor:
         return output
     numbers = torch.arange(output.numel(), device=output.device, dtype=torch.float64).view(output.shape)
     return (output * _direction(numbers).to(output.dtype)).flatten(1).sum(1)
+
+
+def _direction_of(shape: torch.Size, first: slice, second: slice, device: torch.device) -> Tensor:
+    """The random direction of a part of the entries of a shape, (rows, columns, depth)."""
+    rows, columns, places = (
+        torch.arange(start, stop, dtype=torch.float64, device=device)
+        for start, stop in ((first.start, first.stop), (second.start, second.stop), (0, shape[2]))
+    )
+    return _direction((rows.view(-1, 1, 1) * shape[1] + columns.view(-1, 1)) * shape[2] + places)
 
 
 def _direction(numbers: Tensor) -> Tensor:
@@ -269,9 +286,9 @@ def _refuse(member: Member, shape: torch.Size, batch: int, parameter: bool) -> N
     )
 
 
-def _note(rows: dict[int, Rows], at: int, gradients: tuple[Tensor | None, ...]) -> None:
+def _note(rows: dict[int, Rows], directions: Directions, at: int, gradients: tuple[Tensor | None, ...]) -> None:
     if gradients[0] is not None:
-        rows[at] = Rows.of(gradients[0])
+        rows[at] = Rows.of(gradients[0], directions)
 
 
 def agreeing(plain: Rows, weighed: Rows, weights: Tensor) -> list[Order]:
