@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from groupwise.config import schema
-from groupwise.config.compose import in_one_sentence, register, unknown_key
+from groupwise.config.compose import composer_of, in_one_sentence, register, unknown_key
 from groupwise.config.keys import FREE_KEYS, groups, key_types, roots
 from groupwise.config.tables import Tables, file_part, leaves
 from groupwise.errors import UserError
@@ -41,7 +41,7 @@ def why(arguments: Sequence[str], conf: Path) -> str:
         UserError: no key, one that the schema lacks, a flag, or several values for a setting.
         HydraException: as composing a run does.
     """
-    from hydra import compose, initialize_config_dir
+    from hydra import initialize_config_dir
 
     words = [word for word in arguments if word != "--why"]
     settings = [word for word in words if "=" in word or word.startswith("~")]
@@ -59,7 +59,7 @@ def why(arguments: Sequence[str], conf: Path) -> str:
         found: dict[str, list[Statement]] = {}
         for statement in statements(settings, conf):
             found.setdefault(statement.key, []).append(statement)
-        composed = compose("config", settings)
+        composed = composer_of(conf).compose(settings)
     if composed.privacy.noise_multiplier is not None:
         follows = Statement("privacy.epsilon", None, "it follows from privacy.noise_multiplier, which is given")
         found["privacy.epsilon"].append(follows)
@@ -84,16 +84,14 @@ def statements(overrides: Sequence[str], conf: Path) -> Iterator[Statement]:
         UserError: an override with several values.
         HydraException: as composing does.
     """
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.types import RunMode
 
     given = OverridesParser.create().parse_overrides(list(overrides))
     several = next((item.input_line for item in given if item.is_sweep_override()), None)
     if several:
         raise UserError(f"{several} gives several values, where --why looks at one configuration: give one of them.")
     chosen = {item.key_or_group: str(item.input_line) for item in given}
-    order = GlobalHydra.instance().config_loader().compute_defaults_list("config", list(overrides), RunMode.RUN)
+    order = composer_of(conf).defaults(overrides)
     tables = Tables(conf)
     for default in order.defaults:
         path = default.config_path or ""

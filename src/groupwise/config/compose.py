@@ -14,7 +14,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
-from hydra._internal.defaults_list import create_defaults_list
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -289,12 +289,14 @@ class Composer:
         ConfigLoaderImpl._apply_overrides_to_config([item for item in given if item not in options], composed)
         return composed
 
+    def defaults(self, overrides: Sequence[str]) -> DefaultsList:
+        """Which files `overrides` compose, in their order, and the values that they write; of Hydra's own, nothing."""
+        given = self._parser.parse_overrides(list(overrides))
+        return self._listed([item for item in given if not item.is_hydra_override()])[2]
+
     def _choose(self, options: list[Override]) -> DictConfig:
         """`hydra.compose`, but for `_OurFiles`."""
-        loader = GlobalHydra.instance().config_loader()
-        assert isinstance(loader, ConfigLoaderImpl)
-        files = _OurFiles(loader.repository, self._loaded)
-        listed = create_defaults_list(files, "config", options, prepend_hydra=False, skip_missing=False)
+        loader, files, listed = self._listed(options)
         try:
             composed = loader._compose_config_from_defaults_list(listed.defaults, files)
             OmegaConf.set_struct(composed, True)
@@ -302,6 +304,13 @@ class Composer:
         except OmegaConfBaseException as error:
             raise ConfigCompositionException() from error
         return composed
+
+    def _listed(self, given: list[Override]) -> tuple[ConfigLoaderImpl, IConfigRepository, DefaultsList]:
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        files = _OurFiles(loader.repository, self._loaded)
+        listed = create_defaults_list(files, "config", given, prepend_hydra=False, skip_missing=False)
+        return loader, files, listed
 
     def _chooses(self, item: Override) -> bool:
         group = item.key_or_group
