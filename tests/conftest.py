@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -37,18 +38,13 @@ def _one_cache(tmp_path_factory):
             patch.setattr(rdp, "_log_comb", functools.cache(rdp._log_comb))
         if costs := sys.modules.get("groupwise.clipping.cost_model"):  # choices that no busy machine changes
             patch.setattr(costs, "measure_rates", lambda device: costs.USUAL_RATES[device.type])
-        for task, name in (("classification", "synthetic_labelled"), ("generation", "synthetic_paired")):
-            if module := sys.modules.get(f"groupwise.tasks.text_{task}"):  # a data set made up takes longer than a step
-                patch.setattr(module, name, _made_once(getattr(module, name)))
         patch.setattr(os, "fsync", lambda descriptor: None)  # no test cuts the power
-        yield
+        with ExitStack() as made_up:
+            if "groupwise.tasks.text_generation" in sys.modules:  # what is not imported makes up nothing
+                from tests.made_up import made_up_once
 
-
-def _made_once(make):
-    """The same texts for all that ask for the same number of them."""
-    made = functools.cache(lambda task, seed, *counts: make(task, seed))
-    texts = sys.modules[make.__module__]
-    return lambda task, seed=0: made(task, seed, texts.TRAIN, texts.VALID, texts.REQUESTS)
+                made_up.enter_context(made_up_once())
+            yield
 
 
 @pytest.fixture
