@@ -5,8 +5,9 @@ VENV := .venv
 STAMP := $(VENV)/.complete
 BIN := $(VENV)/bin
 WORKERS ?= 2
-# One thread a worker: the workers share the cores. A file stays with one worker, which starts its processes once.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# One thread a worker: the workers share the cores. A file stays with one worker, which starts its processes once. glibc
+# keeps what is freed, where each step would have it back from the system.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Options of the benchmark: make bench BENCH="workload=gpt2 rounds=3 layers=12"; --help lists them.
 BENCH ?= workload=all method=all

@@ -47,6 +47,13 @@ def _one_cache(tmp_path_factory):
             yield
 
 
+@pytest.fixture(scope="module")
+def few_objects():
+    """Only what is made from here on is looked through each time that a test asks for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """An empty cache folder for one test."""

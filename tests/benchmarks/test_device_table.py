@@ -126,6 +126,7 @@ def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pyt
     assert measure_largest(options(tmp_path), lambda: False) == 0 and not tried
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_answers_are_those_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with Together(Job("mlp", "flat", tiny=True), 60.0) as here:
         facts = here.ask(do="measure")
@@ -135,6 +136,7 @@ def test_answers_are_those_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None
         assert "unknown" in here.ask(do="measure")["refused"]
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")

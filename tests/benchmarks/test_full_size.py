@@ -77,6 +77,7 @@ def test_planned_runs_nothing_and_writes_nothing(monkeypatch, tmp_path, capsys) 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_is_what_a_model_of_that_depth_holds(name: str) -> None:
     asked = job(name, "none", FullOptions(tiny=True, layers=4))

@@ -59,6 +59,7 @@ def test_rows_and_factors(tmp_path, capsys):
     assert len(pd.read_csv(tmp_path / "growth.csv")) == len(rows)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_memory_grows_with_the_batch_and_not_with_what_ran_before(capsys):
     options = growth.parse(["network=conv", "axis=batch", "method=flat", "doublings=1", "rounds=1", "steps=1"])
     rows = pd.DataFrame(growing.measure("conv", "batch", options))

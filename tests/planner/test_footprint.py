@@ -67,6 +67,7 @@ def test_half_precision_halves_weights_and_messages(work):
     assert (2 * half.frozen, 2 * half.sent, half.trained) == (found.frozen, found.sent, found.trained)
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize(
     ("name", "rematerialize", "kind"),
     [

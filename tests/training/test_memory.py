@@ -123,6 +123,7 @@ def test_one_example_that_does_not_fit_is_one_sentence():
         trainer.step(0)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_nothing_of_the_part_that_did_not_fit_is_held():
     trainer = make_trainer(ADAPTIVE_BLOCK, microbatch=16)
     gc.collect()
