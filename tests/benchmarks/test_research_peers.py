@@ -121,6 +121,7 @@ def test_a_row_says_which_commit_of_a_peer_it_is_of(folder: Path) -> None:
     assert research_peers.version_of("fastdp_layer") == f"fastDP {told.stdout.strip()}"
 
 
+@pytest.mark.slow  # it starts processes; the tests above and below have the rest in this one
 def test_a_process_finds_them_and_wrong_sums_are_no_comparison(folder: Path) -> None:
     options = parse([f"peers={folder}", "workload=mlp", "method=flat,fastdp_flat", "tiny=true"])
     assert {"fastdp_layer", "private_transformers"} <= set(parse([f"peers={folder}"]).methods)
