@@ -42,7 +42,7 @@ def _read_once():
         yield
 
 
-@pytest.mark.parametrize("asked", [TEXT, IMAGES], ids=["sst2", "cifar"])
+@pytest.mark.parametrize("asked", [pytest.param(TEXT, marks=pytest.mark.slow), IMAGES], ids=["sst2", "cifar"])
 def test_what_is_right_passes_and_what_is_wrong_is_broken(asked, monkeypatch):
     """With a hundredth of the noise 20 plays of two worlds show more than an epsilon of one half."""
     setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=20)

@@ -76,7 +76,7 @@ def test_every_task_trains_in_every_mode(little_text, tmp_path, task, mode, caps
         assert len(lines) == 4 and {"source", "output", "references"} == json.loads(lines[0]).keys()
 
 
-@pytest.mark.parametrize("task", ["mnli", "e2e"])
+@pytest.mark.parametrize("task", [pytest.param("mnli", marks=pytest.mark.slow), "e2e"])
 def test_flat_and_ghost_and_any_microbatch_are_the_same_run(little_text, tmp_path, task):
     same = [
         "model.dropout=0",

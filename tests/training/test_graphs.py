@@ -86,7 +86,7 @@ def evenly(trainer):
     [
         ("cifar", "adaptive_layer", ("train.batch_size=16",)),
         ("sst2", "flat", ("model.dropout=0.1",)),
-        ("e2e", "adaptive_layer", ("model.dropout=0.1",)),
+        pytest.param("e2e", "adaptive_layer", ("model.dropout=0.1",), marks=pytest.mark.slow),
     ],
 )
 def test_so_have_the_papers_tasks(task, clip, more, monkeypatch):
