@@ -1,7 +1,5 @@
 """Two worlds of a real task: what is right passes, and what is wrong is broken, on its own model, data and dropout."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from groupwise.privacy import mechanism
 from groupwise.run import plan_run
 from groupwise.tasks import text_classification
 from tests.checked import checked_once
+from tests.made_up import made_up_once
 from trust.planted_bugs.bugs import masks_from_the_public_seed
 
 RATES = ("model.dropout=0.5", "model.attention_dropout=0.5")
@@ -30,15 +29,13 @@ def _one_thread():
 @pytest.fixture(autouse=True, scope="module")
 def _read_once():
     """The tokeniser and the sentences are the same in every world."""
-    tokenizer, sentences = text_classification.find_tokenizer, cache(text_classification.synthetic_labelled)
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
+    tokenizer, found = text_classification.find_tokenizer, {}
+    with made_up_once(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             text_classification,
             "find_tokenizer",
             lambda config: found.get(config.model.source) or found.setdefault(config.model.source, tokenizer(config)),
         )
-        patch.setattr(text_classification, "synthetic_labelled", sentences)
         yield
 
 
