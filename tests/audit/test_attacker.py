@@ -77,9 +77,9 @@ def test_noise_a_fifth_too_small_would_be_seen(monkeypatch):
 def test_codes_show_every_canary_in_the_counts(monkeypatch):
     """With nearly all of the budget on counts, what is found is what they alone say: K/(4σ_b²) for each canary."""
     asked = ["clip=adaptive_layer", "clip.quantile_budget=0.99", *QUICK]
-    setting = make_setting(asked, design="counts", canaries=128, seed=3)
+    setting = make_setting(asked, design="counts", canaries=256, seed=3)
     plan, (step,) = audit_one_run(setting)
-    counts = 0.25 * 128 / plan.count_noise_multiplier**2
+    counts = 0.25 * 256 / plan.count_noise_multiplier**2
     assert np.allclose(step.power, counts, rtol=0.05) and counts > 0.9
     present = present_canaries(setting)
     found = (step.found - step.power * present) / np.sqrt(step.power)

@@ -187,7 +187,7 @@ def test_dropout_leaves_every_example_within_its_threshold(name, mode):
     with attach(model, make_partition(model), 0.01, **options) as engine:
         engine.backward(losses_of(model, torch.randn(4, 4, 4), list(range(4))))
         assert engine.nonfinite == 0
-        for example in (0, 3):
+        for example in range(4):
             model.zero_grad()
             engine.backward(losses_of(model, torch.randn(4, 4, 4), [example]))
             for group in engine.groups:
