@@ -33,6 +33,8 @@ class Claim:
 
 SEARCH = "search_"
 """How the sweeps begin that choose settings; their rows show no claim."""
+OURS = ("public_thresholds", "scatter_cnn")
+"""Sweeps that compare what the paper does not, or on a model that is not the paper's, at whatever scale."""
 CIFAR, SST2 = {"task": "cifar"}, {"task": "sst2", "model": "roberta_base"}
 
 
@@ -53,10 +55,16 @@ TABLES = ("table2text", "E2E and DART")
 LOSES = "Fixed per-layer clipping loses to flat clipping"
 RECOVER = "Adaptive thresholds recover what fixed ones lose per layer"
 ON_PAR = "Adaptive per-layer clipping is on par with flat clipping"
+SCATTERING = ("scatter_cnn", "CIFAR-10, scattering network")
 
 
 def _noiseless(says: str, plus: str, minus: str, kind: str) -> Claim:
     return Claim(says, WITHOUT_NOISE, Contrast("adaptive_vs_fixed", _clip(plus), _clip(minus), NOISELESS), kind)
+
+
+def _scattering(says: str, plus: str, minus: str, kind: str) -> Claim:
+    sweep, on = SCATTERING
+    return Claim(says, on, Contrast(sweep, _clip(plus), _clip(minus), CIFAR), kind)
 
 
 def _on_par(on: str, sweep: str, where: Mapping[str, str]) -> Claim:
@@ -74,10 +82,13 @@ def _texts(says: str, sweep: tuple[str, str], plus: str, minus: str, kind: str) 
 CLAIMS = (
     *_both(LOSES, "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
     _noiseless(LOSES, "fixed_layer", "flat", LESS),
+    _scattering(LOSES, "fixed_layer", "flat", LESS),
     *_both(RECOVER, "adaptivity", ("adaptive_layer",), ("fixed_layer",), MORE),
     _noiseless(RECOVER, "adaptive_layer", "fixed_layer", MORE),
+    _scattering(RECOVER, "adaptive_layer", "fixed_layer", MORE),
     _on_par("CIFAR-10", "cifar", CIFAR),
     _noiseless(ON_PAR, "adaptive_layer", "flat", ALIKE),
+    _scattering(ON_PAR, "adaptive_layer", "flat", ALIKE),
     _on_par("SST-2, RoBERTa-base", "adaptivity", SST2),
     _on_par("SST-2, RoBERTa-base, attention only", "sst2_epochs", SST2),
     _on_par("SST-2, RoBERTa-large, attention only", "sst2_epochs", SST2 | {"model": "roberta_large"}),

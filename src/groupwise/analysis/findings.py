@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from groupwise.analysis.benchmark_tables import between_markers
-from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
+from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, OURS, Claim, refuse_left_out
 from groupwise.analysis.results import (
     LEARNT,
     MINUS,
@@ -89,6 +89,14 @@ class Verdict:
     def said(self) -> str:
         """The word, and why in brackets."""
         return self.word + (f" ({self.why})" if self.why else "")
+
+    @property
+    def where(self) -> str:
+        """The scale, and what its cells are."""
+        if self.claim.contrast.sweep in OURS:
+            return "on networks that are not the paper's"
+        kind = "the paper's cells" if self.scale == PAPER else "reduced"
+        return f"at scale={self.scale} ({kind})"
 
     @property
     def alone(self) -> float:
@@ -269,7 +277,7 @@ def findings_table(found: Sequence[Verdict]) -> str:
             [
                 verdict.claim.says,
                 verdict.claim.on + (f" (here {verdict.instead})" if verdict.instead else ""),
-                verdict.scale or "–",
+                "not the paper's" if verdict.scale and verdict.claim.contrast.sweep in OURS else verdict.scale or "–",
                 verdict.epsilon or "all",
                 number(verdict.paper),
                 number(measured.mean),
@@ -289,11 +297,10 @@ def summary(found: Sequence[Verdict]) -> str:
     if not any(verdict.scale for verdict in found):
         return "Nothing was measured yet."
     parts = []
-    for scale in dict.fromkeys(verdict.scale for verdict in found if verdict.scale):
-        words = Counter(verdict.word for verdict in found if verdict.scale == scale)
+    for where in dict.fromkeys(verdict.where for verdict in found if verdict.scale):
+        words = Counter(verdict.word for verdict in found if verdict.where == where)
         counted = ", ".join(f"{words[word]} {word}" for word in (AGREEMENT, DISAGREEMENT, UNDECIDED) if words[word])
-        kind = "the paper's cells" if scale == PAPER else "reduced"
-        parts.append(f"at scale={scale} ({kind}): {counted}")
+        parts.append(f"{where}: {counted}")
     unmeasured = sum(not verdict.scale for verdict in found)
     return f"Verdicts {'; '.join(parts)}{f'; {unmeasured} without rows' if unmeasured else ''}."
 

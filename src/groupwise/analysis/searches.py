@@ -7,16 +7,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from groupwise.analysis.claims import SEARCH
-from groupwise.analysis.results import SHOWN
+from groupwise.analysis.claims import OURS, SEARCH
+from groupwise.analysis.results import SHOWN, settings_of
 from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
 from groupwise.errors import command
 from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, Candidate, best, candidates
 
-OURS = ("public_thresholds", "scatter_cnn")
-"""Sweeps that compare what the paper does not."""
+PUBLISHED = {("scatter_cnn", "flat"): "69.3 (Tramèr and Boneh, 2021)"}
+"""What others report for the cells of a sweep with that mode."""
 
 
 def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
@@ -42,11 +42,12 @@ def page(sweeps: Path, measured: Path) -> str:
         rows = read_table(path).rows
         metric = next((metric for metric in HEADLINES if any(row.get(metric) for row in rows)), HEADLINES[0])
         chosen = {candidate.name for candidate in best(rows, metric)[0]} if name.startswith(SEARCH) else set()
-        lines = [
-            [f"`{candidate.name}`", _mean(candidate), str(candidate.seeds), "best" * (candidate.name in chosen)]
-            for candidate in candidates(rows, metric)
-        ]
-        parts += [f"## {name}, scale={scale}", markdown(["cell", metric, "seeds", "among its rivals"], lines)]
+        lines = []
+        for cell in candidates(rows, metric):
+            beside = PUBLISHED.get((name, settings_of(cell.name).get("clip", "")), "best" * (cell.name in chosen))
+            lines.append([f"`{cell.name}`", _mean(cell), str(cell.seeds), beside])
+        last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "among its rivals"
+        parts += [f"## {name}, scale={scale}", markdown(["cell", metric, "seeds", last], lines)]
     return "\n\n".join(parts) + "\n"
 
 

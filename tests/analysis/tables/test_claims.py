@@ -1,6 +1,7 @@
 """Claims are judged by paired differences and their intervals; reduced, missing and useless rows say so."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -273,6 +274,21 @@ def test_scales_are_judged_apart_and_nothing_is_a_pair(world):
     world.write(world.rows("adaptivity")[lambda table: table["seed"] != 1], "adaptivity")
     (verdict,) = judge(claim(LESS), world.folders)
     assert (verdict.scale, verdict.measured.n, verdict.why) == ("mini", 2, "2 of 6 pairs were not run")
+
+
+def test_a_network_that_is_not_the_papers_is_never_counted_among_its_cells(world):
+    shutil.copy(SWEEPS / "scatter_cnn.yaml", world.folders.sweeps)
+    claims = [one for one in CLAIMS if one.contrast.sweep == "scatter_cnn"]
+    spread = {"flat": 0.1, "fixed_layer": 0.2, "adaptive_layer": 0.4}
+    rows = world.rows("scatter_cnn", "paper", lambda cell, seed: 60 + spread[cell["clip"]] * seed**2)
+    world.write(rows, "scatter_cnn", "paper")
+    refuse_left_out(world.folders)
+    found = [verdict for one in claims for verdict in judge(one, world.folders)]
+    assert [(verdict.scale, verdict.places) for verdict in found] == [("paper", 1)] * 3
+    assert "on networks that are not the paper's: 3 not enough" in summary(found) and "paper's cells" not in summary(
+        found
+    )
+    assert full(found).count("| CIFAR-10, scattering network | not the paper's | all | – |") == 3
 
 
 def test_a_run_without_a_partner_keeps_the_claim_undecided(world):

@@ -130,6 +130,17 @@ def test_a_comparison_of_our_own_shows_means_and_spread_and_no_best(tmp_path):
     assert "| `clip=flat task=cifar` | 42.00 ± 2.00 | 3 |  |" in text
 
 
+def test_what_others_report_stands_beside_their_cell(tmp_path):
+    (tmp_path / "scatter_cnn.yaml").write_text("")
+    head, mode = "sweep,cell,seed,scale,valid/accuracy", "scatter_cnn,clip={} task=cifar,{},paper,{}"
+    lines = [mode.format(clip, seed, 60 + seed) for clip in ("flat", "fixed_layer") for seed in range(3)]
+    (tmp_path / "scatter_cnn_paper.csv").write_text("\n".join([head, *lines, ""]))
+    text = searches_page(tmp_path, tmp_path)
+    assert "| cell | valid/accuracy | seeds | published |" in text
+    assert "| `clip=flat task=cifar` | 61.00 ± 1.00 | 3 | 69.3 (Tramèr and Boneh, 2021) |" in text
+    assert "| `clip=fixed_layer task=cifar` | 61.00 ± 1.00 | 3 |  |" in text
+
+
 def test_the_projects_searches_are_listed():
     listed = ROOT / "results" / "tables" / "searches.md"
     assert searches_page(ROOT / "sweeps", ROOT / "results" / "measured") == listed.read_text(), "make tables"
