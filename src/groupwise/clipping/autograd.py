@@ -2,9 +2,9 @@
 
 A group's `GroupFunction` runs just before the group's first layer and gives a probe, B zeros, to all its layers. So its
 backward runs once the backward pass has left the first layer, when every member has added its squared norms to the
-probe's gradient. It then closes the group (norms, factors and sums, at once for groups that close together) and
-*returns the clipped sums as the parameters' gradients*: microbatch accumulation, hooks and reductions on gradients need
-no special case. The norms of all groups go to the engine, which counts them at once.
+probe's gradient. It then closes the group (norms, factors and sums, at once for groups that close together) and returns
+the clipped sums as the parameters' gradients: microbatch accumulation, hooks and reductions on gradients need no
+special case. The norms of all groups go to the engine, which counts them at once.
 
 Where parameters are shards that become whole tensors only while their layer runs (FSDP2), a group has nothing whole to
 return: `DirectFunction` returns a layer's gradients itself. That takes a norm which one layer knows, or two backward
