@@ -91,7 +91,7 @@ def _run(arguments: list[str]) -> None:
     import torch
 
     from benchmarks.layer_costs import costs
-    from benchmarks.methods import Ours, formats, prepare
+    from benchmarks.methods import formats, is_ours
     from benchmarks.workloads import WORKLOADS
     from groupwise.training.memory import keep_freed_blocks
 
@@ -102,7 +102,7 @@ def _run(arguments: list[str]) -> None:
         case = replace(asked, memory_format=ours)
         print(case.named)
         for name in options.methods:
-            if isinstance(prepare(replace(case, method=name))[1], Ours):
+            if is_ours(name):
                 measured = costs(partial(_workload, case), name, options.rounds, options.device)
                 print(f"{budget(measured, name)}\n", flush=True)
         print(table(operations(case, options)), flush=True)

@@ -8,7 +8,7 @@ Layers of one kind and size are timed once. CPU time; on a GPU, between two of i
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -104,7 +104,7 @@ class _Layer:
     settings: Mapping[str, Any]
     shape: torch.Size
     batch: int
-    count: int = field(default=0)
+    count: int = 0
 
     def __str__(self) -> str:
         shapes = ["×".join(map(str, p.shape)) for p in self.module.parameters(recurse=False) if p.dim() > 1]
@@ -136,9 +136,10 @@ def _layers(workload: Workload) -> list[_Layer]:
         own = [(p.shape, p.requires_grad) for p in module.parameters(recurse=False)]
         given = [(x.shape, x.stride(), x.requires_grad) for x in inputs if torch.is_tensor(x)]
         key = (type(module), str(module), tuple(own), tuple(given))
-        kept = tuple(x.detach().clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs)
-        layer = seen.setdefault(key, _Layer(module, kept, settings, output.shape, workload.batch))
-        layer.count += 1
+        if key not in seen:
+            kept = [x.detach().clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs]
+            seen[key] = _Layer(module, tuple(kept), settings, output.shape, workload.batch)
+        seen[key].count += 1
 
     with ExitStack() as hooks:
         for module in workload.model.modules():

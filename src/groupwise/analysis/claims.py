@@ -30,6 +30,11 @@ class Claim:
     contrast: Contrast
     kind: str
 
+    @property
+    def ours(self) -> bool:
+        """Whether its runs are of a network that is not the paper's."""
+        return self.contrast.sweep in OURS
+
 
 SEARCH = "search_"
 """How the sweeps begin that choose settings; their rows show no claim."""

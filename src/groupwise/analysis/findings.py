@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from groupwise.analysis.benchmark_tables import between_markers
-from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, OURS, Claim, refuse_left_out
+from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
 from groupwise.analysis.results import (
     LEARNT,
     MINUS,
@@ -93,7 +93,7 @@ class Verdict:
     @property
     def where(self) -> str:
         """The scale, and what its cells are."""
-        if self.claim.contrast.sweep in OURS:
+        if self.claim.ours:
             return "on networks that are not the paper's"
         kind = "the paper's cells" if self.scale == PAPER else "reduced"
         return f"at scale={self.scale} ({kind})"
@@ -277,7 +277,7 @@ def findings_table(found: Sequence[Verdict]) -> str:
             [
                 verdict.claim.says,
                 verdict.claim.on + (f" (here {verdict.instead})" if verdict.instead else ""),
-                "not the paper's" if verdict.scale and verdict.claim.contrast.sweep in OURS else verdict.scale or "–",
+                "not the paper's" if verdict.scale and verdict.claim.ours else verdict.scale or "–",
                 verdict.epsilon or "all",
                 number(verdict.paper),
                 number(measured.mean),
