@@ -35,6 +35,10 @@ class PlainWeights:
     def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
         return F.embedding(x, self._get(weight), padding_idx)
 
+    def bags(self, x: Tensor, counts: Tensor | None, weight: str, padding_idx: int | None) -> Tensor:
+        table = self._get(weight)
+        return F.embedding_bag(x, table, mode="sum", per_sample_weights=counts, padding_idx=padding_idx)
+
     def each(self, name: str, batch: int) -> Tensor:
         parameter = self._get(name)
         return parameter.unsqueeze(0).expand(batch, *parameter.shape)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.rules.embedding import EMBEDDING_BAG, embedding_bag
+from groupwise.clipping import attach, flat
+from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG, embedding_bag
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
 from tests.clipping.plain_weights import PlainWeights
@@ -66,23 +67,49 @@ def test_what_comes_after_the_last_offset_is_in_no_bag(double):
     torch.testing.assert_close(y, torch.stack([module.weight[ids[:2]].sum(0), module.weight[ids[2:4]].sum(0)]))
 
 
-def test_an_example_is_a_bag_and_rows_outside_of_it_have_no_gradient(double):
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_an_example_is_a_bag_and_what_is_outside_of_it_counts_nothing(double, padding_idx):
     seen = []
-    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode="mean", padding_idx=1)
+    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode="mean", padding_idx=padding_idx)
     weights = PlainWeights(module)
-    embedding = weights.embedding
+    bags = weights.bags
 
-    def watched(x: Tensor, *rest: object) -> Tensor:
-        rows = embedding(x, *rest)
-        rows.register_hook(lambda g: seen.append((x, g)))
-        return rows
+    def watched(x: Tensor, counts: Tensor | None, *rest: object) -> Tensor:
+        seen.append((x, counts))
+        return bags(x, counts, *rest)
 
-    weights.embedding = watched
-    embedding_bag(weights, module, torch.tensor([4, 1, 5, 6]), torch.tensor([0, 3, 3])).square().sum().backward()
-    ((x, g),) = seen
-    assert x.shape == (3, 3) and g.shape == (3, 3, SIZE)
-    inside = torch.tensor([[True, False, True], [False] * 3, [True, False, False]])
-    assert bool((g[~inside] == 0).all()) and bool((g[inside] != 0).any(1).all())
+    weights.bags = watched
+    embedding_bag(weights, module, torch.tensor([4, 1, 5, 6]), torch.tensor([0, 3, 3]))
+    ((x, counts),) = seen
+    if padding_idx is None:
+        assert x.shape == (3, 3) and counts.tolist() == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
+    else:
+        assert x.tolist() == [[4, 1, 5], [1, 1, 1], [6, 1, 1]] and counts is None
+
+
+def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
+    """Its factor is 0, and 0 times infinity is none."""
+    model = Weighted()
+    ids, counts = torch.randint(0, VOCABULARY, (3, 5)), torch.ones(3, 5)
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(ids[[0, 2]], counts[:2]))
+        alone = model.bag.weight.grad.clone()
+        model.zero_grad()
+        counts[1, 3] = float("inf")
+        engine.backward(model(ids, counts))
+        assert engine.nonfinite == 1
+    torch.testing.assert_close(model.bag.weight.grad, alone)
+
+
+class Weighted(nn.Module):
+    """Bags with counts, a loss each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum")
+
+    def forward(self, ids: Tensor, counts: Tensor) -> Tensor:
+        return self.bag(ids, per_sample_weights=counts).square().sum(1)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,27 @@ class Bags(nn.Module):
         return self.head(self.bags(torch.cat(rows), lengths.cumsum(0) - lengths))
 
 
+class ManyBags(nn.Module):
+    """Two bags an example, one, one for all, with counts, with weights that train; and the table's rows alone."""
+
+    def __init__(self, padding_idx: int | None = None):
+        super().__init__()
+        self.bags, self.words = nn.EmbeddingBag(7, 4, mode="sum", padding_idx=padding_idx), nn.Embedding(7, 4)
+        self.words.weight, self.learned = self.bags.weight, nn.Parameter(torch.rand(4))
+        self.register_buffer("same", torch.tensor([[1, 5, 1, 3, 6]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x * 10).abs().long() % 7
+        pairs = self.bags(ids[:, :2, :2].flatten(0, 1), per_sample_weights=x[:, 2:, :2].cos().flatten(0, 1))
+        first = self.bags(ids[:, 0], per_sample_weights=self.learned.expand(len(x), -1))
+        return (
+            pairs.unflatten(0, (len(x), 2)).sin().sum(1)
+            + first
+            + self.bags(ids[:, 3, :3]) * self.bags(self.same)
+            + self.words(ids[:, 1, 0])
+        )
+
+
 MODELS = {
     "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
     "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False),
@@ -108,6 +129,8 @@ MODELS = {
     "encoder and decoder, sequences first": lambda: EncoderDecoder(False),
     "bags of means": lambda: Bags("mean"),
     "bags of maxima": lambda: Bags("max"),
+    "many bags of one table": ManyBags,
+    "many bags of one table, padded": lambda: ManyBags(3),
 }
 
 

@@ -89,6 +89,18 @@ class ModuleWeights:
         y: Tensor = self._calls.run(group, member, x, values, batch_first=True)
         return y
 
+    def bags(self, x: Tensor, counts: Tensor | None, weight: str, padding_idx: int | None) -> Tensor:
+        """Sums of rows of a table, integers x (B, L) -> (B, d), each times its count (B, L); not of `padding_idx`."""
+        group, member, values = self._product("bags", [(weight, None)], padding_idx)
+        if group is None or member is None:
+            return F.embedding_bag(x, values[0], mode="sum", per_sample_weights=counts, padding_idx=padding_idx)  # type: ignore[arg-type]
+        layout, _ = self._calls.layout_of(member, x, batch_first=True)
+        if layout.order is Order.NONE:
+            rows = self.embedding(x, weight, padding_idx)
+            return (rows if counts is None else rows * counts.unsqueeze(2)).sum(1)
+        y: Tensor = self._calls.run(group, member, x, [*values, counts], layout=layout)
+        return y
+
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> "LateLinear":
         """The uses of a weight in `steps` steps, for a batch, dtype and device like those of `like` (B, ...)."""
         group, member, values = self._product("linear", [(weight, None), (bias, None)])

@@ -11,7 +11,7 @@ from groupwise.clipping.rules import (  # noqa: F401
 )
 from groupwise.clipping.rules.attention import ATTENTION
 from groupwise.clipping.rules.base import LayerRule, find_rule, register_rule
-from groupwise.clipping.rules.embedding import EMBEDDING_BAG
+from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG
 from groupwise.clipping.rules.recurrent import RECURRENT
 
 __all__ = ["REWRITTEN", "LayerRule", "find_rule", "register_rule"]

@@ -1,6 +1,6 @@
 """Says how a re-expressed forward uses a module's weights: every product with one goes through a given object.
 
-`recurrent.py`, `attention.py` and `embedding.py` say what a module computes in plain operations, and leave the
+`recurrent.py`, `attention.py` and `embedding_bag.py` say what a module computes in plain operations, and leave the
 uses of its weights to a `Weights`: whoever gives it decides how their gradients are found. Names are the parameters'
 names inside the module, dotted for those of its children ("out_proj.weight"). Batch is the first axis of everything.
 """
@@ -46,6 +46,11 @@ class Weights(Protocol):
 
     def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
         """Rows of a table, integers (B, ...) -> (B, ..., d); the row `padding_idx` gets no gradient."""
+        ...
+
+    def bags(self, x: Tensor, counts: Tensor | None, weight: str, padding_idx: int | None) -> Tensor:
+        """Sums of rows of a table, integers x (B, L) -> (B, d), each times its count (B, L), which gets no gradient;
+        without the row `padding_idx`."""
         ...
 
     def each(self, name: str, batch: int) -> Tensor:
