@@ -206,6 +206,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.ConvTranspose2d(4, 6, (3, 2), (1, 3), (2, 1), (1, 2), groups=2, dilation=(2, 1)),
         _floats(4, 4, 3),
     ),
+    "conv_transpose2d_grouped_padded": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, 1, 1, 2, groups=2, dilation=3),
+        _floats(4, 3, 4),
+    ),
+    "conv1d_depthwise": (lambda: nn.Conv1d(3, 3, 4, stride=3, padding=1, groups=3), _floats(3, 9)),
+    "conv3d_depthwise": (lambda: nn.Conv3d(2, 2, 2, dilation=(2, 1, 1), groups=2, bias=False), _floats(2, 4, 4, 3)),
     "conv_transpose2d_depthwise": (lambda: nn.ConvTranspose2d(4, 8, 2, 2, groups=4), _floats(4, 3, 3)),
     "conv_transpose3d": (lambda: nn.ConvTranspose3d(2, 3, 2, (1, 2, 1), 1), _floats(2, 3, 3, 2)),
     "ws_conv": (lambda: nn.Sequential(WSConv2d(3, 4, 3, padding=1), nn.ReLU(), WSConv2d(4, 4, 3)), _floats(3, 6, 6)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat
+from groupwise.clipping import attach, flat, ownership
 from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG, embedding_bag
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
@@ -101,6 +101,17 @@ def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
     torch.testing.assert_close(model.bag.weight.grad, alone)
 
 
+def test_whose_rows_are_whose_is_asked_once(monkeypatch):
+    """The bags' places are no input of the model's, so gradients must tell: of the first batch, and of no other."""
+    looks, find = [], ownership.find_owners
+    monkeypatch.setattr(ownership, "find_owners", lambda *args: looks.append(1) or find(*args))
+    model = Weighted()
+    with attach(model, flat(model), 1.0) as engine:
+        for _ in range(3):
+            engine.backward(model(torch.randint(0, VOCABULARY, (3, 5)), torch.rand(3, 5)))
+    assert len(looks) == 1
+
+
 class Weighted(nn.Module):
     """Bags with counts, a loss each."""
 
@@ -109,7 +120,7 @@ class Weighted(nn.Module):
         self.bag = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum")
 
     def forward(self, ids: Tensor, counts: Tensor) -> Tensor:
-        return self.bag(ids, per_sample_weights=counts).square().sum(1)
+        return self.bag(ids + 0, per_sample_weights=counts).square().sum(1)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class ModuleWeights:
             rows = self.embedding(x, weight, padding_idx)
             return (rows if counts is None else rows * counts.unsqueeze(2)).sum(1)
         y: Tensor = self._calls.run(group, member, x, [*values, counts], layout=layout)
-        return y
+        return y.squeeze(1)
 
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> "LateLinear":
         """The uses of a weight in `steps` steps, for a batch, dtype and device like those of `like` (B, ...)."""

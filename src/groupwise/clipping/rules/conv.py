@@ -129,21 +129,21 @@ class ConvRule(MatrixRule):
 
     def ways(self, inputs: torch.Size, out: torch.Size, own_group: bool) -> dict[str, Work]:
         """What the ways cost, the weighted sum included."""
-        b, p, t, k, groups = out[0], out[1], math.prod(out[2:]), self._filter_size(), self.module.groups
+        b, p, t, k = out[0], out[1], math.prod(out[2:]), self._filter_size()
         product, scaling, gradients = 2.0 * b * p * t * k, 8.0 * b * p * t, 4.0 * b * p * k
-        unfolds, rows, spans = self._geometry.layout(self._channels(), inputs[2:], out[2:])
-        width = math.prod(unfolds.kernel) * self._channels()
-        outer = 2.0 * b * p * width * sum(map(len, spans))  # what padding adds is left out
-        lost = TAP_LOSS * outer if len(spans) > 1 else 0.0
         again = not own_group and p * k * b > b * p * t + math.prod(inputs)  # kept gradients need no second product
         later = {"matmul": product, "bytes": 2 * gradients + scaling} if again else {"bytes": 3 * gradients}
-        unfolding = later | {"bytes": later["bytes"] + 8.0 * b * math.prod(rows) * width * groups}
         kernel = later | {"bytes": later["bytes"] + 3 * gradients}
+        if self.module.groups > 1:
+            return {"materialize": Work(kernel=product, **kernel)}
+        unfolds, rows, spans = self._geometry.layout(inputs[1], inputs[2:], out[2:])
+        width = math.prod(unfolds.kernel) * inputs[1]
+        outer = 2.0 * b * p * width * sum(map(len, spans))  # what padding adds is left out
+        lost = TAP_LOSS * outer if len(spans) > 1 else 0.0
+        unfolding = later | {"bytes": later["bytes"] + 8.0 * b * math.prod(rows) * width}
         ways = {"materialize": Work(outer=outer, lost=lost, **unfolding)}
         if math.prod(self.module.kernel_size) > 1 and math.prod(inputs[1:]) > LEAST_KERNEL_INPUT:
             ways["materialize/kernel"] = Work(kernel=product, calls=b, **kernel)
-        if groups > 1:
-            return ways
         _, operations, written = self._geometry.products_work(inputs[1], inputs[2:], out[2:])
         moved = scaling + 4.0 * b * (written + 6.0 * t * t)
         return ways | {"gram": Work(matmul=product, gram=b * (operations + 2.0 * t * t * p), bytes=moved)}
@@ -166,16 +166,19 @@ class ConvRule(MatrixRule):
         x, shape = saved[0], self.gradient_shape(saved, g)
         assert x is not None
         step = max(1, min(len(g), chunk_floats(g) // math.prod(shape)))
-        if way.endswith("kernel"):
+        grouped = self.module.groups > 1
+        if grouped and (self._channels() == 1 or self._geometry.out(x.shape[2:]) == list(g.shape[2:])):
+            return self._by_groups(x, g, step, kept)
+        if grouped or way.endswith("kernel"):
             alone = step == 1 and kept is None
             chunks = None if alone else chunk_memory(context, upcast(g[:0]), step, shape, kept)
             return self._by_kernel(saved, g, chunks)
-        unfolds, rows, spans = self._geometry.layout(self._channels(), x.shape[2:], g.shape[2:])
-        unfolded = math.prod((*rows, *unfolds.kernel)) * self._channels() * unfolds.groups
+        unfolds, rows, spans = self._geometry.layout(x.shape[1], x.shape[2:], g.shape[2:])
+        unfolded = math.prod((*rows, *unfolds.kernel)) * x.shape[1]
         part = max(1, min(step, chunk_floats(g) // max(unfolded, numbers(x[0]))))
         step = step if step == len(g) else step // part * part  # a part lies in one chunk
         columns = unfolds.unfolded(x, rows, part, context.buffers)
-        parts = positions_last(g, unfolds.groups).split(part * unfolds.groups)
+        parts = positions_last(g).split(part)
         memory = chunk_memory(context, upcast(g[:0]), step, shape, kept)
         return _products(zip(columns, parts, strict=True), spans, memory)
 
@@ -226,6 +229,28 @@ class ConvRule(MatrixRule):
     def _unflatten(self, rows: Tensor) -> Tensor:
         return rows.view(-1, *self.module.kernel_size, self._channels()).movedim(-1, 1)
 
+    def _by_groups(self, x: Tensor, g: Tensor, step: int, kept: Tensor | None) -> Iterator[Tensor]:
+        """Gradients of `step` examples at a time, whose groups of channels are groups of one call of a kernel.
+
+        Where a filter sees one channel, gradients are a convolution of the input with the output's gradient, whose
+        kernel is faster than that of weights' gradients, and much faster for filters of five and more.
+        """
+        shape, channels = self._geometry, self._channels()
+        chunks = None if kept is None else kept.split(step)
+        for place, (xs, gs) in enumerate(zip(x.split(step), g.split(step), strict=True)):
+            rows, columns = (upcast(t).reshape(1, -1, *t.shape[2:]) for t in (gs, xs))
+            if channels == 1:
+                convolve, taps = _CONV[x.dim() - 2], (shape.dilation, shape.padding, shape.stride)
+                weights = convolve(columns, rows.movedim(0, 1), None, *taps, columns.shape[1])[0]  # type: ignore[operator]
+                weights = weights[(slice(None), *map(slice, shape.kernel))].unsqueeze(1)
+            else:
+                like = rows.new_empty(1).expand(rows.shape[1], channels, *shape.kernel)
+                groups, mask = shape.groups * len(xs), [False, True, False]
+                rest = (shape.stride, shape.padding, shape.dilation, False, [0] * (x.dim() - 2), groups, mask)
+                weights = torch.ops.aten.convolution_backward(rows, columns, like, None, *rest)[1]
+            formed = self._flatten(weights).view(len(xs), -1, self._filter_size())
+            yield formed if chunks is None else chunks[place].copy_(formed)
+
     def _by_kernel(self, saved: Saved, g: Tensor, chunks: Iterator[Tensor] | None) -> Iterator[Tensor]:
         """Gradients collected in memory for some, or, where there is none, one at a time as the kernel writes them."""
         x, weight = saved[:2]
@@ -248,15 +273,13 @@ class ConvRule(MatrixRule):
 
 
 def _products(sides: Iterator[tuple[Tensor, Tensor]], spans: list[Span], chunks: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Gradients (n, p, K) of a few examples at a time, from what was unfolded (n·groups, T, K/k) and from G."""
+    """Gradients (n, p, K) of a few examples at a time, from what was unfolded (n, T, K/k) and from G (n, p, T)."""
     chunk, filled = next(chunks), 0
     for columns, gradients in sides:
-        rows, width = gradients.shape[1:2] + columns.shape[2:]
-        examples = len(columns) * rows // chunk.shape[1]
         if filled == len(chunk):
             yield chunk
             chunk, filled = next(chunks), 0
-        here = chunk[filled : (filled := filled + examples)].view(len(columns), rows, len(spans), width)
+        here = chunk[filled : (filled := filled + len(columns))].unflatten(2, (len(spans), -1))
         for tap, span in enumerate(spans):
             if span:
                 seen = columns[:, span.seen : span.seen + len(span)]
@@ -266,16 +289,16 @@ def _products(sides: Iterator[tuple[Tensor, Tensor]], spans: list[Span], chunks:
     yield chunk[:filled]
 
 
-def positions_last(g: Tensor, groups: int) -> Tensor:
-    """Output gradients (B, p, *out) -> (B·groups, p/groups, T), without a copy where the memory has channels last."""
-    if groups == 1 and g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
+def positions_last(g: Tensor) -> Tensor:
+    """Output gradients (B, p, *out) -> (B, p, T), without a copy where the memory has channels last."""
+    if g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
         return g.permute(0, 2, 3, 1).flatten(1, 2).mT
-    return g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1)
+    return g.flatten(2)
 
 
 def positions_first(g: Tensor) -> Tensor:
     """Output gradients (B, p, *out) -> (B, T, p)."""
-    return positions_last(g, 1).mT
+    return positions_last(g).mT
 
 
 @register_rule

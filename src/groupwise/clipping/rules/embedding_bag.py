@@ -24,7 +24,8 @@ class BagRule(EmbeddingRule):
     """Sums of rows, y_e = Σ_l c_el W[x_el] over the places l of bag e: weight (V, d).
 
     With s_ev = Σ_{l: x_el = v} c_el an example's gradient is SᵀG for its output gradients G (E, d); of one bag, as is
-    usual, its norm is ‖s‖‖g‖. `saved` is (x (B, E, L) or (B, L), c like x, or None where all are 1).
+    usual, its norm is ‖s‖‖g‖. The output is (B·E, 1, d), which has as many axes as the rows of an embedding have.
+    `saved` is (x, c like x, or None where all are 1).
     """
 
     batched: ClassVar[tuple[int, ...]] = (0, 1)
@@ -33,10 +34,9 @@ class BagRule(EmbeddingRule):
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, counts = parameters
         assert weight is not None
-        return F.embedding_bag(x, weight, mode="sum", per_sample_weights=counts, padding_idx=self.module.padding_idx), (
-            x,
-            counts,
-        )
+        padding = self.module.padding_idx
+        y = F.embedding_bag(x, weight, mode="sum", per_sample_weights=counts, padding_idx=padding)
+        return y.unsqueeze(1), (x, counts)
 
     def bags(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x and c (B, E, L), 0 at padding, and output gradients (B, E, d)."""
@@ -46,7 +46,8 @@ class BagRule(EmbeddingRule):
         counts = g.new_ones(()).expand(x.shape) if counts is None else counts.to(g.dtype)
         if self.module.padding_idx is not None:
             counts = counts.masked_fill(x == self.module.padding_idx, 0)
-        return (x, counts, g) if g.dim() == 3 else (x.unsqueeze(1), counts.unsqueeze(1), g.unsqueeze(1))
+        x, counts = (t if t.dim() == 3 else t.unsqueeze(1) for t in (x, counts))
+        return x, counts, g.flatten(1, -2)
 
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """Indices (B, E·L) and the gradients of the rows there, (B, E·L, d)."""

@@ -87,8 +87,8 @@ class Geometry:
         return self.across, [space[0], *out[1:]], flat
 
     def unfolded(self, x: Tensor, out: Sequence[int], step: int, buffers: BufferPool) -> Iterator[Tensor]:
-        """X of `step` examples at a time, (n·groups, T, K), in one buffer; x (B, c, *space), out the output's space."""
-        as_it_is = math.prod(self.kernel) * math.prod(self.stride) * self.groups == 1 and list(x.shape[2:]) == list(out)
+        """X of `step` examples at a time, (n, T, K), in one buffer; x (B, c, *space), out the output's space."""
+        as_it_is = math.prod(self.kernel) * math.prod(self.stride) == 1 and list(x.shape[2:]) == list(out)
         if as_it_is and not any(self.padding):
             yield from x.movedim(1, -1).flatten(1, -2).split(step)
             return
@@ -103,19 +103,14 @@ class Geometry:
                 frame[: len(part)][(slice(None), *inner)] = part
                 part = frame[: len(part)]
             windows = self._windows(part if math.prod(self.kernel) == 1 else part.contiguous(), out)
-            yield (
-                buffers.take("columns", x, *windows.shape)
-                .copy_(windows)
-                .view(len(part) * self.groups, math.prod(out), -1)
-            )
+            yield (buffers.take("columns", x, *windows.shape).copy_(windows).view(len(part), math.prod(out), -1))
 
     def _windows(self, padded: Tensor, out: Sequence[int]) -> Tensor:
-        """What each output position sees of padded inputs (n, *space, c): a view (n, groups, *out, *k, c/groups)."""
-        (each, *steps, channel), channels = padded.stride(), padded.shape[-1] // self.groups
+        """What each output position sees of padded inputs (n, *space, c): a view (n, *out, *k, c)."""
+        each, *steps, channel = padded.stride()
         moves = [a * b for a, b in zip(steps, self.stride, strict=True)]
         taps = [a * b for a, b in zip(steps, self.dilation, strict=True)]
-        shape = (len(padded), self.groups, *out, *self.kernel, channels)
-        strides = (each, channels * channel, *moves, *taps, channel)
+        shape, strides = (len(padded), *out, *self.kernel, padded.shape[-1]), (each, *moves, *taps, channel)
         return padded.as_strided(shape, strides, padded.storage_offset())
 
     # -- inner products between positions -------------------------------------------------------------------------
