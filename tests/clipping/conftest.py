@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from groupwise.clipping import WSConv2d
 
@@ -157,6 +158,14 @@ def _freeze(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
+def _settled(layer: nn.Module) -> nn.Module:
+    """With a spectral norm that is larger than it is, whose vectors no forward pass moves."""
+    layer = spectral_norm(layer)
+    norm = layer.parametrizations.weight[0].eval()
+    norm._u.mul_(0.9)
+    return layer
+
+
 def _clamped() -> nn.Module:
     """A weight-standardised convolution with one filter so flat that eps fixes its scale."""
     conv = WSConv2d(3, 4, 3, gain=True)
@@ -248,7 +257,26 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "fallback_own_parameter": (lambda: nn.Sequential(nn.Linear(5, 4), Scale(4)), _floats(3, 5)),
     "fallback_attention": (Attention, _floats(3, 8)),
     "fallback_recurrent_reused": (Recurrent, _floats(3, 5)),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), _floats(3, 5)),
+    "parametrized": (lambda: weight_norm(nn.Conv1d(3, 4, 2)), _floats(3, 5)),
+    "weight_norm_2d": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(5, 4, bias=False)), nn.Tanh(), weight_norm(nn.Linear(4, 3))),
+        _floats(5),
+    ),
+    "weight_norm_3d": (lambda: weight_norm(nn.Linear(5, 4)), _floats(3, 5)),
+    "weight_norm_of_one_length": (
+        lambda: _freeze(weight_norm(nn.Linear(5, 6)), "parametrizations.weight.original0"),
+        _floats(3, 5),
+    ),
+    "weight_norm_of_one_direction": (
+        lambda: _freeze(weight_norm(nn.Linear(5, 6)), "parametrizations.weight.original1", "bias"),
+        _floats(2, 5),
+    ),
+    "reused_weight_norm": (lambda: Twice(weight_norm(nn.Linear(5, 5))), _floats(3, 5)),
+    "spectral_norm_2d": (
+        lambda: nn.Sequential(_settled(nn.Linear(5, 4)), nn.Tanh(), _settled(nn.Linear(4, 3, bias=False))),
+        _floats(5),
+    ),
+    "spectral_norm_3d": (lambda: _settled(nn.Linear(5, 6)), _floats(3, 5)),
     "blocks": (lambda: nn.Sequential(nn.Linear(5, 4), Residual(4), Residual(4), nn.Linear(4, 2)), _floats(3, 5)),
     "reused_linear": (lambda: Twice(nn.Linear(5, 5)), _floats(3, 5)),
     "reused_conv": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), _floats(3, 5, 5)),

@@ -30,7 +30,7 @@ class Layer:
         name: dotted name in the model ("" for the model itself).
         module: the module.
         rule: its rule class, or None: each of its parameters gets a copy for every example.
-        trainable: its own parameters that train, by their name inside the module.
+        trainable: its own parameters that train, and those that its rule claims, by their name inside the module.
         rewritten: its forward in terms of linear layers and embeddings, for modules that are made of several.
     """
 
@@ -72,11 +72,17 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
                 f"Parameter {name!r} has no shape yet (its layer is lazy): run one forward pass first, of any numbers "
                 "in the shape of your data."
             )
-    layers = []
+    layers, claimed = [], set[int]()
     for name, module in model.named_modules():
-        trainable = {local: p for local, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if id(module) in claimed:
+            continue
+        rule, own = find_rule(module), list(module.named_parameters(recurse=False))
+        if rule is not None and rule.claims:
+            inside = module.get_submodule(rule.claims)
+            claimed.add(id(inside))
+            own += [(f"{rule.claims}.{local}", p) for local, p in inside.named_parameters(recurse=False)]
+        trainable = {local: p for local, p in own if p.requires_grad}
         if trainable:
-            rule = find_rule(module)
             layers.append(Layer(name, module, rule, trainable, None if rule else forward_of(module, REWRITTEN)))
     if not layers:
         raise UserError("The model has no trainable parameter: set requires_grad=True where it should learn.")

@@ -127,7 +127,8 @@ class Patches:
                     assert found is not None, "every parameter that trains is in a group"
                     use = ParameterUse(self.calls, *found, parameter, layer.full_name(local))
                     known[id(parameter)] = PerExample(use.copies, parameter.detach(), use, source=True)
-                self._read.append((layer.module, local, known[id(parameter)]))
+                inside, _, own = local.rpartition(".")
+                self._read.append((layer.module.get_submodule(inside), own, known[id(parameter)]))
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -248,7 +249,7 @@ class Patches:
         if self._off or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         rule, x = member.rule, _input_of(module, member, args, kwargs)
-        values: Values = [module._parameters.get(name) for name in rule.parameter_names]
+        values: Values = rule.values()
         for place, value in zip(member.places, values, strict=True):
             if place is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 raise UserError(
@@ -262,9 +263,9 @@ class Patches:
         if self._off or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         rule = member.rule
-        parameters = [getattr(module, name) for name in rule.parameter_names]  # whole tensors now, shards in between
+        parameters = rule.values()  # whole tensors now, shards in between
         for name, parameter, wanted in zip(rule.parameter_names, parameters, member.wanted, strict=True):
-            if wanted and parameter.dtype not in (torch.float32, torch.float64):
+            if wanted and parameter is not None and parameter.dtype not in (torch.float32, torch.float64):
                 raise UserError(
                     f"Layer {member.name!r} got its {name} in {parameter.dtype}, in which a clipped sum may outgrow "
                     "its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."

@@ -1,6 +1,7 @@
 """Holds the layer rules, one file a kind of layer; importing the package registers the built-in ones."""
 
 from groupwise.clipping.rules import (  # noqa: F401
+    computed_weight,
     conv,
     conv_transpose,
     embedding,

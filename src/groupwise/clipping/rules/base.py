@@ -127,6 +127,8 @@ class LayerRule(ABC):
     """Whether the layer works on the last axis alone, so that all others may come in any order and number."""
     stacks: ClassVar[bool] = False
     """Whether several calls can become one (`stack`)."""
+    claims: ClassVar[str] = ""
+    """A module inside of the layer whose parameters are the layer's own."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -135,6 +137,10 @@ class LayerRule(ABC):
     def handles(cls, module: nn.Module) -> bool:
         """Whether this rule is right for the module: subclasses count only if they left `forward` alone."""
         return isinstance(module, cls.layer_type) and type(module).forward is cls.layer_type.forward
+
+    def values(self) -> list[Tensor | None]:
+        """The parameters' values, in the order of their names."""
+        return [self.module._parameters.get(name) for name in self.parameter_names]
 
     def refuse(self) -> str | None:
         """Why this very layer cannot be clipped (an option that mixes examples, say), or None."""

@@ -96,7 +96,7 @@ class MatrixRule(LayerRule):
             sums = without_rows(g.sum(1, dtype=dtype), gone)
             bias = sums.sum(0) if weights is None else weights @ sums
             del sums  # the product below needs the memory
-        if wanted[0]:
+        if self.uses_weight(wanted):
             if weights is not None and keeps_half(x, g):
                 weights = cut_factors(weights)
             if weights is None:

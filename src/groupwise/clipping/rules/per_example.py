@@ -45,8 +45,7 @@ class PerExampleRule(LayerRule):
 
     def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
         """Only gradients are kept, if `book_keep` keeps them, so the parameters' size counts."""
-        parameters = [self.module._parameters.get(name) for name in self.parameter_names]
-        gradients = len(g) * numbers(*(p for p, each in zip(parameters, wanted, strict=True) if each))
+        gradients = len(g) * numbers(*(p for p, each in zip(self.values(), wanted, strict=True) if each))
         return gradients <= min(MOST_KEPT, numbers(*saved, g)) or super().defers(saved, g, wanted, context)
 
     def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
@@ -68,6 +67,10 @@ class ParameterRule(PerExampleRule):
         super().__init__(module)
         self.parameter_names = (name,)  # type: ignore[misc]
 
+    def values(self) -> list[Tensor | None]:
+        """The parameter, which may be inside of a module that the layer claims."""
+        return [self.module.get_parameter(self.parameter_names[0])]
+
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         """It is no layer."""
         raise UserError(f"Parameter {self.parameter_names[0]!r} was called as a layer.")
@@ -88,6 +91,10 @@ class FoldedRule(PerExampleRule):
         self.inner, self.layout = inner, layout
         self.parameter_names = inner.parameter_names  # type: ignore[misc]
 
+    def values(self) -> list[Tensor | None]:
+        """As the layer itself."""
+        return self.inner.values()
+
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         """As the layer itself."""
         return self.inner.forward(x, *parameters)
@@ -104,7 +111,7 @@ class FoldedRule(PerExampleRule):
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """(B, *shape) for each wanted parameter."""
-        size = sum(p.numel() for p in self.module.parameters(recurse=False))
+        size = numbers(*self.values())
         step = max(1, CHUNK_FLOATS // max(1, self.layout.each * size))
         count = len(g) // self.layout.each
         if count <= step:

@@ -1,0 +1,125 @@
+"""Linear layers with a computed weight, beside what every layer is held to: forms, refusals, sizes, rounding."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping.rules import find_rule
+
+KINDS = {"weight norm": weight_norm, "spectral norm": spectral_norm}
+
+
+def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).flatten(1).sin().sum(1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weight_and_what_it_is_computed_from_are_one_group(name):
+    model = nn.Sequential(KINDS[name](nn.Linear(5, 4)), nn.Linear(4, 3))
+    assert [group.layers for group in per_layer(model)] == [("0",), ("1",)]
+    with attach(model, per_layer(model), 1.0) as engine:
+        assert sorted(engine.groups[0].names) == sorted(n for n, _ in model.named_parameters() if n.startswith("0"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: weight_norm(nn.Linear(5, 4), dim=1),
+        lambda: weight_norm(nn.Linear(5, 4), dim=None),
+        lambda: spectral_norm(nn.Linear(5, 4), dim=1),
+        lambda: spectral_norm(weight_norm(nn.Linear(5, 4))),
+        lambda: orthogonal(nn.Linear(5, 4)),
+        lambda: weight_norm(nn.Linear(5, 4), "bias"),
+        lambda: weight_norm(spectral_norm(nn.Linear(5, 4), "weight"), "bias"),
+    ],
+)
+def test_other_computations_have_no_rule(make):
+    assert find_rule(make()) is None
+
+
+@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_computed_weight_that_the_model_reads_too_is_exact(name, norms, double):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = KINDS[name](nn.Linear(5, 5))
+            self.layer.parametrizations.weight[0].eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ self.layer.weight
+
+    model, x = Tied(), torch.randn(4, 5)
+    truth = clipped_sums(model, lambda i: losses_of(model, x[[i]])[0], range(4), flat(model), [0.5])
+    with attach(model, flat(model), 0.5, norms=norms) as engine:
+        engine.backward(losses_of(model, x))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-9, atol=1e-12)
+
+
+def test_a_forward_pass_in_training_mode_moves_the_vectors_as_it_does_alone():
+    model = nn.Sequential(spectral_norm(nn.Linear(6, 4)))
+    alone, x = copy.deepcopy(model), torch.randn(3, 6)
+    with attach(model, flat(model), 1.0) as engine:
+        for _ in range(3):
+            y = model(x)
+            torch.testing.assert_close(y, alone(x))
+            engine.backward(y.sum(1))
+    assert torch.equal(model[0].parametrizations.weight[0]._u, alone[0].parametrizations.weight[0]._u)
+    assert torch.equal(model[0].parametrizations.weight[0]._v, alone[0].parametrizations.weight[0]._v)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_examples_gradient_is_formed_for_vectors(name):
+    model = nn.Sequential(KINDS[name](nn.Linear(40, 40)), nn.Tanh(), nn.Linear(40, 2)).eval()
+    x = torch.randn(16, 40)
+    for make_partition in (per_layer, flat):
+        with attach(model, make_partition(model), 1.0) as engine:
+            engine.backward(losses_of(model, x))  # looks whose rows are whose
+            with _Largest() as largest:
+                engine.backward(losses_of(model, x))
+        assert largest.numbers <= 2 * 40 * 40 < 16 * 40 * 40
+
+
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize("positions", [1, 4])
+@pytest.mark.parametrize("name", KINDS)
+def test_rounding_understates_no_norm_where_all_is_removed(name, positions, formula):
+    """The output gradient leads along the weight itself, of which the map leaves almost nothing."""
+    torch.manual_seed(0)
+    layer = KINDS[name](nn.Linear(8, 8, bias=False)).eval()
+    exact = copy.deepcopy(layer).double()
+    for each in (layer, exact):
+        for key, parameter in each.named_parameters():
+            parameter.requires_grad_("original0" not in key)
+    unit = exact.weight.detach() / exact.weight.detach().norm(dim=1, keepdim=True)
+    x = (100 * unit[3] + 1e-3 * torch.randn(6, positions, 8)).float()
+    slopes = torch.zeros(8)
+    slopes[3] = 1.0
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * slopes.to(x.dtype)).flatten(1).sum(1)
+
+    truth = clipped_sums(exact, lambda i: losses(exact, x[[i]].double())[0], range(6), flat(exact), [1.0])
+    with attach(layer, flat(layer), 1.0, formula=formula) as engine:
+        engine.backward(losses(layer, x))
+        assert bool((engine.per_example_norms >= truth.norms * (1 - 1e-5)).all())
