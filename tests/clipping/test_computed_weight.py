@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import find_rule
+from tests.clipping.largest import Largest
 
 KINDS = {"weight norm": weight_norm, "spectral norm": spectral_norm}
 
@@ -76,18 +76,6 @@ def test_a_forward_pass_in_training_mode_moves_the_vectors_as_it_does_alone():
     assert torch.equal(model[0].parametrizations.weight[0]._v, alone[0].parametrizations.weight[0]._v)
 
 
-class _Largest(TorchDispatchMode):
-    """Notes the largest tensor that an operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            self.numbers = max(self.numbers, made.numel())
-        return made
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_no_examples_gradient_is_formed_for_vectors(name):
     model = nn.Sequential(KINDS[name](nn.Linear(40, 40)), nn.Tanh(), nn.Linear(40, 2)).eval()
@@ -95,7 +83,7 @@ def test_no_examples_gradient_is_formed_for_vectors(name):
     for make_partition in (per_layer, flat):
         with attach(model, make_partition(model), 1.0) as engine:
             engine.backward(losses_of(model, x))  # looks whose rows are whose
-            with _Largest() as largest:
+            with Largest() as largest:
                 engine.backward(losses_of(model, x))
         assert largest.numbers <= 2 * 40 * 40 < 16 * 40 * 40
 
@@ -123,3 +111,29 @@ def test_rounding_understates_no_norm_where_all_is_removed(name, positions, form
     with attach(layer, flat(layer), 1.0, formula=formula) as engine:
         engine.backward(losses(layer, x))
         assert bool((engine.per_example_norms >= truth.norms * (1 - 1e-5)).all())
+
+
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
+@pytest.mark.parametrize("order", ["sequences first", "two rows together", "one row after the other"])
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_every_layout(name, order, formula, double):
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = KINDS[name](nn.Linear(5, 4))
+            self.layer.parametrizations.weight[0].eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if order == "sequences first":
+                return self.layer(x.transpose(0, 1)).transpose(0, 1)
+            if order == "two rows together":
+                return self.layer(x.flatten(0, 1)).unflatten(0, (len(x), 2))
+            return torch.stack(self.layer(torch.cat(x.unbind(1))).chunk(2), 1)
+
+    model, x = Rows(), torch.randn(4, 2, 5)
+    truth = clipped_sums(model, lambda i: losses_of(model, x[[i]])[0], range(4), flat(model), [0.5])
+    with attach(model, flat(model), 0.5, formula=formula) as engine:
+        engine.backward(losses_of(model, x))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-9, atol=1e-12)

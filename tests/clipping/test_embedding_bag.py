@@ -8,6 +8,7 @@ from groupwise.clipping import attach, flat, ownership
 from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG, embedding_bag
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
+from tests.clipping.largest import Largest
 from tests.clipping.plain_weights import PlainWeights
 
 VOCABULARY, SIZE = 7, 4
@@ -110,6 +111,23 @@ def test_whose_rows_are_whose_is_asked_once(monkeypatch):
         for _ in range(3):
             engine.backward(model(torch.randint(0, VOCABULARY, (3, 5)), torch.rand(3, 5)))
     assert len(looks) == 1
+
+
+def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(10_000, SIZE, mode="sum")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.bag(ids.flatten(0, 1)).unflatten(0, (len(ids), 3)).sin().sum((1, 2))
+
+    model = Pairs()
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(torch.randint(0, 10_000, (6, 3, 5))))  # looks whose rows are whose
+        with Largest() as largest:
+            engine.backward(model(torch.randint(0, 10_000, (6, 3, 5))))
+    assert largest.numbers == 10_000 * SIZE
 
 
 class Weighted(nn.Module):

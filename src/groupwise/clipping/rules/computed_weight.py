@@ -166,7 +166,7 @@ class WeightNormRule(ComputedWeightRule):
         assert x is not None
         x, g = upcast(x), upcast(g)
         unit, scale = _tensors(saved[3:], g.dtype)
-        product = x @ unit.t() if product is None else product.view(g.shape)
+        product = x @ unit.t() if product is None else product.reshape(g.shape)
         between, longest = self_products(x), max(x.shape[1], x.shape[2], g.shape[2])
         slack = rounding_slack((torch.linalg.vector_norm(x, dim=2, keepdim=True) * g.abs()).sum(1), longest)
         along = (g * product).sum(1).abs()
@@ -216,7 +216,7 @@ class SpectralNormRule(ComputedWeightRule):
         assert x is not None
         x, g = upcast(x), upcast(g)
         used, u, w, sigma = _tensors(saved[3:], g.dtype)
-        product = x @ used.t() if product is None else upcast(product).view(g.shape)
+        product = x @ used.t() if product is None else upcast(product).reshape(g.shape)
         longest = max(x.shape[1], x.shape[2], g.shape[2])
         whole = norms_from_products(self_products(x), self_products(g), False, longest)
         size = (torch.linalg.vector_norm(x, dim=2) * torch.linalg.vector_norm(g, dim=2)).sum(1)

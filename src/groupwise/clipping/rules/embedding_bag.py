@@ -29,7 +29,6 @@ class BagRule(EmbeddingRule):
     """
 
     batched: ClassVar[tuple[int, ...]] = (0, 1)
-    features_last: ClassVar[bool] = False
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, counts = parameters
