@@ -236,6 +236,8 @@ class ConvRule(MatrixRule):
         kernel is faster than that of weights' gradients, and much faster for filters of five and more.
         """
         shape, channels = self._geometry, self._channels()
+        if not (x.is_contiguous() and g.is_contiguous()):  # they are copied
+            step = max(1, min(step, chunk_floats(g) // numbers(x[0], g[0])))
         chunks = None if kept is None else kept.split(step)
         for place, (xs, gs) in enumerate(zip(x.split(step), g.split(step), strict=True)):
             rows, columns = (upcast(t).reshape(1, -1, *t.shape[2:]) for t in (gs, xs))
