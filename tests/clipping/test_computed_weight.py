@@ -19,6 +19,16 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).flatten(1).sin().sum(1)
 
 
+def assert_exact(model: nn.Module, x: Tensor, **options: str) -> None:
+    """Norms and clipped sums of one group are those of a loop over the four examples."""
+    truth = clipped_sums(model, lambda i: losses_of(model, x[[i]])[0], range(4), flat(model), [0.5])
+    with attach(model, flat(model), 0.5, **options) as engine:
+        engine.backward(losses_of(model, x))
+        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_weight_and_what_it_is_computed_from_are_one_group(name):
     model = nn.Sequential(KINDS[name](nn.Linear(5, 4)), nn.Linear(4, 3))
@@ -55,13 +65,7 @@ def test_a_computed_weight_that_the_model_reads_too_is_exact(name, norms, double
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) @ self.layer.weight
 
-    model, x = Tied(), torch.randn(4, 5)
-    truth = clipped_sums(model, lambda i: losses_of(model, x[[i]])[0], range(4), flat(model), [0.5])
-    with attach(model, flat(model), 0.5, norms=norms) as engine:
-        engine.backward(losses_of(model, x))
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-9, atol=1e-12)
+    assert_exact(Tied(), torch.randn(4, 5), norms=norms)
 
 
 def test_a_forward_pass_in_training_mode_moves_the_vectors_as_it_does_alone():
@@ -130,10 +134,4 @@ def test_rows_of_every_layout(name, order, formula, double):
                 return self.layer(x.flatten(0, 1)).unflatten(0, (len(x), 2))
             return torch.stack(self.layer(torch.cat(x.unbind(1))).chunk(2), 1)
 
-    model, x = Rows(), torch.randn(4, 2, 5)
-    truth = clipped_sums(model, lambda i: losses_of(model, x[[i]])[0], range(4), flat(model), [0.5])
-    with attach(model, flat(model), 0.5, formula=formula) as engine:
-        engine.backward(losses_of(model, x))
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-9, atol=1e-12)
+    assert_exact(Rows(), torch.randn(4, 2, 5), formula=formula)
