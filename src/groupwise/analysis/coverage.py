@@ -15,7 +15,17 @@ import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
 from groupwise.analysis.claims import CLAIMS
-from groupwise.analysis.results import CONSTANT, MINUS, SHOWN, TABLES, Folders
+from groupwise.analysis.results import (
+    CONSTANT,
+    MINUS,
+    SHOWN,
+    TABLES,
+    Folders,
+    file_of,
+    read_floors,
+    settings_of,
+    why_uninformative,
+)
 from groupwise.analysis.searches import searches
 from groupwise.analysis.statistics import (
     DIFFERS,
@@ -70,7 +80,7 @@ def coverage(folders: Folders | None = None) -> pd.DataFrame:
         seeds = {scale: _seeds(sweep, scale, folders, FIGURES.get(name, "")) for scale in SHOWN}
         for cell in dict.fromkeys(cell.name for cell in sweep.cells(PAPER)):
             counts = {scale: found.get(cell) for scale, found in seeds.items()}
-            status, why = compared.get(cell) or _uncompared(counts, sweep, cell)
+            status, why = compared.get(cell) or _uncompared(counts, sweep, cell, folders)
             shown = {scale: f"{count[0]} of {count[1]}" if count else "" for scale, count in counts.items()}
             lines.append({"sweep": name, "cell": cell, **shown, "status": status, "why": why})
     return pd.DataFrame(lines, columns=list(COLUMNS))
@@ -89,14 +99,28 @@ def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _uncompared(counts: dict[str, tuple[int, int] | None], sweep: Sweep, cell: str) -> tuple[str, str]:
+def _uncompared(
+    counts: dict[str, tuple[int, int] | None], sweep: Sweep, cell: str, folders: Folders
+) -> tuple[str, str]:
     at_paper = counts[PAPER] or (0, 0)
     if at_paper[0]:
         return (RUN, "") if at_paper[0] >= at_paper[1] else (INCOMPLETE, f"{at_paper[0]} of {at_paper[1]} seeds")
     for scale, count in counts.items():
         if count and count[0]:
+            if weak := _why_weak(sweep, scale, cell, folders):
+                return UNINFORMATIVE, f"scale={scale}; {weak}"
             return REDUCED, f"scale={scale}; {needs([cell])}"
     return NOT_RUN, why_not_run(sweep, [cell])
+
+
+def _why_weak(sweep: Sweep, scale: str, cell: str, folders: Folders) -> str:
+    """Why the rows of a cell that is compared with nothing say nothing; empty where they do, or nobody can tell."""
+    path = file_of(sweep, scale, folders.measured)
+    rows = pd.read_csv(path) if path.is_file() else pd.DataFrame({"cell": []})
+    own, task, floors = rows[rows["cell"] == cell], settings_of(cell).get("task", ""), read_floors(folders.measured)
+    metrics = [metric for at, metric in floors if at == task and metric in own and own[metric].notna().any()]
+    found = [why_uninformative(task, metric, float(own[metric].mean()), floors) for metric in metrics]
+    return next(filter(None, found), "")
 
 
 def _seeds(sweep: Sweep, scale: str, folders: Folders, ending: str) -> dict[str, tuple[int, int]]:

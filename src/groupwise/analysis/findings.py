@@ -140,12 +140,14 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folder
     pairs, wanted = measured_pairs(claim.contrast, sweep, scale, folders)
     if not pairs.pairs:
         return []
-    why = _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders)
+    weak = _weak(claim.contrast, pairs, folders)
+    why = _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders) if not weak else _in_words(weak, wanted)
+    told = [place for place in pairs.places if _task(claim.contrast, place) not in weak] or pairs.places
     whole = sum(map(len, pairs.pairs.values())) == sum(map(len, wanted.pairs.values()))
     by_budget: dict[str, list[Place]] = {}
     for place in pairs.places:
         by_budget.setdefault(dict(place).get(BUDGET, ""), []).append(place)
-    parts = by_budget if whole and _depends(pairs, by_budget) else {"": pairs.places}
+    parts = by_budget if whole and not weak and _depends(pairs, by_budget) else {"": told}
     found = [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
     return [replace(verdict, instead=_instead(claim.contrast, sweep, scale)) for verdict in found]
 
@@ -160,24 +162,39 @@ def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
 def _obstacle(
     contrast: Contrast, sweep: Sweep, scale: str, pairs: Differences, wanted: Differences, folders: Folders
 ) -> str:
-    """What keeps these pairs from a verdict: some are missing, or they say nothing; nothing where all is well."""
+    """What keeps these pairs from a verdict: some are missing, or cannot be judged; nothing where all is well."""
     planned = sum(map(len, wanted.pairs.values()))
     if missing := planned - sum(map(len, pairs.pairs.values())):
         return f"{missing} of {planned} pairs were not run"
     full = differences(contrast, {(cell.name, cell.seed): 0.0 for cell in sweep.cells(PAPER)})
     if left_out := len(set(full.places) - set(wanted.places)):
         return f"scale={scale} leaves out {left_out} of {len(full.places)} places"
-    tasks = sorted({dict(place).get("task", contrast.where.get("task", "")) for place in wanted.places})
+    tasks = {_task(contrast, place) for place in wanted.places}
     floors = read_floors(folders.measured)
     if scale != PAPER and any(floor_of(task, contrast.metric, floors) is None for task in tasks):
         return "what one answer for every input scores is not known"
-    weak = [why_uninformative(task, contrast.metric, _best(contrast, pairs, task), floors) for task in tasks]
-    return next(filter(None, weak), "")
+    return ""
+
+
+def _weak(contrast: Contrast, pairs: Differences, folders: Folders) -> dict[str, str]:
+    """Tasks whose pairs say nothing, and why: they are left out of the effect, and keep the claim from a verdict."""
+    floors, tasks = read_floors(folders.measured), sorted({_task(contrast, place) for place in pairs.places})
+    found = {task: why_uninformative(task, contrast.metric, _best(contrast, pairs, task), floors) for task in tasks}
+    return {task: why for task, why in found.items() if why}
+
+
+def _in_words(weak: dict[str, str], wanted: Differences) -> str:
+    several = len({dict(place).get("task") for place in wanted.places}) > 1
+    return "; ".join(f"task={task} {why}" if several else why for task, why in weak.items())
+
+
+def _task(contrast: Contrast, place: Place) -> str:
+    return dict(place).get("task", contrast.where.get("task", ""))
 
 
 def _best(contrast: Contrast, pairs: Differences, task: str) -> float:
     """The mean of the better of a contrast's terms, over the pairs of one task."""
-    own = [means for at, means in pairs.levels.items() if dict(at).get("task", contrast.where.get("task", "")) == task]
+    own = [means for at, means in pairs.levels.items() if _task(contrast, at) == task]
     return max(sum(term) / len(own) for term in zip(*own, strict=True))
 
 

@@ -141,6 +141,18 @@ def test_what_cannot_be_decided(world):
     assert verdict.why == "hardly learnt: 61.0 at best, 58.5 by one answer for every input"
 
 
+def test_a_task_that_hardly_learnt_is_left_out_of_the_effect_and_keeps_the_claim_from_a_verdict(world):
+    def value(cell: dict[str, str], seed: int) -> float:
+        own = (50.0, 40.0) if cell["task"] == "sst2" else (60.0, 57.0)  # by chance, and a difference of 3
+        return own[cell["clip"] == "fixed_layer"] + (-0.1, 0.0, 0.1)[seed] * (cell["clip"] == "flat")
+
+    world.write(world.rows("adaptivity", value=value), "adaptivity")
+    both = replace(claim(LESS), contrast=replace(claim(LESS).contrast, where={}))
+    (verdict,) = decide(judge(both, world.folders))
+    assert (verdict.word, verdict.places) == (UNDECIDED, 2) and verdict.measured.mean == pytest.approx(-3)
+    assert verdict.why == "task=sst2 hardly learnt: 50.0 at best, 50.9 by one answer for every input"
+
+
 def test_each_task_is_held_to_its_own_floor():
     levels = {(("seed", "0"), ("task", "e2e")): [60.0, 58.0], (("seed", "0"), ("task", "dart")): [2.0, 1.9]}
     pairs = Differences({}, 0, [31.0, 29.95], levels)

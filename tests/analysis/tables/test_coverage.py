@@ -60,6 +60,18 @@ def test_statuses_follow_the_rows(world, monkeypatch):
     assert status["gradnorm_cifar"].tolist() == ["reduced only"]
 
 
+def test_a_cell_of_a_figure_that_hardly_learnt_says_so(world, monkeypatch):
+    only(monkeypatch, world)
+    for accuracy, status in ((30.0, "reduced only"), (10.5, "uninformative")):
+        world.write(world.rows("gradnorm_cifar", value=lambda cell, seed, at=accuracy: at), "gradnorm_cifar")
+        (world.folders.measured / "gradnorm_cifar_mini_norms.csv").write_text(
+            "cell,seed,norm\nclip=adaptive_layer privacy.epsilon=8 task=cifar,0,1.5\n"
+        )
+        found = coverage(world.folders).set_index("sweep").loc["gradnorm_cifar"]
+        assert found["status"] == status
+        assert ("10.5 at best, 10.0 by one answer" in found["why"]) == (status == "uninformative")
+
+
 def test_the_page_counts_and_is_the_same_twice(world, monkeypatch, tmp_path, capsys):
     only(monkeypatch, world)
     world.write(world.rows("adaptivity"), "adaptivity")
