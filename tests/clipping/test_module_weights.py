@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping import attach, flat, ownership, per_block, per_layer
 from groupwise.clipping.reference import clipped_sums
 from tests.clipping.alone import looped
 from tests.clipping.turns import in_turn
@@ -178,6 +178,17 @@ def assert_equal(name: str, mode: str, examples: list[int], frozen: bool = False
 def test_equals_a_loop_over_single_examples(name, mode, batches):
     for batch in batches:
         assert_equal(name, mode, BATCHES[batch])
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "many bags" not in name])  # whose rows indices move
+def test_whose_rows_are_whose_is_asked_of_the_first_batch_alone(name, monkeypatch):
+    looks, find = [], ownership.find_owners
+    monkeypatch.setattr(ownership, "find_owners", lambda *args: looks.append(1) or find(*args))
+    model = made(name)
+    with attach(model, flat(model), 1.0) as engine:
+        for _ in range(3):
+            engine.backward(losses_of(model, torch.randn(5, 4, 4), list(range(5))))
+    assert len(looks) == 1
 
 
 FROZEN = {

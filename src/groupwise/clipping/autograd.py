@@ -200,6 +200,7 @@ class LateFunction(torch.autograd.Function):
     """Zeros (B, T, p), as if added to T products with one weight whose inputs come one after the other (recurrence).
 
     Their gradients, with the inputs (B, T, d) that were noted by then, are those of one linear layer on a sequence.
+    `depends` says whether those inputs depend on parameters, as autograd knows it of other layers' inputs.
     """
 
     @staticmethod
@@ -210,9 +211,10 @@ class LateFunction(torch.autograd.Function):
         layout: Layout,
         probe: Tensor,
         inputs: list[Tensor],
+        depends: bool,
         zeros: Tensor,
     ) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
+        ctx.group_pass, ctx.member, ctx.layout, ctx.inputs, ctx.depends = group_pass, member, layout, inputs, depends
         return zeros
 
     @staticmethod
@@ -221,7 +223,7 @@ class LateFunction(torch.autograd.Function):
         with no_autocast(g.device.type):
             [x] = ctx.inputs
             ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
-        return None, None, None, None, None, None
+        return None, None, None, None, None, None, None
 
 
 class DirectFunction(torch.autograd.Function):

@@ -242,7 +242,8 @@ def _settle(
             for kind in ("Layer", "Parameter", "The output of layer"):
                 telling[f"{kind} {node.member.name!r}"] += 1
         if len(orders) == 1 and not parameter:
-            key = node.member.label, len(owned.shape) - 1, bool(node.needs_input_grad[-1])
+            depends = getattr(node, "depends", node.needs_input_grad[-1])
+            key = node.member.label, len(owned.shape) - 1, bool(depends)
             shown.setdefault(key, set()).add(order)
     for (label, rank, requires_grad), found in shown.items():
         layouts.prove(label, rank, requires_grad, found)

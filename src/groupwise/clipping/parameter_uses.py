@@ -187,7 +187,7 @@ class LateLinear:
             )
         group_pass, probe = calls.enter(group, member, batch, like.device)
         zero = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape[0], steps, len(weight))
-        self.added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, zero)
+        self.added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, like.requires_grad, zero)
         group_pass.uncertain |= not layout.certain
         calls.passes.note(member.label, layout)
 
