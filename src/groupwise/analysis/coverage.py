@@ -78,9 +78,11 @@ def coverage(folders: Folders | None = None) -> pd.DataFrame:
         sweep = read_sweep(folders.sweeps / f"{name}.yaml")
         compared = _compared(name, folders) if name in TABLES else {}
         seeds = {scale: _seeds(sweep, scale, folders, FIGURES.get(name, "")) for scale in SHOWN}
+        weak = {scale: _weak(sweep, scale, folders) for scale in SHOWN if scale != PAPER}
         for cell in dict.fromkeys(cell.name for cell in sweep.cells(PAPER)):
             counts = {scale: found.get(cell) for scale, found in seeds.items()}
-            status, why = compared.get(cell) or _uncompared(counts, sweep, cell, folders)
+            useless = {scale: found[cell] for scale, found in weak.items() if cell in found}
+            status, why = compared.get(cell) or _uncompared(counts, useless, sweep, cell)
             shown = {scale: f"{count[0]} of {count[1]}" if count else "" for scale, count in counts.items()}
             lines.append({"sweep": name, "cell": cell, **shown, "status": status, "why": why})
     return pd.DataFrame(lines, columns=list(COLUMNS))
@@ -100,27 +102,32 @@ def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
 
 
 def _uncompared(
-    counts: dict[str, tuple[int, int] | None], sweep: Sweep, cell: str, folders: Folders
+    counts: dict[str, tuple[int, int] | None], useless: dict[str, str], sweep: Sweep, cell: str
 ) -> tuple[str, str]:
     at_paper = counts[PAPER] or (0, 0)
     if at_paper[0]:
         return (RUN, "") if at_paper[0] >= at_paper[1] else (INCOMPLETE, f"{at_paper[0]} of {at_paper[1]} seeds")
     for scale, count in counts.items():
         if count and count[0]:
-            if weak := _why_weak(sweep, scale, cell, folders):
-                return UNINFORMATIVE, f"scale={scale}; {weak}"
+            if scale in useless:
+                return UNINFORMATIVE, f"scale={scale}; {useless[scale]}"
             return REDUCED, f"scale={scale}; {needs([cell])}"
     return NOT_RUN, why_not_run(sweep, [cell])
 
 
-def _why_weak(sweep: Sweep, scale: str, cell: str, folders: Folders) -> str:
-    """Why the rows of a cell that is compared with nothing say nothing; empty where they do, or nobody can tell."""
-    path = file_of(sweep, scale, folders.measured)
-    rows = pd.read_csv(path) if path.is_file() else pd.DataFrame({"cell": []})
-    own, task, floors = rows[rows["cell"] == cell], settings_of(cell).get("task", ""), read_floors(folders.measured)
-    metrics = [metric for at, metric in floors if at == task and metric in own and own[metric].notna().any()]
-    found = [why_uninformative(task, metric, float(own[metric].mean()), floors) for metric in metrics]
-    return next(filter(None, found), "")
+def _weak(sweep: Sweep, scale: str, folders: Folders) -> dict[str, str]:
+    """Cell -> why its rows at that scale say nothing; those that do, or of which nobody can tell, are not there."""
+    path, floors = file_of(sweep, scale, folders.measured), read_floors(folders.measured)
+    if not path.is_file():
+        return {}
+    found: dict[str, str] = {}
+    for cell, own in pd.read_csv(path).groupby("cell"):
+        task = settings_of(str(cell)).get("task", "")
+        metrics = [metric for at, metric in floors if at == task and metric in own and own[metric].notna().any()]
+        whys = (why_uninformative(task, metric, float(own[metric].mean()), floors) for metric in metrics)
+        if why := next(filter(None, whys), ""):
+            found[str(cell)] = why
+    return found
 
 
 def _seeds(sweep: Sweep, scale: str, folders: Folders, ending: str) -> dict[str, tuple[int, int]]:

@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.errors import UserError
@@ -61,6 +62,12 @@ def squared_row_norms(rows: Tensor) -> Tensor:
 def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
     """‖g^(i)‖² over all parameters, (B,) float64, from per-example gradients (B, *shape); None where not wanted."""
     return torch.stack([squared_row_norms(rows) for rows in gradients if rows is not None]).sum(0)
+
+
+def at_least_zero(squares: Tensor) -> Tensor:
+    """Squared norms (n,) less what was removed, at least 0; infinite where that overflowed before the whole did, so
+    that the example is left out."""
+    return F.threshold(squares, -1e300, math.inf).clamp_min_(0)
 
 
 def rounding_slack(absolute: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:

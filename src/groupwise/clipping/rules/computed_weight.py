@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from groupwise.clipping.cost_model import norms_from_products, self_products
-from groupwise.clipping.precision import autocast, rounding_slack, slack_of, squared_row_norms, upcast
+from groupwise.clipping.precision import at_least_zero, autocast, rounding_slack, slack_of, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, chunk_floats, register_rule
 from groupwise.clipping.rules.linear import LinearRule
 
@@ -158,7 +158,7 @@ class WeightNormRule(ComputedWeightRule):
         if wanted[0]:
             whole = squared_row_norms(weight.reshape(-1, weight.shape[2])).view(along.shape)
             whole *= 1 + slack_of(weight.shape[2], weight.dtype, weight.device)
-            squares = squares + _at_least_zero((whole - along) @ scale.double().square())
+            squares = squares + at_least_zero((whole - along) @ scale.double().square())
         return squares
 
     def squares_of_sides(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
@@ -174,7 +174,7 @@ class WeightNormRule(ComputedWeightRule):
         if wanted[0]:
             whole = norms_from_products(between, self_products(g * scale), False, longest)
             removed = (along - slack).clamp_min(0).double().square() @ scale.double().square()
-            squares = squares + _at_least_zero(whole - removed)
+            squares = squares + at_least_zero(whole - removed)
         return squares
 
 
@@ -225,16 +225,11 @@ class SpectralNormRule(ComputedWeightRule):
         most = used.norm().double()
         lost = 2 * slack * (along.abs() + most * (across.abs() + slack)) + 2 * slack * most * along.abs()
         length = u.double().square().sum() * w.double().square().sum()
-        return _at_least_zero(whole - 2 * along * across + length * along.square() + lost) / sigma.double().square()
+        return at_least_zero(whole - 2 * along * across + length * along.square() + lost) / sigma.double().square()
 
 
 def _tensors(saved: Saved, dtype: torch.dtype) -> list[Tensor]:
     return [t.to(dtype) for t in saved if t is not None]
-
-
-def _at_least_zero(squares: Tensor) -> Tensor:
-    """Squared norms less what was removed; infinite where that overflowed, so that the example is left out."""
-    return squares.nan_to_num_(torch.inf, torch.inf, torch.inf).clamp_min_(0)
 
 
 def _computation(module: nn.Module) -> Any:

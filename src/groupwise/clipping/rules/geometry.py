@@ -103,7 +103,8 @@ class Geometry:
                 frame[: len(part)][(slice(None), *inner)] = part
                 part = frame[: len(part)]
             windows = self._windows(part if math.prod(self.kernel) == 1 else part.contiguous(), out)
-            yield (buffers.take("columns", x, *windows.shape).copy_(windows).view(len(part), math.prod(out), -1))
+            columns = buffers.take("columns", x, *windows.shape).copy_(windows)
+            yield columns.view(len(part), math.prod(out), -1)
 
     def _windows(self, padded: Tensor, out: Sequence[int]) -> Tensor:
         """What each output position sees of padded inputs (n, *space, c): a view (n, *out, *k, c)."""

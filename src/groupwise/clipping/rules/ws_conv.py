@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.cost_model import Work, inner_products, norms_from_products, self_products
-from groupwise.clipping.precision import autocast, rounding_slack, slack_of, squared_row_norms, upcast
+from groupwise.clipping.precision import at_least_zero, autocast, rounding_slack, slack_of, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, in_format_of, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
@@ -169,7 +169,7 @@ class WSConv2dRule(ConvRule):
             whole = norms_from_products(between, self_products(weighed), False, longest)
             removed = (total.abs() / k**0.5 - slack).clamp_min(0).double().square()
             removed = removed + taken[:, 0] * (along.abs() - slack).clamp_min(0).double().square()
-            squares = _at_least_zero(torch.addmv(whole, removed, scale.double().square(), alpha=-1))
+            squares = at_least_zero(torch.addmv(whole, removed, scale.double().square(), alpha=-1))
         return squares + squared_row_norms(along.abs() + slack) if wanted[2] else squares
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
@@ -219,10 +219,4 @@ def _squares(directions: Tensor, of_whole: Tensor, of_along: Tensor, rows: Tenso
         along = inner_products(directions, rows.transpose(0, 1))
     whole = squared_row_norms(rows.flatten(0, 1)).view(rows.shape[:2])
     removed = along.double().square_().flatten(0, 1).t()
-    return _at_least_zero(torch.addmv(whole @ of_whole, removed, of_along, alpha=-1))
-
-
-def _at_least_zero(squares: Tensor) -> Tensor:
-    """Squared norms (n,) less what was removed, at least 0; infinite where that overflowed before the whole did, so
-    that the example is left out."""
-    return F.threshold(squares, -1e300, math.inf).clamp_min_(0)
+    return at_least_zero(torch.addmv(whole @ of_whole, removed, of_along, alpha=-1))
