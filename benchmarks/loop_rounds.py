@@ -144,7 +144,7 @@ class BareStep:
         self._precision = autocast(precision, trainer.device)
         self._trainable = [p for p in trainer.task.model.parameters() if p.requires_grad]
         self._classes = self._count_classes()
-        self._noise = NoiseSource.from_seed(0)  # never the run's own key: its noise is used once
+        self._noise = trainer.mechanism.noise.child("bare steps")  # never the run's own key: its noise is used once
 
     def load(self, examples: np.ndarray) -> list[Microbatch]:
         """The model's inputs for these examples, with labels (n,): one pair for each microbatch of the loop.

@@ -156,7 +156,7 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     noise = _noise_source(config, plan, state)
-    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.counted)))
+    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.drawn)))
 
 
 def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:

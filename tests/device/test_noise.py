@@ -8,7 +8,7 @@ from groupwise.privacy import NoiseSource, counted_noise
 from groupwise.privacy.counted_noise import WORD, philox
 
 pytestmark = pytest.mark.cuda
-COUNTED = NoiseSource.from_key(bytes(range(32)), counted=True)
+COUNTED = NoiseSource.from_key(bytes(range(32)), drawn="counted")
 SIZES = [(70_001,), (64, 32, 3, 3), (1,), (500, 301)]
 
 

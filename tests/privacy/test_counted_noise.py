@@ -13,7 +13,7 @@ from groupwise.privacy import NoiseSource, counted_noise
 from groupwise.privacy.counted_noise import LARGEST, WORD, CountedNoise, batches, philox
 from groupwise.privacy.noise import COUNT_STREAM
 
-SOURCE = NoiseSource.from_key(bytes(range(32)), counted=True)
+SOURCE = NoiseSource.from_key(bytes(range(32)), drawn="counted")
 KNOWN = [  # Random123's kat_vectors, philox4x32 10: counter, key, answer
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([WORD] * 4, [WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -82,7 +82,9 @@ def test_steps_streams_and_keys_are_independent() -> None:
         draw(20_000, step=1, dtype=torch.float64),
         draw(20_000, stream=1, dtype=torch.float64),
         draw(20_000, stream=COUNT_STREAM, dtype=torch.float64),
-        NoiseSource.from_key(bytes(range(1, 33)), counted=True).add_gaussian_(torch.zeros(20_000).double(), 1.0, 0, 0),
+        NoiseSource.from_key(bytes(range(1, 33)), drawn="counted").add_gaussian_(
+            torch.zeros(20_000).double(), 1.0, 0, 0
+        ),
         SOURCE.child("shard 0").add_gaussian_(torch.zeros(20_000).double(), 1.0, 0, 0),
     ]
     for other in others:
@@ -120,15 +122,15 @@ def test_batches_are_small_and_none_is_lost() -> None:
 
 
 def test_a_source_that_does_not_say_counts_off_the_cpu_alone() -> None:
-    source = NoiseSource.from_key(SOURCE.key)
+    source = NoiseSource.from_key(SOURCE.key, is_secret=False)
     here, there = source.settled(torch.device("cpu")), source.settled(torch.device("cuda"))
-    assert (here.counted, there.counted, there.settled(torch.device("cpu")).counted) == (False, True, True)
+    assert (here.drawn, there.drawn, there.settled(torch.device("cpu")).drawn) == ("ziggurat", "counted", "counted")
     zeros = torch.zeros(9)
     usual = source.add_gaussian_(zeros.clone(), 1.0, 2, 3)
     assert torch.equal(here.add_gaussian_(zeros.clone(), 1.0, 2, 3), usual)
     assert torch.equal(there.add_gaussian_(zeros.clone(), 1.0, 2, 3), SOURCE.add_gaussian_(zeros.clone(), 1.0, 2, 3))
     assert not torch.equal(there.add_gaussian_(zeros.clone(), 1.0, 2, 3), usual)
-    assert there.child("stage 1").counted
+    assert there.child("stage 1").drawn == "counted"
 
 
 def test_known_answers_for_ever() -> None:

@@ -35,7 +35,7 @@ extern "C" void draw_double(double* o, double* p, double* v, double* s, double* 
   draw<double>(o, p, v, s, d, n, a);
 }
 """
-NOISE = NoiseSource.from_key(bytes(range(32)), counted=True)
+NOISE = NoiseSource.from_key(bytes(range(32)), drawn="counted")
 
 
 @pytest.fixture(scope="module")

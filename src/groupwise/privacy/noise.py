@@ -5,20 +5,21 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from groupwise.errors import UserError
+from groupwise.privacy import cpu_noise
 from groupwise.privacy.counted_noise import CountedNoise, batches, chunk_on, few_on
 from groupwise.privacy.sampling import PoissonSampler
 
 COUNT_STREAM = -1
 """Stream of the noise on the clip counts; parameters use streams 0, 1, 2, …"""
-# The whole extra memory of a thread: noise is drawn into one scratch buffer of this many entries, as many as torch adds
-# without waking threads of its own.
-CHUNK = 1 << 15
+WAYS = ("ziggurat", "pairs", "counted")
+"""How noise is drawn that is not secure; see `NoiseSource`."""
 ALONE = 1 << 18
 """Entries of a release that are not worth a second thread."""
 _Add = Callable[[torch.Tensor], object]
@@ -33,18 +34,21 @@ class NoiseSource:
     noise: replicas (DDP) stay equal and noise is added once; owners of different shards take a :meth:`child` each.
 
     ``secure`` draws from a cipher and adds on a lattice, on the CPU: for the same key another noise, of the same law.
-    ``counted`` draws by counting (`groupwise.privacy.counted_noise`), the same on every device; False draws as the CPU
-    always did, wherever the tensor is; None counts for tensors that are not on the CPU. A run settles it as it begins
-    (:meth:`settled`), and its checkpoint keeps it, so that replayed steps repeat their noise on any machine.
+    Else ``drawn`` says how, one of `WAYS`: "counted" (`groupwise.privacy.counted_noise`) is the same on every device,
+    "ziggurat" and "pairs" (`groupwise.privacy.cpu_noise`) draw on a CPU, wherever the tensor is; None counts for
+    tensors that are not on a CPU, and else is "ziggurat". A run settles it as it begins (:meth:`settled`), and its
+    checkpoint keeps it, so that replayed steps repeat their noise on any machine.
     """
 
-    def __init__(self, key: bytes, is_secret: bool, secure: bool = False, counted: bool | None = None) -> None:
+    def __init__(self, key: bytes, is_secret: bool, secure: bool = False, drawn: str | None = None) -> None:
         if not isinstance(key, bytes) or len(key) < 16:
             raise UserError("the noise key is shorter than 16 bytes; make one with NoiseSource.fresh().")
+        if drawn not in (None, *WAYS):
+            raise UserError(f"drawn={drawn!r} is no way to draw noise: give {', '.join(WAYS)}, or None.")
         self.key = key
         self.is_secret = is_secret
         self.secure = secure
-        self.counted = counted
+        self.drawn = drawn
 
     @classmethod
     def fresh(cls, secure: bool = False) -> Self:
@@ -52,20 +56,21 @@ class NoiseSource:
         return cls(os.urandom(32), True, secure)
 
     @classmethod
-    def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False, counted: bool | None = None) -> Self:
+    def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False, drawn: str | None = None) -> Self:
         """Return the source of a key kept from before (at least 16 bytes); pass on what else it had."""
-        return cls(key, is_secret, secure, counted)
+        return cls(key, is_secret, secure, drawn)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], secure: bool = False) -> Self:
         """Return the source that a checkpoint's ``noise_...`` entries tell of.
 
         Args:
-            state: of a training. One of before ``noise_secure`` was ``secure``; one of before ``noise_counted`` ran on
-                a CPU.
+            state: of a training. One of before ``noise_secure`` was ``secure``; one of before ``noise_drawn`` says in
+                ``noise_counted`` whether noise was counted; one of before that ran on a CPU.
         """
-        secure, counted = state.get("noise_secure", secure), state.get("noise_counted", False)
-        return cls(state["noise_key"], state["noise_is_secret"], secure, counted)
+        before = "counted" if state.get("noise_counted", False) else "ziggurat"
+        secure, drawn = state.get("noise_secure", secure), state.get("noise_drawn", before)
+        return cls(state["noise_key"], state["noise_is_secret"], secure, drawn)
 
     @classmethod
     def from_seed(cls, seed: int, secure: bool = False) -> Self:
@@ -78,12 +83,16 @@ class NoiseSource:
 
     def child(self, purpose: str) -> Self:
         """Return a source of the same kind whose noise is independent of this one's: a stage's, or a shard's."""
-        return type(self)(self.derive(purpose), self.is_secret, self.secure, self.counted)
+        return type(self)(self.derive(purpose), self.is_secret, self.secure, self.drawn)
 
-    def settled(self, device: torch.device) -> Self:
-        """Return this source with ``counted`` decided: as it is, or else by the device that a run begins on."""
-        counted = device.type != "cpu" if self.counted is None else self.counted
-        return type(self)(self.key, self.is_secret, self.secure, counted)
+    def settled(self, device: torch.device, processes: int = 1) -> Self:
+        """Return this source with ``drawn`` decided: as it is, or else by the device that a run begins on.
+
+        On a CPU "pairs" where the key is secret and one process holds it, "ziggurat" where others draw the same.
+        """
+        on_cpu = "pairs" if self.is_secret and processes == 1 else "ziggurat"
+        drawn = self.drawn or (on_cpu if device.type == "cpu" else "counted")
+        return type(self)(self.key, self.is_secret, self.secure, drawn)
 
     def derive(self, purpose: str) -> bytes:
         """Return a 32-byte key for another secret draw, such as the Poisson sampler's; it tells nothing of this key."""
@@ -98,7 +107,9 @@ class NoiseSource:
         rounding is wider than the noise's law allows for), a distributed tensor, or a ``std`` that is negative or not
         finite.
         """
-        return self._noise(tensor, std, step, stream, 1.0, None)
+        for job in self._jobs(tensor, std, step, stream, 1.0, None):
+            job()
+        return tensor
 
     def add_gaussians_(
         self, tensors: Sequence[torch.Tensor], stds: Sequence[float], step: int, divisor: float = 1.0
@@ -106,8 +117,8 @@ class NoiseSource:
         """:meth:`add_gaussian_` for a whole release: N(0, ``stds[j]``²) on tensor j, from stream j; then / ``divisor``.
 
         Small ones whose noise is counted are drawn together, which takes few kernels and gives each the same. On a CPU
-        as many tensors are noised at once as torch has threads, the largest first: each has a stream of its own, so
-        their noise does not depend on how many there are.
+        as many tensors, or segments of them, are noised at once as torch has threads, the largest first: each has a
+        stream of its own, so their noise does not depend on how many there are.
         """
         alone: list[int] = []
         counted = CountedNoise(self._counted_digest(step))
@@ -124,39 +135,37 @@ class NoiseSource:
                 counted.add_together_(some, [stds[place] for place in places], places, divisor)
             else:
                 alone += places
-        alone.sort(key=lambda place: -tensors[place].numel())
-
-        def noise(place: int) -> None:
-            self._noise(tensors[place], stds[place], step, place, divisor, counted)
-
+        jobs = [
+            job
+            for place in sorted(alone, key=lambda place: -tensors[place].numel())
+            for job in self._jobs(tensors[place], stds[place], step, place, divisor, counted)
+        ]
         on_cpu = all(tensors[place].device.type == "cpu" for place in alone)
-        threads = min(torch.get_num_threads(), len(alone))
+        threads = min(torch.get_num_threads(), len(jobs))
         if threads > 1 and on_cpu and sum(tensors[place].numel() for place in alone) >= ALONE:
             with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(noise, alone))  # raises what a thread raised
+                for done in [pool.submit(job) for job in jobs]:
+                    done.result()  # raises what a thread raised
         else:
-            for place in alone:
-                noise(place)
+            for job in jobs:
+                job()
 
-    def _noise(
-        self,
-        tensor: torch.Tensor,
-        std: float,
-        step: int,
-        stream: int,
-        divisor: float,
-        counted: CountedNoise | None,
-    ) -> torch.Tensor:
-        """:meth:`add_gaussian_`; ``counted`` is the step's, where more than one tensor takes of it."""
+    def _jobs(
+        self, tensor: torch.Tensor, std: float, step: int, stream: int, divisor: float, counted: CountedNoise | None
+    ) -> list[Callable[[], object]]:
+        """:meth:`add_gaussian_` in parts, one after the other or side by side; ``counted`` is the step's."""
         self._check(tensor, std)
-        if tensor.numel():
-            with torch.no_grad():
-                if std > 0.0:
-                    add, chunk = self._adder(tensor, std, step, stream, divisor, counted)
-                    _in_chunks(tensor, add, chunk)
-                elif divisor != 1.0:
-                    tensor.div_(divisor)
-        return tensor
+        parts = [tensor.detach()] if tensor.numel() else []
+        if std == 0.0:
+            return [partial(part.div_, divisor) for part in parts if divisor != 1.0]
+        if self._pairs(tensor) and tensor.is_contiguous():
+            parts = list(tensor.detach().view(-1).split(cpu_noise.SEGMENT))
+
+        def noise(part: torch.Tensor, segment: int) -> None:
+            add, chunk = self._adder(tensor, std, step, stream, divisor, counted, segment)
+            _in_chunks(part, add, chunk)
+
+        return [partial(noise, part, segment) for segment, part in enumerate(parts)]
 
     @staticmethod
     def _check(tensor: torch.Tensor, std: float) -> None:
@@ -169,23 +178,38 @@ class NoiseSource:
             raise UserError(f"the noise's std is {std}; give a finite number of at least 0.")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        return not self.secure and (tensor.device.type != "cpu" if self.counted is None else self.counted)
+        return not self.secure and (tensor.device.type != "cpu" if self.drawn is None else self.drawn == "counted")
+
+    def _pairs(self, tensor: torch.Tensor) -> bool:
+        return not self.secure and self.drawn == "pairs" and tensor.dtype == torch.float32
 
     def _adder(
-        self, tensor: torch.Tensor, std: float, step: int, stream: int, divisor: float, counted: CountedNoise | None
+        self,
+        tensor: torch.Tensor,
+        std: float,
+        step: int,
+        stream: int,
+        divisor: float,
+        counted: CountedNoise | None,
+        segment: int,
     ) -> tuple[_Add, int]:
+        """What adds noise to the tensor from a segment on, and how many entries at once at most."""
         if self._counts(tensor):
             counted = counted or CountedNoise(self._counted_digest(step))
             return counted.adder(tensor, std, stream, divisor), chunk_on(tensor.device)
         digest = self._digest(step, stream)
         if self.secure:
             lattice = LatticeNoise(digest, std)
-            return lambda part: lattice.add_(part).div_(divisor), CHUNK
-        draw, chunk = _cpu_draw(tensor, digest)
-        device = tensor.device
+            return lambda part: lattice.add_(part).div_(divisor), cpu_noise.ZIGGURAT_CHUNK
+        if self._pairs(tensor):
+            return _adder_of_pairs(
+                cpu_noise.pairs(digest, std, tensor.numel(), segment), divisor
+            ), cpu_noise.PAIRS_CHUNK
+        chunk, device = min(cpu_noise.ZIGGURAT_CHUNK, tensor.numel()), tensor.device
+        draw = cpu_noise.ziggurat(digest, np.float32 if tensor.dtype == torch.float32 else np.float64, chunk)
 
         def add(part: torch.Tensor) -> None:
-            part.add_(draw(part.numel()).to(device).view(part.shape), alpha=std)
+            part.add_(torch.from_numpy(draw(part.numel())).to(device).view(part.shape), alpha=std)
             if divisor != 1.0:
                 part.div_(divisor)
 
@@ -202,20 +226,20 @@ class NoiseSource:
         ).digest()
 
 
-def _cpu_draw(like: torch.Tensor, digest: bytes) -> tuple[Callable[[int], torch.Tensor], int]:
-    # SFC64 is a quarter faster here than Philox, and numpy seeds it with 128 bits of the hash. torch's own normals on a
-    # CPU take a third of the time in float32, but end at 5.77 standard deviations, as their radius has 24 bits: a
-    # Gaussian passes that once in 10⁸ draws, and a model has millions. numpy's end at 8.2, passed once in 10¹⁵.
-    generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
-    dtype: Any = np.float32 if like.dtype == torch.float32 else np.float64
-    scratch: Any = np.empty(min(CHUNK, like.numel()), dtype)
-    shared = torch.from_numpy(scratch)
+def _adder_of_pairs(draw: cpu_noise.Draw, divisor: float) -> _Add:
+    """Adds by numpy, which takes one thread whatever the size."""
 
-    def draw(count: int) -> torch.Tensor:
-        generator.standard_normal(out=scratch[:count], dtype=dtype)
-        return shared[:count]
+    def add(part: torch.Tensor) -> None:
+        drawn = draw(part.numel()).reshape(part.shape)
+        if part.device.type != "cpu":
+            part.add_(torch.from_numpy(drawn).to(part.device)).div_(divisor)
+            return
+        sums = part.detach().numpy()
+        np.add(sums, drawn, out=sums)
+        if divisor != 1.0:
+            np.divide(sums, np.float32(divisor), out=sums)
 
-    return draw, len(scratch)
+    return add
 
 
 def _in_chunks(tensor: torch.Tensor, add: _Add, chunk: int) -> None:

@@ -143,7 +143,7 @@ def make_private(
         if not agreed.noise_multiplier:
             warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
         source = noise_source or NoiseSource.fresh()
-        parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.counted))
+        parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         mechanism = Mechanism(
             model=model,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from groupwise.errors import UserError
 
-NOISE = ("noise_key", "noise_is_secret", "noise_secure", "noise_counted")
+NOISE = ("noise_key", "noise_is_secret", "noise_secure", "noise_drawn")
 SEALED = ("step", "plan", "processes", "thresholds", *NOISE, "model", "optimizer")
 
 

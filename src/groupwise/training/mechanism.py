@@ -111,7 +111,8 @@ class Mechanism:
 
     def use_key(self, noise: NoiseSource) -> None:
         """Draw batches, masks and noise from this source from now on."""
-        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
+        processes = self.ranks.replicas * self.ranks.stages * self.ranks.parts
+        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device, processes)
         if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         if self.ranks.parts > 1:
@@ -283,7 +284,7 @@ class Mechanism:
             "noise_key": self.noise.key,
             "noise_is_secret": self.noise.is_secret,
             "noise_secure": self.noise.secure,
-            "noise_counted": self.noise.counted,
+            "noise_drawn": self.noise.drawn,
             "plan": self.plan.to_dict(),
         }
 
