@@ -18,7 +18,7 @@ from benchmarks.meters import Seconds, Stopwatch
 from groupwise import run as launch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource, release_gradients
+from groupwise.privacy import release_gradients
 from groupwise.training.from_config import autocast
 from groupwise.training.step import Trainer
 from groupwise.training.train import train

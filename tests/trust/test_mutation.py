@@ -123,7 +123,7 @@ def test_a_tested_mistake_is_killed_and_an_untested_one_survives(tmp_path):
     )
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["slow"]\n')
     script = (
-        "import sys; from pathlib import Path; from trust import mutation as m\n"
+        "import sys; from pathlib import Path; from trust.mutation import __main__ as m\n"
         "m.ROOT = Path(sys.argv[1]); m.RESULTS = m.ROOT / 'results'\n"
         "m.NOT_HERE['toy'] = m.NO_TESTS['toy'] = (); m.PATIENCE = 2\n"
         "sys.exit(m.main(['toy']))"

@@ -1,7 +1,7 @@
 """A copy of the sources and tests, and processes that run pytest on it.
 
-Each mutant runs in a process forked from one that has torch and its like loaded, and nothing of `groupwise`: so the
-mutated file is imported as any other, decorators, class bodies and module level included.
+Each mutant runs in a process forked from one that has torch and its like loaded, and forgets what that had of
+`groupwise`: so the mutated file is imported as any other, decorators, class bodies and module level included.
 """
 
 import contextlib
@@ -77,6 +77,8 @@ class Sandbox:
                 PYTHONPATH=str(self.folder / "src"), GROUPWISE_CACHE=str(cache), HYPOTHESIS_STORAGE_DIRECTORY=str(cache)
             )
             os.chdir(self.folder)
+            for name in [name for name in sys.modules if name.split(".")[0] == "groupwise"]:
+                del sys.modules[name]  # what this module's caller needs for itself is of the checkout, without mistake
             sys.path[:] = [str(self.folder / "src"), *(p for p in sys.path if Path(p or ".").name != "src")]
             import pytest
 
@@ -99,4 +101,4 @@ def warm_up(names: Iterable[str]) -> None:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
     others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-    assert not others and not any(n.startswith("groupwise") for n in sys.modules), others
+    assert not others, others

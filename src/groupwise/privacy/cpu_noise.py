@@ -94,7 +94,7 @@ def box_muller(
         std: the standard deviation.
     """
     radius = sines
-    np.copyto(radius, first, casting="same_kind")
+    np.copyto(radius, first)
     np.abs(radius, out=radius)
     radius *= np.float32(2.0**-63)
     np.maximum(radius, np.float32(2.0**-64), out=radius)
@@ -102,7 +102,7 @@ def box_muller(
     radius *= np.float32(-2.0)
     np.sqrt(radius, out=radius)
     radius *= np.float32(std)
-    np.copyto(angle, second, casting="same_kind")
+    np.copyto(angle, second)
     angle *= np.float32(2.0 * math.pi * 2.0**-32)
     np.cos(angle, out=cosines)
     cosines *= radius
