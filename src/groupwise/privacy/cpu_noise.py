@@ -10,8 +10,9 @@ process that has a secret key draws pairs, and what must be drawn again, by othe
 comes from numpy's normals.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Any
 
@@ -30,9 +31,14 @@ Draw = Callable[[int], np.ndarray]
 """The next `count` draws, at most a chunk of them, in memory that is written over by the next call."""
 
 
+def bits_of(digest: bytes) -> np.random.SFC64:
+    """The stream of random bits that a hash stands for."""
+    return np.random.SFC64(int.from_bytes(digest, "big"))
+
+
 def ziggurat(digest: bytes, dtype: Any, most: int) -> Draw:
     """numpy's standard normals, float32 or float64, of the stream that a hash stands for; `most` is a chunk."""
-    generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
+    generator = np.random.Generator(bits_of(digest))
     scratch: Any = np.empty(most, dtype)
 
     def draw(count: int) -> np.ndarray:
@@ -43,41 +49,42 @@ def ziggurat(digest: bytes, dtype: Any, most: int) -> Draw:
 
 
 def pairs(digest: bytes, std: float, size: int, segment: int = 0) -> Draw:
-    """N(0, `std`²) in float32 for a tensor of `size` entries, from a segment on, whatever the sizes it is asked for in.
-
-    Blocks, of a chunk or of all entries rounded up to fours, are drawn one after the other: first all cosines, then all
-    sines. Each segment's words are a stream of its own.
-    """
+    """N(0, `std`²) in float32 for a tensor of `size` entries, from a segment on, in parts of any size."""
     length = min(PAIRS_CHUNK, -(-size // 4) * 4)
-    block, angle, scratch = (np.empty(n, np.float32) for n in (length, length // 2, length))
-    used, blocks, bits = length, 0, np.random.SFC64(0)
-
-    def fill() -> None:
-        nonlocal blocks, bits
-        if blocks % (SEGMENT // PAIRS_CHUNK) == 0:
-            place = segment + blocks // (SEGMENT // PAIRS_CHUNK)
-            bits = np.random.SFC64(int.from_bytes(sha256(digest + place.to_bytes(8, "big")).digest(), "big"))
-        blocks += 1
-        words = bits.random_raw(length // 2 + length // 4)
-        first, second = words[: length // 2].view(np.int64), words[length // 2 :].view(np.int32)
-        box_muller(first, second, block[: length // 2], block[length // 2 :], angle, std)
+    blocks, scratch = _blocks(digest, std, length, segment), np.empty(length, np.float32)
+    block, used = scratch, length
 
     def draw(count: int) -> np.ndarray:
-        nonlocal used
+        nonlocal block, used
+        if used == count == length:
+            return next(blocks)
         taken = 0
         while taken < count:
             if used == length:
-                fill()
-                used = 0
-            if taken == used == 0 and count == length:
-                used = length
-                return block
+                block, used = next(blocks), 0
             part = min(count - taken, length - used)
             scratch[taken : taken + part] = block[used : used + part]
             taken, used = taken + part, used + part
         return scratch[:count]
 
     return draw
+
+
+def _blocks(digest: bytes, std: float, length: int, segment: int) -> Iterator[np.ndarray]:
+    """Blocks of `length` draws, first all cosines, then all sines, in one memory; each segment has words of its own."""
+    block, angle = np.empty(length, np.float32), np.empty(length // 2, np.float32)
+    cosines, sines = np.split(block, 2)
+    for place in itertools.count(segment):
+        bits = bits_of(sha256(digest + place.to_bytes(8, "big")).digest())
+        for _ in range(SEGMENT // PAIRS_CHUNK):
+            box_muller(*_words(bits, length // 2), cosines, sines, angle, std)
+            yield block
+
+
+def _words(bits: np.random.SFC64, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each pair 64 bits and 32 bits, int64 and int32, in memory that nobody keeps."""
+    words = bits.random_raw(half + half // 2)
+    return words[:half].view(np.int64), words[half:].view(np.int32)
 
 
 def box_muller(

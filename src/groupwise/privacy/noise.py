@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import call
 from typing import Any, Self
 
 import numpy as np
@@ -144,8 +145,7 @@ class NoiseSource:
         threads = min(torch.get_num_threads(), len(jobs))
         if threads > 1 and on_cpu and sum(tensors[place].numel() for place in alone) >= ALONE:
             with ThreadPoolExecutor(threads) as pool:
-                for done in [pool.submit(job) for job in jobs]:
-                    done.result()  # raises what a thread raised
+                list(pool.map(call, jobs))  # raises what a thread raised
         else:
             for job in jobs:
                 job()
@@ -202,9 +202,8 @@ class NoiseSource:
             lattice = LatticeNoise(digest, std)
             return lambda part: lattice.add_(part).div_(divisor), cpu_noise.ZIGGURAT_CHUNK
         if self._pairs(tensor):
-            return _adder_of_pairs(
-                cpu_noise.pairs(digest, std, tensor.numel(), segment), divisor
-            ), cpu_noise.PAIRS_CHUNK
+            draw = cpu_noise.pairs(digest, std, tensor.numel(), segment)
+            return _adder_of_pairs(draw, divisor), cpu_noise.PAIRS_CHUNK
         chunk, device = min(cpu_noise.ZIGGURAT_CHUNK, tensor.numel()), tensor.device
         draw = cpu_noise.ziggurat(digest, np.float32 if tensor.dtype == torch.float32 else np.float64, chunk)
 

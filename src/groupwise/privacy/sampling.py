@@ -7,6 +7,7 @@ import numpy as np
 
 from groupwise.errors import UserError
 from groupwise.privacy.accountants import is_whole
+from groupwise.privacy.cpu_noise import bits_of
 
 
 class PoissonSampler:
@@ -78,4 +79,4 @@ def _check_step(step: int) -> None:
 def _generator(seed: int | bytes, purpose: str, place: int) -> np.random.Generator:
     secret = seed if isinstance(seed, bytes) else str(int(seed)).encode()
     digest = hashlib.sha256(f"groupwise {purpose} {int(place)}\0".encode() + secret).digest()
-    return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "big")))
+    return np.random.Generator(bits_of(digest))
