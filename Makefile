@@ -70,7 +70,7 @@ test-kernels: $(STAMP) ## the kernels for GPUs, by Triton's interpreter and comp
 	@echo "$(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages)" > "$$(echo $(VENV)-triton/lib/python3*/site-packages)/suite.pth"
 	PYTHONPATH=src OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(VENV)-triton/bin/python -m pytest -q -p no:cacheprovider tests/clipping/test_group_norm_kernels.py
 
-bench: $(STAMP) ## speed and memory, ours and Opacus's, against non-private: all workloads, hours
+bench: $(STAMP) ## speed and memory, ours and Opacus's, against non-private: hours
 	$(BIN)/python -m benchmarks.throughput $(BENCH)
 
 bench-tiny: $(STAMP) ## the same at the smallest sizes, to see that all of it runs: minutes
