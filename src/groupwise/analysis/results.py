@@ -18,9 +18,10 @@ note
 import csv
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -269,6 +270,21 @@ def _refuse_odd_numbers(path: Path, frame: pd.DataFrame, cell: str, metric: str)
 def _fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
     first = rows.iloc[0]
     return UserError(f"{path}: the row of {first['cell']} seed={first['seed']} {words}; nothing of the file is used.")
+
+
+def cost_of(rows: Iterable[Mapping[Any, Any]]) -> str:
+    """What distinct runs took, ", 5.6 core-hours" or ", 2.0 hours of GPUs"; nothing where a row does not say.
+
+    A run beside others on the same cores takes longer than alone, so this is at most so much.
+    """
+    hours = {"core-hours": 0.0, "hours of GPUs": 0.0}
+    for row in {row.get("hash") or place: row for place, row in enumerate(rows)}.values():
+        seconds, threads = row.get("system.wall_seconds"), row.get("system.threads")
+        if not seconds or not threads:
+            return ""
+        on_cpu = row.get("system.device_type") == "cpu"
+        hours["core-hours" if on_cpu else "hours of GPUs"] += float(seconds) * (float(threads) if on_cpu else 1) / 3600
+    return "".join(f", {spent:.1f} {unit}" for unit, spent in hours.items() if spent)
 
 
 def matching(selector: str, cells: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from groupwise.analysis.claims import OURS, SEARCH
-from groupwise.analysis.results import SHOWN, settings_of
+from groupwise.analysis.results import SHOWN, cost_of, settings_of
 from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
 from groupwise.errors import command
@@ -47,7 +47,8 @@ def page(sweeps: Path, measured: Path) -> str:
             beside = PUBLISHED.get((name, settings_of(cell.name).get("clip", "")), "best" * (cell.name in chosen))
             lines.append([f"`{cell.name}`", _mean(cell), str(cell.seeds), beside])
         last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "among its rivals"
-        parts += [f"## {name}, scale={scale}", markdown(["cell", metric, "seeds", last], lines)]
+        cost = f"{len(rows)} runs{cost_of(rows)}."
+        parts += [f"## {name}, scale={scale}", cost, markdown(["cell", metric, "seeds", last], lines)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.results import HYPERPARAMETERS, TABLES, Folders, read_measured, read_paper
+from groupwise.analysis.results import HYPERPARAMETERS, TABLES, Folders, cost_of, read_measured, read_paper
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
@@ -224,7 +224,7 @@ def _provenance(used: pd.DataFrame) -> list[str]:
     if used.empty:
         return []
     commits = _listed(sorted({text[:7] for text in used["git.sha"] if text})) or "none"
-    words = f"{len(used)} runs; commits {commits}"
+    words = f"{len(used)} runs{cost_of(used.to_dict('records'))}; commits {commits}"
     for column, label in (("system.device", "on"), ("versions.torch", "torch")):
         if found := _listed(_values(used, column)):
             words += f"; {label} {found}"

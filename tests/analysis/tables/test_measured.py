@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from groupwise.analysis.results import matching, read_measured
+from groupwise.analysis.results import cost_of, matching, read_measured
 from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.tables import main
 from groupwise.errors import UserError
@@ -20,6 +20,16 @@ def refusal(world, rows=None, scale="mini") -> str:
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith(".")
     return sentence
+
+
+def test_a_cost_counts_each_run_once_and_threads_as_cores():
+    def row(name: str, seconds: str, threads: str = "1", device: str = "cpu") -> dict[str, str]:
+        kind = {"system.device_type": device, "system.threads": threads}
+        return {"hash": name, "system.wall_seconds": seconds, **kind}
+
+    assert cost_of([row("a", "3600"), row("a", "3600"), row("b", "1800", "2")]) == ", 2.0 core-hours"
+    assert cost_of([row("a", "3600"), row("b", "7200", "16", "cuda")]) == ", 1.0 core-hours, 2.0 hours of GPUs"
+    assert cost_of([row("a", "3600"), row("b", "")]) == cost_of([]) == cost_of([{"hash": "a"}]) == ""
 
 
 def test_sound_rows_are_read_in_any_order(world):
