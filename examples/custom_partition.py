@@ -2,7 +2,7 @@
 
     python examples/custom_partition.py        1,437 images at ε = 8, in some twenty seconds on one core: more than 80 %
 
-Each group's threshold follows a private quantile of that group's gradient norms. `per_block`, `flat` or any function
+The thresholds' proportions follow private quantiles of the groups' gradient norms. `per_block`, `flat` or any function
 from a layer's name to a group's go in the place of the patterns.
 """
 

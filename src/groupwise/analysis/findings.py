@@ -62,14 +62,15 @@ class Verdict:
 
     Attributes:
         epsilon: the budget that it is about, where the effect depends on it; "" for all of them together.
-        paper: the same difference between the paper's printed numbers; NaN where it prints none.
+        paper: the same difference between the paper's printed numbers, at the same places; NaN where it prints none.
         measured: over seeds, of the mean over places.
         places: other settings (budgets, epochs, tasks) that the mean is over.
         supports: one-sided p against "the claim does not hold", and `opposes` against "it does"; NaN without a test.
         p: two-sided, adjusted by Holm's method over the page.
         word: `AGREEMENT`, `DISAGREEMENT` or `UNDECIDED`.
         why: what kept it from a verdict, or what a reader should know.
-        instead: the model of a reduced scale, where it is another than the paper's, and what of it trains.
+        instead: the model of a reduced scale, where it is another than the paper's, what of it trains, and what is
+            left out of the effect.
     """
 
     claim: Claim
@@ -149,7 +150,10 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folder
         by_budget.setdefault(dict(place).get(BUDGET, ""), []).append(place)
     parts = by_budget if whole and not weak and _depends(pairs, by_budget) else {"": told}
     found = [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
-    return [replace(verdict, instead=_instead(claim.contrast, sweep, scale)) for verdict in found]
+    instead = [_instead(claim.contrast, sweep, scale)]
+    if len(told) < len(pairs.places):
+        instead += [f"without task={task}" for task in weak]
+    return [replace(verdict, instead=", ".join(filter(None, instead))) for verdict in found]
 
 
 def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
@@ -209,7 +213,7 @@ def _verdict(
     claim: Claim, scale: str, epsilon: str, paper: Differences, pairs: Differences, places: list[Place], why: str
 ) -> Verdict:
     measured = summarise(pairs.over_seeds(places))
-    printed = [place for place in paper.places if not epsilon or dict(place).get(BUDGET) == epsilon]
+    printed = [place for place in paper.places if place in places]
     verdict = Verdict(claim, scale, epsilon, _mean(paper, printed), measured, len(places))
     if not why and measured.n < LEAST:
         why = "one seed" if measured.n == 1 else f"{measured.n} seeds, fewer than {LEAST}"

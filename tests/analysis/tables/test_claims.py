@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from groupwise.analysis import earlier_rules
 from groupwise.analysis.claims import ALIKE, CLAIMS, LESS, MORE, NO_WORSE, Claim, refuse_left_out
 from groupwise.analysis.coverage import refuse_unread
 from groupwise.analysis.earlier_rules import earlier_word, pooled
@@ -355,3 +356,5 @@ def test_the_projects_page_shows_what_its_rows_hold():
     found = verdicts(Folders(root / "paper", root / "measured", SWEEPS))
     assert fill(page.read_text(), page, found) == page.read_text(), "run python -m groupwise.analysis.findings"
     assert full(found) == (root / "tables" / "findings.md").read_text(), "run python -m groupwise.analysis.findings"
+    beside = earlier_rules.page(found, Folders(root / "paper", root / "measured", SWEEPS))
+    assert beside == (root / "tables" / "verdicts.md").read_text(), "run python -m groupwise.analysis.earlier_rules"

@@ -1,5 +1,6 @@
 """Every cell of every sweep is listed, with what became of it."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from groupwise.analysis.coverage import coverage, machines, main, page, refuse_u
 from groupwise.analysis.results import Folders
 from groupwise.analysis.searches import main as list_searches
 from groupwise.analysis.searches import page as searches_page
+from groupwise.analysis.statistics import NOT_RUN, REDUCED, UNINFORMATIVE
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,6 +103,12 @@ def test_the_projects_list_shows_what_its_rows_hold():
     measured = ROOT / "results" / "measured"
     lines = coverage(Folders(ROOT / "results" / "paper", measured, ROOT / "sweeps"))
     assert page(lines, machines(measured)) == listed.read_text(), "run python -m groupwise.analysis.coverage"
+    count = Counter(lines["status"])
+    says = (
+        f"Of {len(lines)} cells of tables and figures {count[REDUCED]} are measured reduced, {count[UNINFORMATIVE]} so "
+    )
+    says += f"reduced that they say nothing, {count[NOT_RUN]} not at all"
+    assert says in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_rows_that_nothing_reads_stop_the_list(world):
