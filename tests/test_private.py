@@ -25,11 +25,13 @@ from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
 from groupwise.private.batches import print_of
 from groupwise.private.make import MODES, settle_clip
+from groupwise.private.seal import seal_of
+from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
 from tests.pipeline.ranks import run_ranks
-from tests.private_use import Use
+from tests.private_use import DATA, Use, network
 
 EXAMPLES, BATCH, STEPS, MICROBATCH, SEED = 60, 24, 4, 7, 5
 
@@ -147,6 +149,49 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(workers):
     assert go_on(resumed, second, num_workers=workers) == STEPS - 2
     assert torch.equal(weights(second.model), weights(whole.model))
     assert torch.equal(resumed.mechanism.thresholds.clip_thresholds, private.mechanism.thresholds.clip_thresholds)
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32])
+def test_numbers_of_numpy_go_through_a_file_and_on_to_the_same_bits(number, tmp_path):
+    def begin():
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=number(0.3), momentum=number(0.9))
+        whole = {"steps": np.int64(4), "batch_size": np.int32(BATCH), "noise_source": NoiseSource.from_seed(SEED)}
+        budget = {"noise_multiplier": number(1.1), "delta": number(1e-3), "threshold": number(0.7), "accountant": "rdp"}
+        private = make_private(model, optimizer, DATA, **whole, **budget)
+        return model, private, torch.optim.lr_scheduler.ExponentialLR(optimizer, number(0.9))
+
+    def train(model, private, schedule, steps=None):
+        for x, y in private.batches(steps=steps):
+            private.backward(F.cross_entropy(model(x), y, reduction="none"))
+            if private.step():
+                schedule.step()
+
+    model, private, schedule = begin()
+    train(model, private, schedule, 2)
+    file = str(tmp_path / "training.pt")
+    save_checkpoint(file, {"private": private.state_dict(), "scheduler": schedule.state_dict()})
+    train(model, private, schedule)
+    again, resumed, other = begin()
+    saved = load_checkpoint(file)
+    resumed.load_state_dict(saved["private"])
+    other.load_state_dict(saved["scheduler"])
+    train(again, resumed, other)
+    assert torch.equal(weights(model), weights(again)) and resumed.executed == 4
+
+
+def test_a_state_that_was_sealed_with_numbers_of_numpy_is_taken():
+    """As earlier versions sealed them; what is gone on with has Python's."""
+    use, again = Use(), Use(seed=4)
+    use.optimizer.param_groups[0]["lr"] = np.float64(0.5)
+    state = copy.deepcopy(use.train(1).private.state_dict())
+    state["optimizer"]["param_groups"][0]["lr"] = np.float64(0.5)
+    old = {**state, "seal": seal_of(state)}
+    assert old["seal"] != state["seal"]
+    again.private.load_state_dict(old)
+    assert type(again.private.state_dict()["optimizer"]["param_groups"][0]["lr"]) is float
+    assert torch.equal(again.train(1).weights, use.train(1).weights)
 
 
 def test_examples_share_microbatches_in_the_order_that_is_asked_for():

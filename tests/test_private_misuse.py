@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -192,6 +193,18 @@ def lbfgs() -> None:
     make_private(model, torch.optim.LBFGS(model.parameters()), DATA, epsilon=1, steps=1, batch_size=2)
 
 
+def sparse_adam() -> None:
+    model = network()
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+    make_private(model, optimizer, DATA, epsilon=1, steps=1, batch_size=2)
+
+
+def table() -> None:
+    import pandas as pd
+
+    Use(data=pd.DataFrame(X.numpy()).rename(columns=str))
+
+
 def wrapped() -> None:
     from accelerate.optimizer import AcceleratedOptimizer  # one of several: they step when they see fit
 
@@ -202,9 +215,13 @@ def wrapped() -> None:
     make_private(model, inner, DATA, epsilon=1, steps=1, batch_size=2)
 
 
-def other_order() -> None:
-    for _ in Use().private.batches(MICROBATCH, order=lambda drawn: drawn[:-1]):
+def drawing(**options: Any) -> None:
+    for _ in Use().private.batches(MICROBATCH, **options):
         pass
+
+
+def other_order() -> None:
+    drawing(order=lambda drawn: drawn[:-1])
 
 
 def mixing() -> None:
@@ -352,6 +369,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an unknown setting": (lambda: make(target_quantle=0.5), "did you mean target_quantile"),
     "an unknown allocation of the noise": (lambda: make(noise="local"), "noise='local'"),
+    "a partition without a group": (lambda: make(clip=()), r"clip=\(\) does not fit: a mode's name, a partition"),
     "a partition that misses a layer": (lambda: make(clip=per_layer(network())[:1]), "group"),
     "a plan of shuffled batches": (lambda: with_plan(plan(sampling="shuffle")), "guarantees nothing"),
     "a plan of other data or groups": (lambda: with_plan(plan(num_groups=3)), "num_groups=3"),
@@ -363,11 +381,17 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "data without a length": (lambda: make(data=Stream()), "without a length"),
     "a DataLoader (shuffled batches)": (lambda: make(data=DataLoader(DATA, 4, shuffle=True)), "DataLoader"),
     "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),
+    "a table whose `[0]` is a column, or none": (table, r"data is a DataFrame, whose data\[0\] is no example"),
     "data that grow or shrink afterwards": (grown, "have 41 now"),
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
     "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
     "examples that mix in the model, with `check=`": (mixing, "batch"),
+    "`check=` that returns no tensor": (lambda: make(check=lambda rows: None), "check= gave a NoneType"),
+    "`public=` that returns no tensor": (
+        lambda: make(clip="public_layer", public=lambda: [1.0]),
+        "public= gave a list",
+    ),
     "two trainings, of which one draws before the other's `backward`": (two_trainings, "before another private train"),
     "torch seeded while the losses are made": (lambda: in_the_loop(seeded), "was seeded .* not from the secret key"),
     "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
@@ -378,6 +402,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "not the model's",
     ),
     "LBFGS": (lbfgs, "LBFGS"),
+    "SparseAdam": (sparse_adam, "SparseAdam takes sparse gradients"),
     "an optimizer that another library has wrapped": (wrapped, "optimizer.optimizer"),
     "`make_private` twice on one model": (twice, "already"),
     "`make_private` on a model with a private part": (nested, "already"),
@@ -437,6 +462,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "not copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "not copied"),
     "an `order` that leaves examples out": (other_order, "other examples than were drawn"),
+    "an `order` of floats": (lambda: drawing(order=lambda drawn: drawn.astype(float)), "type float64"),
+    "an `order` that is no function": (lambda: drawing(order="x"), "order='x' does not fit"),
+    "a `collate_fn` that is no function": (lambda: drawing(collate_fn=5), "collate_fn=5 does not fit"),
+    "a number of workers that is none": (lambda: drawing(num_workers=-1), "num_workers=-1 is out of range"),
     "a microbatch size that is none": (lambda: Use().private.batches(0), "microbatch=0"),
 }
 
@@ -458,6 +487,36 @@ def test_an_argument_of_another_type_is_told_with_what_was_expected(name):
     if name in ("model", "optimizer", "clip"):
         with pytest.raises(UserError, match=f"^{name}=None does not fit"):
             make_private(**{**given, "steps": 1, "batch_size": 2, name: None})
+
+
+@pytest.mark.parametrize("kind", [lambda losses: (losses, 1), lambda losses: losses.tolist(), lambda losses: X.numpy()])
+def test_losses_that_are_no_tensor_are_told_from_losses_of_another_shape(kind):
+    model = network()
+    losses = {"check": lambda rows: kind(model(X[rows]).sum(1)), "public": lambda: kind(model(X).sum(1))}
+    for name, clip in (("check", "adaptive_layer"), ("public", "public_layer")):
+        with pytest.raises(UserError, match=rf"^{name}= gave a \w+, and losses are a tensor: return one loss for each"):
+            Use(model, clip=clip, **{name: losses[name]})
+    for name in losses:
+        with pytest.raises(UserError, match="one value per example"):
+            Use(model, clip="public_layer" if name == "public" else "flat", **{name: lambda *_: model(X).mean()})
+
+
+@pytest.mark.parametrize("number", ["2", 0.5, True, float("nan"), None])
+def test_a_number_of_workers_is_whole(number):
+    with pytest.raises(UserError, match=f"^num_workers={number!r} is out of range"):
+        drawing(num_workers=number)
+
+
+def test_a_dict_of_columns_is_no_dataset_and_one_of_numbered_examples_is():
+    with pytest.raises(UserError, match=r"data is a dict, whose data\[0\] is no example"):
+        make(data={"x": X, "y": Y})
+    Use(data=dict(enumerate(zip(X, Y, strict=True)))).train(1)
+
+
+def test_an_order_may_be_a_list_and_a_number_of_workers_of_numpy():
+    private = Use().private
+    x, _ = next(private.batches(MICROBATCH, order=lambda drawn: [int(row) for row in drawn], num_workers=np.int64(0)))
+    assert len(x) == MICROBATCH
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import linecache
 import math
 import warnings
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,14 @@ def plan() -> PrivacyPlan:
 
 def make(**changes) -> PrivacyPlan:
     return make_plan(**{**SETTING, "epsilon": 3.0, "accountant": "rdp", **changes})
+
+
+def test_numbers_of_numpy_become_pythons():
+    numbers = {name: np.array(value)[()] for name, value in {**SETTING, "epsilon": 3.0, "num_groups": 2}.items()}
+    made = make_plan(**numbers, quantile_budget=np.float64(0.25), accountant="rdp")
+    assert {type(value) for value in dataclasses.asdict(made).values()} == {int, float, str}
+    assert made == make(num_groups=2, quantile_budget=0.25)
+    assert type(make(epsilon=None, noise_multiplier=np.float32(1.5)).noise_multiplier) is float
 
 
 def test_it_holds_the_settings_and_follows_the_formulas(plan):

@@ -6,6 +6,8 @@ import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+import numpy as np
+
 from groupwise.errors import UserError
 from groupwise.privacy.accountants import EpsilonBounds, check_release, epsilon_rdp, is_whole
 from groupwise.privacy.accounting import check_accountant, epsilon_bounds
@@ -251,8 +253,15 @@ def make_plan(
 
     ``epsilon=inf`` or ``noise_multiplier=0`` plan a run without noise and without a guarantee. With
     ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. ``cache`` allows
-    the on-disk cache of σ. Warns when δ ≥ 1/N. Raises :class:`UserError` for anything out of range.
+    the on-disk cache of σ. Numpy's numbers become Python's, which files keep. Warns when δ ≥ 1/N. Raises
+    :class:`UserError` for anything out of range.
     """
+    dataset_size, expected_batch_size, steps, num_groups = map(
+        _python, (dataset_size, expected_batch_size, steps, num_groups)
+    )
+    delta, epsilon, noise_multiplier, quantile_budget = map(
+        _python, (delta, epsilon, noise_multiplier, quantile_budget)
+    )
     if (epsilon is None) == (noise_multiplier is None):
         raise UserError("give exactly one of epsilon and noise_multiplier; the plan works out the other.")
     setting: dict[str, Any] = {
@@ -287,6 +296,10 @@ def make_plan(
         gradient_noise_multiplier=gradient_noise,
         note=note,
     )
+
+
+def _python(number: Any) -> Any:
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def _check_setting(plan: PrivacyPlan) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from groupwise.clipping import Group
@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "optimizer": (Optimizer, "an optimizer of torch.optim over the model's parameters"),
     **dict.fromkeys(("epsilon", "noise_multiplier", "delta", "epochs", "steps", "batch_size"), (Real, "a number")),
     "plan": (PrivacyPlan, "a plan of groupwise.privacy.make_plan"),
-    "clip": (str | ClipConfig | tuple | list, "a mode's name, a partition or a ClipConfig"),
+    "clip": (str | ClipConfig | tuple | list, "a mode's name, a partition of a group or more, or a ClipConfig"),
     "check": (Callable, "a function from examples' numbers to their losses"),
     "public": (Callable, "a function that returns losses of public examples"),
     "noise_source": (NoiseSource, "a groupwise.privacy.NoiseSource"),
@@ -45,10 +45,30 @@ def check_kinds(given: Mapping[str, Any]) -> None:
         value = given[name]
         fits = isinstance(value, kind) or (value is None and name not in NEEDED)
         if isinstance(value, tuple | list):
-            fits = fits and all(isinstance(group, Group) for group in value)
+            fits = fits and len(value) > 0 and all(isinstance(group, Group) for group in value)
         if not fits:
-            shown = f"={value!r}" if isinstance(value, str | int | float | None) else f", a {type(value).__name__},"
+            brief = isinstance(value, str | int | float | None) or (isinstance(value, tuple | list) and not value)
+            shown = f"={value!r}" if brief else f", a {type(value).__name__},"
             raise UserError(f"{name}{shown} does not fit: {expected} was expected.")
+
+
+def tensor_of(name: str, losses: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The function ``losses`` that is the argument ``name``, held to giving a tensor.
+
+    Raises:
+        UserError: when it is called, and gives something else.
+    """
+
+    def held(*rows: Any) -> Tensor:
+        given = losses(*rows)
+        if not isinstance(given, Tensor):
+            raise UserError(
+                f"{name}= gave a {type(given).__name__}, and losses are a tensor: return one loss for each example "
+                "(reduction='none')."
+            )
+        return given
+
+    return held
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> UserError:

@@ -1,8 +1,9 @@
 """Loads the microbatches that were drawn, with torch's DataLoader; what a dataset draws at random follows the key."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
+from groupwise.privacy.accountants import is_whole
 from groupwise.training.mechanism import Mechanism
 from groupwise.training.ranks import Alone, Ranks
 
@@ -42,7 +44,7 @@ def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:
     """The examples of a batch, (n,), as ``order`` puts them.
 
     Raises:
-        UserError: it gives others than were drawn.
+        UserError: it gives others than were drawn, or no integers.
     """
     if order is None:
         return drawn
@@ -52,6 +54,8 @@ def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:
             "order gave other examples than were drawn, which no account of epsilon covers: return the numbers that "
             "it is given, each once."
         )
+    if ordered.size and ordered.dtype.kind not in "iu":
+        raise UserError(f"order gave numbers of type {ordered.dtype}: return the integers that it is given, each once.")
     return ordered
 
 
@@ -59,7 +63,7 @@ def length_of(data: Any) -> int:
     """N, of a dataset whose examples have numbers.
 
     Raises:
-        UserError: a loader, columns of examples, or anything without a length and numbered examples.
+        UserError: a loader, a table, columns of examples, or anything without a length and numbered examples.
     """
     if isinstance(data, DataLoader):
         raise UserError(
@@ -70,6 +74,11 @@ def length_of(data: Any) -> int:
         raise UserError(
             f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
             "a dataset with __len__ and __getitem__."
+        )
+    if hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # iloc: of pandas
+        raise UserError(
+            f"data is a {type(data).__name__}, whose data[0] is no example: give torch.utils.data.TensorDataset(x, y) "
+            "of its columns, or a list of examples."
         )
     few = data if isinstance(data, tuple | list) and len(data) < 5 else ()
     rows = {len(each) for each in few if isinstance(each, torch.Tensor | np.ndarray) and each.ndim}
@@ -121,6 +130,19 @@ def check_processes(ranks: Alone | Ranks) -> None:
             f"{there} processes train, and make_private knows of {ranks.replicas}: give it ranks=Ranks(), or start one "
             "process (devices=1, num_processes=1)."
         )
+
+
+def check_loading(num_workers: Any, collate_fn: Any, order: Any) -> None:
+    """Refuse what no loader takes.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    if not isinstance(num_workers, Real) or not is_whole(num_workers) or num_workers < 0:  # type: ignore[arg-type]
+        raise UserError(f"num_workers={num_workers!r} is out of range: give a whole number of at least 0.")
+    for name, value, takes in (("collate_fn", collate_fn, "a list of examples"), ("order", order, "examples' numbers")):
+        if value is not None and not callable(value):
+            raise UserError(f"{name}={value!r} does not fit: give a function of {takes}, or leave it out.")
 
 
 def load(

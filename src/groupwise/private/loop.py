@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.privacy.accountants import is_whole
-from groupwise.private.batches import Order, Place, check_processes, length_of, load, parts_of, print_of
-from groupwise.private.seal import check_seal, seal_of
+from groupwise.private.batches import Order, Place, check_loading, check_processes, length_of, load, parts_of, print_of
+from groupwise.private.seal import check_seal, sealed
 from groupwise.private.watch import Watch, check_parameters
 from groupwise.training.mechanism import Mechanism
 
@@ -110,6 +110,7 @@ class Private:
         for name, value in (("microbatch", microbatch), ("steps", 1 if steps is None else steps)):
             if not isinstance(value, Real) or not is_whole(value) or value < 1:
                 raise UserError(f"{name}={value!r} is out of range: give a whole number of at least 1.")
+        check_loading(num_workers, collate_fn, order)
         if self.executed >= self.plan.steps:
             raise UserError(
                 f"All {self.plan.steps} steps of the plan were taken, and one more would cost more than was promised: "
@@ -123,7 +124,7 @@ class Private:
         self._leave()
         self._loop += 1
         end = self.plan.steps if steps is None else min(self.plan.steps, self.executed + steps)
-        options = {"num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory}
+        options = {"num_workers": int(num_workers), "collate_fn": collate_fn, "pin_memory": pin_memory}
         return self._microbatches(self._loop, end, int(microbatch), order, options)
 
     def _microbatches(
@@ -337,7 +338,7 @@ class Private:
             from groupwise.training.shards import whole_state
 
             state = whole_state(state)
-        return {**state, "seal": seal_of(state)}
+        return sealed(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, to the same bits; before the first step.

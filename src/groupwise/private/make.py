@@ -20,12 +20,13 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_kinds, unknown_setting
+from groupwise.private.arguments import check_kinds, tensor_of, unknown_setting
 from groupwise.private.batches import length_of
 from groupwise.private.loop import TAKEN, Private
 from groupwise.private.watch import check_parameters
 from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.mechanism import Mechanism
+from groupwise.training.plain import plain
 from groupwise.training.ranks import Alone, Ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ def make_private(
 
     Args:
         model: any that `groupwise.clipping.attach` takes; its own ``forward`` clips until ``private.detach()``.
-        optimizer: any of ``torch.optim`` over the model's trainable parameters.
+        optimizer: any of ``torch.optim`` but LBFGS and SparseAdam, over the model's trainable parameters.
         data: N examples, with ``__len__`` and ``__getitem__``; ``private.batches`` draws from it.
         epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a ready plan.
         delta: δ; by default N^-1.1.
@@ -108,6 +109,8 @@ def make_private(
     ranks = ranks or Alone()
     _check_model(model, ranks)
     check_parameters(model, optimizer)
+    for group in optimizer.param_groups:
+        group.update(plain(group))  # a learning rate of numpy's, which files do not keep
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     dataset_size = length_of(data)
@@ -139,7 +142,11 @@ def make_private(
         )
         thresholds = make_thresholds(config, agreed)
         if check is not None:
-            verify(engine, check, np.linspace(0, dataset_size - 1, CHECKED).round().astype(int).tolist())
+            verify(
+                engine,
+                tensor_of("check", check),
+                np.linspace(0, dataset_size - 1, CHECKED).round().astype(int).tolist(),
+            )
         if not agreed.noise_multiplier:
             warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
         source = noise_source or NoiseSource.fresh()
@@ -155,7 +162,7 @@ def make_private(
             optimizer=optimizer,
             device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
             ranks=ranks,
-            public=public,
+            public=public and tensor_of("public", public),
         )
         mechanism.follow_public(0)
         return Private(mechanism, data, undo.pop_all())
@@ -313,6 +320,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UserError("SparseAdam takes sparse gradients alone, and clipped ones are dense: use Adam.")
 
 
 def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
+from groupwise.training.plain import plain
 
 NOISE = ("noise_key", "noise_is_secret", "noise_secure", "noise_drawn")
 SEALED = ("step", "plan", "processes", "thresholds", *NOISE, "model", "optimizer")
@@ -17,6 +18,12 @@ SEALED = ("step", "plan", "processes", "thresholds", *NOISE, "model", "optimizer
 
 class _Hash(Protocol):
     def update(self, data: Any, /) -> None: ...
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with its seal, and with Python's numbers for numpy's, as a file gives it back."""
+    state = plain(state)
+    return {**state, "seal": seal_of(state)}
 
 
 def seal_of(state: dict[str, Any]) -> str:
@@ -57,7 +64,8 @@ def check_seal(state: Any, steps: int) -> None:
         raise UserError(
             "The state is none of a private training, or an earlier version's: give what private.state_dict() returns."
         )
-    if state["seal"] != seal_of(state) or not 0 <= state["step"] <= steps:
+    kept = state["seal"] == seal_of(state) or state["seal"] == seal_of(plain(state))  # of an optimiser with numpy's lr
+    if not kept or not 0 <= state["step"] <= steps:
         raise UserError(
             "The state's weights, optimiser, thresholds or step are not those that were saved: they trained on after "
             "state_dict(), or were altered. Save a state to a file at once, or copy.deepcopy it."

@@ -6,6 +6,7 @@ Behind torch's own content a file ends with the SHA-256 of it, so one flipped bi
 import hashlib
 import os
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import torch
 
 from groupwise.atomic import remove, write_atomically
 from groupwise.errors import UserError
+from groupwise.training.plain import plain, unreadable
 from groupwise.training.ranks import Alone, Ranks
 
 MARK = b"\nsha256 "
@@ -31,15 +33,22 @@ def previous(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-previous")
 
 
-def save_checkpoint(path: Path, state: Mapping[str, Any], keep: Path | None = None) -> None:
+def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path | None = None) -> None:
     """Write ``state`` (tensors, numbers, text, bytes, None, lists, dicts) to ``path`` atomically.
 
     Only the owner may read the file: it holds the key of the noise, and whoever has the key can take the
-    noise off what a run releases. What was there goes to ``keep``. Raises `UserError` when the disk refuses, and
-    leaves the previous checkpoint as it was.
+    noise off what a run releases. What was there goes to ``keep``. Numpy's scalars are written as Python's numbers.
+    Raises `UserError` when the disk refuses, or for what `load_checkpoint` would not read, and leaves the previous
+    checkpoint as it was.
     """
+    path, state = Path(path), plain(state)
+    if found := unreadable(state):
+        raise UserError(
+            f"the checkpoint {path} cannot hold state{found[0]}, a {type(found[1]).__name__}, which is not read back "
+            "without running code: make it a tensor, a number, text, or a list or dict of these."
+        )
     try:
-        write_atomically(path, lambda file: _write_hashed(state, file), keep)
+        write_atomically(path, lambda file: _write_hashed(state, file), None if keep is None else Path(keep))
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(
             f"the checkpoint {path} cannot be written ({error}): make room, or change paths.results."
@@ -51,7 +60,7 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
 
     A file that torch alone wrote has no SHA-256, and is held to the checksums of its parts instead.
 
-    Raises `UserError` when the file is missing, truncated, altered or something else.
+    Raises `UserError` when the file is missing, truncated, altered or something else, or holds what only code reads.
     """
     path = Path(path)
     try:
@@ -59,7 +68,13 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {path}: start the run without resume.") from error
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        raise UserError(
+            f"the checkpoint {path} is whole, but {name[1] if name else 'something'} in it is not read, as that could "
+            "run code: if you wrote it yourself, read it with torch.load(path, weights_only=False)."
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"the checkpoint {path} is truncated or altered: start afresh with overwrite=true.") from error
     if not isinstance(state, dict):
         raise UserError(f"{path} is no checkpoint of a run: it holds a {type(state).__name__}, not a dict.")
