@@ -130,6 +130,51 @@ def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
     assert largest.numbers == 10_000 * SIZE
 
 
+class Two(nn.Module):
+    """Two bags of each example in one call, by `torch.cat`, and one that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum", padding_idx=2)
+        nn.init.normal_(self.bag.weight)  # as after a release: noise moves the row of the padding too
+        self.register_buffer("shared", torch.tensor([[1, 2, 3]]))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        one, two = self.bag(torch.cat([a, b])).chunk(2)
+        return (one * two * self.bag(self.shared)).sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_the_row_of_the_padding_is_in_no_bag_before_it_is_known_whose_rows_are_whose(double, dtype):
+    model = Two()
+    for examples in (5, 4):
+        a, b = torch.randint(0, VOCABULARY, (2, examples, 3), dtype=dtype)
+        a[:, 0] = 2
+        expected = model(a, b)
+        alone = [torch.autograd.grad(loss, model.bag.weight, retain_graph=True)[0] for loss in expected]
+        with attach(model, flat(model), 1.0) as engine:
+            losses = model(a, b)
+            torch.testing.assert_close(losses, expected)
+            engine.backward(losses)
+            torch.testing.assert_close(engine.per_example_norms[0], torch.stack(alone).flatten(1).norm(dim=1))
+
+
+@pytest.mark.parametrize("ids, offsets", [([3], [0, 0, 0]), ([1, 2], [0, 1, 1, 2]), ([], [0, 0])])
+def test_indices_that_are_fewer_than_the_bags_are_no_batch(ids, offsets):
+    class ByOffsets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.head = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum"), nn.Linear(SIZE, 2)
+
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            return self.head(self.bag(ids, offsets)).square().sum(1)
+
+    model = ByOffsets()
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(torch.tensor(ids, dtype=torch.int64), torch.tensor(offsets)))
+        assert engine.per_example_norms.shape == (1, len(offsets))
+
+
 class Weighted(nn.Module):
     """Bags with counts, a loss each."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.clipping import attach, flat, verify
+from groupwise.clipping import attach, flat, per_layer, shared_parameters, verify
 from groupwise.errors import UserError
 
 
@@ -273,3 +273,66 @@ def test_one_example_of_which_an_expert_gets_no_token(double, tokens):
         with engine.bypassed():
             right = norms_by_loop(model, lambda i: model(x), 1)
     torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+class FixedQueries(nn.Module):
+    """Queries that all examples share, through a layer, look at positions, as many as two batches have examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queries", torch.randn(1, 4, 8))
+        self.layer, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        queries = self.layer(self.queries.expand(len(x), -1, -1))
+        return self.attention(queries, x, x)[0].square().sum((1, 2))
+
+
+class Rest(nn.Module):
+    """A table of what is left of a number, straight to the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+
+    def forward(self, x):
+        return self.table(x % 7)
+
+
+@pytest.mark.parametrize("grouping", [flat, per_layer])
+@pytest.mark.parametrize(
+    "made, examples",
+    [(FixedQueries, lambda n: torch.randn(n, 16, 8)), (Rest, lambda n: torch.randint(0, 50, (n,)))],
+    ids=["queries", "rest"],
+)
+def test_what_all_examples_share_may_meet_them_before_its_group_has_run(double, grouping, made, examples):
+    model = made()
+    for n in (8, 5):
+        x = examples(n)
+        with attach(model, grouping(model), 1.0) as engine:
+            engine.backward(losses_of(model, x))
+            found = engine.per_example_norms.square().sum(0).sqrt()
+        torch.testing.assert_close(found, norms_by_loop(model, lambda i, x=x: losses_of(model, x[i : i + 1]), n))
+
+
+def losses_of(model, x):
+    y = model(x)
+    return y if y.dim() == 1 else y.square().sum(1)
+
+
+def test_a_convolution_that_frames_share_is_measured_a_few_examples_at_a_time(double, monkeypatch):
+    class Frames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            frames = self.conv(self.conv(x.flatten(0, 1)).tanh())
+            return frames.unflatten(0, x.shape[:2]).square().sum((1, 2, 3, 4))
+
+    monkeypatch.setattr(shared_parameters, "CHUNK_FLOATS", 200)
+    model, x = Frames(), torch.randn(5, 2, 3, 4, 4)
+    with attach(model, flat(model), 1.0) as engine:
+        engine.backward(model(x))
+        found = engine.per_example_norms[0]
+    torch.testing.assert_close(found, norms_by_loop(model, lambda i: model(x[i : i + 1]), 5))

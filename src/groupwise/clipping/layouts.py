@@ -294,6 +294,8 @@ class ModelCall:
         self.certain: dict[Doubt, bool] = {}
         """Whether its first question about a parameter and a shape was answered with certainty."""
         self.batch: int | None = None
+        self.counted: int | None = None
+        """Of which tensor that is the number of rows, its `id`."""
         self.turned = False
         """Whether an input was met with the batch on an axis that is none of its orders'."""
         packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)), None)
@@ -306,7 +308,7 @@ class ModelCall:
                     "(torch.nested.to_padded_tensor), and give the model a mask."
                 )
             if self.batch is None and leaf.dim() > axis:
-                self.batch = leaf.shape[axis]
+                self.batch, self.counted = leaf.shape[axis], id(leaf)
             if leaf.numel():
                 try:
                     self.given.add(leaf.untyped_storage().data_ptr())

@@ -224,7 +224,7 @@ class GroupPass:
             calls, stacked = stack_calls(calls)
             for call in stacked:
                 self._report(call.rule, call.member, (call.saved, call.g, call.member.wanted, call.member.context))
-            if len(crossing := cross_terms([call for call in calls if call.member.counted])):
+            if len(crossing := cross_terms([call for call in calls if call.member.counted], self.batch)):
                 self.terms += crossing
 
     def _report(self, rule: LayerRule, member: Member, given: tuple[Saved, Tensor, Wanted, RuleContext]) -> None:

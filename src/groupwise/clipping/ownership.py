@@ -1,8 +1,9 @@
 """Shows by gradients whose rows are whose: with loss i times w_i, the gradient of its rows is w_i times as long.
 
 That is asked where shapes alone do not tell it, and where an operation in the graph may have put rows in another order.
-It takes three backward passes, which change nothing and keep two numbers a row: a random projection and a norm. The
-third repeats the first: a function whose backward changes what it keeps, as a fused loss may, is found out by it.
+It takes two backward passes, which change nothing and keep two numbers a row: a random projection and a norm. At first
+sight a third repeats the first: a function whose backward changes what it keeps, as a fused loss may, is found out by
+it. Later the second does that, as all of its rows must be those of the first, w_i times as long.
 """
 
 import random
@@ -84,13 +85,14 @@ class Owned:
     """How many rows have a gradient, along axis 0 and, if there is one, axis 1: zeros tell nothing."""
 
 
-def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) -> list[Owned]:
+def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor], repeat: bool = True) -> list[Owned]:
     """Ask the graph of the losses, which stays as it is.
 
     Args:
         losses: (B,), B > 1.
         nodes: of the graph, with one output each; those that the losses do not reach are not in the answer.
         inputs: tensors that the nodes' gradients lead to.
+        repeat: run the first pass again, so that a backward pass that is none to repeat is told by its name.
 
     Raises:
         UserError: the same backward pass gave other gradients when it ran again.
@@ -98,7 +100,7 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
     weights = telling_weights(len(losses))
     told: list[dict[int, Rows]] = []
     directions: Directions = {}
-    for total in (losses.sum(), (weights.to(losses) * losses).sum(), losses.sum()):
+    for total in (losses.sum(), (weights.to(losses) * losses).sum(), losses.sum())[: 3 if repeat else 2]:
         rows: dict[int, Rows] = {}
         hooks = [node.register_prehook(partial(_note, rows, directions, i)) for i, node in enumerate(nodes)]
         try:
@@ -107,8 +109,8 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor]) 
             for hook in hooks:
                 hook.remove()
         told.append(rows)
-    plain, weighed, again = told
-    if any(not rows.is_like(again.get(i)) for i, rows in plain.items()):
+    plain, weighed = told[:2]
+    if any(not rows.is_like(again.get(i)) for again in told[2:] for i, rows in plain.items()):
         raise UserError(
             "The losses' backward pass gives other gradients when it runs again: something in it (a fused loss, a "
             "hook, a torch.autograd.Function) changes what it keeps, in place, or draws random numbers. Use plain "
@@ -165,7 +167,7 @@ def prove_layouts(
     if len(losses) < 2 or passes.backward_pass is not None or not running or not doubted:
         return
     with recomputing(), passes.looking(len(losses)), in_one_sentence(), no_autocast(losses.device.type), full_float32():
-        owners = find_owners(losses, layer_nodes(losses), [p.probe for p in running if p.probe is not None])
+        owners = find_owners(losses, layer_nodes(losses), [p.probe for p in running if p.probe is not None], bool(new))
     telling = _settle(owners, running, layouts, len(losses), first)
     layouts.shown |= {(of, calls) for of, calls in new if telling[of] >= (len(calls) if of.startswith("Layer") else 1)}
 

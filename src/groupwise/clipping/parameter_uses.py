@@ -97,6 +97,8 @@ class ModuleWeights:
         layout, _ = self._calls.layout_of(member, x, batch_first=True)
         if layout.order is Order.NONE:
             rows = self.embedding(x, weight, padding_idx)
+            if padding_idx is not None:  # an embedding leaves out its gradient alone
+                rows = rows.masked_fill((x == padding_idx).unsqueeze(2), 0)
             return (rows if counts is None else rows * counts.unsqueeze(2)).sum(1)
         y: Tensor = self._calls.run(group, member, x, [*values, counts], layout=layout)
         return y.squeeze(1)

@@ -161,8 +161,9 @@ class Patches:
         call, place = self.calls.passes.model_call, BatchAxis(0, certain=False)
         if not _is_copy(leaf) or call is None or call.turned or leaf.shape[:1] != (call.batch,):
             return leaf
+        rows = align(leaf, leaf.dim(), place, "the model's output")
         leaf.origin.doubt(leaf, place)
-        return align(leaf, leaf.dim(), place, "the model's output")
+        return rows
 
     def _idle(self) -> bool:
         """Whether a module is not the outermost one, or nothing is clipped."""
@@ -205,7 +206,8 @@ class Patches:
         if isinstance(module, nn.EmbeddingBag) and call is not None:
             offsets = kwargs.get("offsets", args[1] if len(args) > 1 else None)
             bags = 0 if offsets is None else len(offsets) - bool(module.include_last_offset)
-            if bags and (not call.batch or bags % call.batch):  # the input's first axis is no batch
+            counted = call.counted == id(args[0] if args else kwargs.get("input"))
+            if bags and (counted or not call.batch or bags % call.batch):  # the input's first axis is no batch
                 call.batch = bags
         recurrent = isinstance(module, nn.RNNBase)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -291,6 +293,7 @@ def _rows_of_each(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: 
         place = copies[0].origin.batch_axis_of(x)
         if place is not None and place.axis == axis:
             for copy in () if place.certain else copies:
+                assert len(copy.rows)  # made now, which opens their group's pass
                 copy.origin.doubt(x, place)
             return place.each
     return 1

@@ -59,8 +59,13 @@ def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall
     return every, stacked
 
 
-def cross_terms(calls: list[LayerCall]) -> list[Tensor]:
-    """Parts of 2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,) each; none where nothing is shared."""
+def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
+    """Parts of 2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,) each; none where nothing is shared.
+
+    Args:
+        calls: of one group.
+        examples: B; a call may have several rows of each.
+    """
     by_parameter: dict[int, list[tuple[LayerCall, int]]] = {}
     for call in calls:
         for local, place in enumerate(call.member.places):
@@ -76,7 +81,7 @@ def cross_terms(calls: list[LayerCall]) -> list[Tensor]:
             for a, b in combinations(known, 2):
                 total.append(a.inner(b).double().mul_(2))
         else:
-            total.append(_materialized_cross_terms(uses, len(uses[0][0].g)))
+            total.append(_materialized_cross_terms(uses, examples))
     return total
 
 

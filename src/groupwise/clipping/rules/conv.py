@@ -183,11 +183,15 @@ class ConvRule(MatrixRule):
         return _products(zip(columns, parts, strict=True), spans, memory)
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
-        """What squared norms (B,) are raised by where sums are not made from the gradients that were measured."""
+        """The square of what norms (B,) are raised by where sums are not of the gradients that were measured."""
         x = saved[0]
         assert x is not None
         taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
-        return taps * second_product_slack(x, g, math.prod(g.shape[2:]))
+        return taps * second_product_slack(x, g, self.positions(g))
+
+    def positions(self, g: Tensor) -> int:
+        """T, the places of an output."""
+        return math.prod(g.shape[2:])
 
     def finish(self, saved: Saved, weight: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         """From the summed gradient (p, K) of the weight used to the gradients of the parameters."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from groupwise.clipping.cost_model import OuterProducts
 from groupwise.clipping.factors import scale_rows
 from groupwise.clipping.norm_terms import Terms
-from groupwise.clipping.precision import second_product_slack, squared_row_norms, upcast
+from groupwise.clipping.precision import raised, squared_row_norms, upcast
 from groupwise.clipping.rules.base import (
     Finish,
     Gradients,
@@ -67,10 +67,10 @@ class EmbeddingRule(LayerRule):
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         indices, g = self.rows(saved, g)
         slots = distinct(indices)
-        slots += torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
-        sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, slots.flatten(), g.flatten(0, 1))
-        slack = second_product_slack(torch.ones_like(indices, dtype=g.dtype), g, g.shape[1])
-        return squared_row_norms(sums.view(g.shape)) + slack
+        places = slots + torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
+        sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, places.flatten(), g.flatten(0, 1))
+        lengths = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64)
+        return raised(squared_row_norms(sums.view(g.shape)), slack_of_repeats(slots, lengths, g.dtype))
 
     def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
         squares, whole = super().book_keep(saved, g, wanted, context)
@@ -101,6 +101,22 @@ def distinct(indices: Tensor) -> Tensor:
     ordered = indices.gather(1, order)
     first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)
     return torch.empty_like(order).scatter_(1, order, first)
+
+
+def slack_of_repeats(slots: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """The square of what norms (B,) are `raised` by: gradients of equal indices are added one after the other, twice.
+
+    A sum of m terms is off by 4·√m·eps of their lengths' sum, or by m·eps/4 where all are alike; that is at most √m
+    times the root of the sum of their squares.
+
+    Args:
+        slots: which of its example's distinct indices each one is, (B, T).
+        lengths: of what is added there, float64, (B, T).
+        dtype: what it is added up in.
+    """
+    ones = torch.ones_like(lengths)
+    many = torch.zeros_like(lengths).scatter_add_(1, slots, ones).gather(1, slots)
+    return (torch.finfo(dtype).eps * many * lengths).square_().mul_((many / 16).clamp_min_(16)).sum(1)
 
 
 def refuse_embedding(module: nn.Embedding | nn.EmbeddingBag) -> str | None:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
-from groupwise.clipping.precision import floor, second_product_slack, squared_row_norms, upcast
+from groupwise.clipping.precision import floor, raised, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted
-from groupwise.clipping.rules.embedding import EmbeddingRule, distinct, refuse_embedding
+from groupwise.clipping.rules.embedding import EmbeddingRule, distinct, refuse_embedding, slack_of_repeats
 from groupwise.clipping.rules.weights import Forward, Weights
 from groupwise.errors import UserError
 
@@ -62,12 +62,13 @@ class BagRule(EmbeddingRule):
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         x, counts, g = self.bags(saved, g)
-        places = distinct(x.flatten(1)).view(x.shape)
-        sums = counts.new_zeros(*x.shape[:2], x[0].numel()).scatter_add_(2, places, counts)
-        slack = second_product_slack(counts, g, x[0].numel() ** 2)  # as of embeddings with c g a place
+        places = distinct(x.flatten(1))
+        sums = counts.new_zeros(*x.shape[:2], x[0].numel()).scatter_add_(2, places.view(x.shape), counts)
+        lengths = counts.double().abs() * torch.linalg.vector_norm(g, dim=2, dtype=torch.float64).unsqueeze(2)
+        slack = slack_of_repeats(places, lengths.flatten(1), g.dtype)
         if x.shape[1] == 1:
-            return squared_row_norms(sums) * (squared_row_norms(g) + floor(g)) + slack
-        return squared_row_norms(sums.mT @ g) + slack
+            return raised(squared_row_norms(sums) * (squared_row_norms(g) + floor(g)), slack)
+        return raised(squared_row_norms(sums.mT @ g), slack)
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
@@ -118,6 +119,7 @@ def embedding_bag(
             "give two axes, bags by places, or one axis and offsets."
         )
     counts, padding, inside = per_sample_weights, module.padding_idx, None
+    input = input.long()  # the kernel of the weight's gradient has one type for indices, owners and sizes
     if offsets is not None:
         places, inside = _places(input, offsets, module.include_last_offset)
         input = torch.where(inside, F.pad(input, (0, 1), value=padding or 0)[places], padding or 0)

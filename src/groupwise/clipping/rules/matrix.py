@@ -25,11 +25,13 @@ from groupwise.clipping.cost_model import Work, gram_terms
 from groupwise.clipping.factors import add_weighed_rows, gone_rows, starts_kernels, weigh_rows, without_rows
 from groupwise.clipping.norm_terms import FEW, RowTerms, Terms, squares_together
 from groupwise.clipping.precision import (
+    LONGEST_SUM,
     batched_product,
     cut_factors,
     floor,
     keeps_half,
     product_over_rows,
+    raised,
     second_product_slack,
     squared_row_norms,
     upcast,
@@ -77,12 +79,15 @@ class MatrixRule(LayerRule):
             return squared_row_norms(self.bias_gradients(saved, g))
         way = self.way(saved, g, context)
         if way == "gram":
-            return self.gram_squares(saved, g, wanted, context)
+            terms = self.gram_squares(saved, g, wanted, context)
+            if self.positions(g) <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+                return terms
+            return raised(squares_together([[terms]])[0], self.slack(saved, g))
         if way == "product":
             return _one_position(upcast(saved[0]), upcast(g), wanted[1])  # type: ignore[arg-type]
         measure = self.measure(saved, wanted)
         chunks = self.gradient_chunks(saved, g, way, context)
-        squares = torch.cat([measure(gradients) for gradients in chunks]) + self.slack(saved, g)
+        squares = raised(torch.cat([measure(gradients) for gradients in chunks]), self.slack(saved, g))
         return squares + squared_row_norms(self.bias_gradients(saved, g)) if wanted[1] else squares
 
     def weighted_sum(
@@ -226,10 +231,14 @@ class MatrixRule(LayerRule):
         return squared_row_norms
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
-        """What squared norms (B,) are raised by where the sum is not made from the gradients that were measured."""
+        """The square of what norms (B,) are raised by where the sum is not of the gradients that were measured."""
         x = saved[0]
         assert x is not None
-        return second_product_slack(x, g, x.shape[1])
+        return second_product_slack(x, g, self.positions(g))
+
+    def positions(self, g: Tensor) -> int:
+        """T, the outer products that an example's gradient is the sum of."""
+        return g.shape[1]
 
     def finish(self, saved: Saved, weight: Tensor | None, bias: Tensor | None, wanted: Wanted) -> Gradients:
         """From a summed weight gradient, of `gradient_shape`, to the gradients of the parameters as they are stored."""
