@@ -66,10 +66,10 @@ class EmbeddingRule(LayerRule):
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         indices, g = self.rows(saved, g)
-        slots = distinct(indices)
+        lengths = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64)
+        slots = distinct(indices.masked_fill(lengths == 0, -1))  # what stands at padding changes nothing
         places = slots + torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
         sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, places.flatten(), g.flatten(0, 1))
-        lengths = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64)
         return raised(squared_row_norms(sums.view(g.shape)), slack_of_repeats(slots, lengths, g.dtype))
 
     def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
