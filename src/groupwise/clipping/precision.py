@@ -98,19 +98,20 @@ def longest_sum(device: torch.device) -> int:
 
 
 def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
-    """The square of what a norm is `raised` by, (B,), where the clipped sum is made by another product.
+    """What a norm is `raised` by, (B,), where the clipped sum is made by another product.
 
     x and g (B, ...) are the two sides of one example's gradient, a sum of `terms` outer products. The second product
     rounds otherwise than the first, by up to 4·√n·eps·‖x‖‖g‖, or, where all of many terms are alike (a blank image),
     n·eps/8 times that.
     """
-    eps = torch.finfo(torch.promote_types(g.dtype, torch.float32)).eps
-    return squared_row_norms(x) * squared_row_norms(g) * (16 * max(terms, terms**2 / LONGEST_SUM) * eps**2)
+    wide = torch.promote_types(g.dtype, torch.float32)
+    lengths = (torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide).double() for t in (x, g))
+    return math.prod(lengths) * (4.0 * max(terms, terms**2 / LONGEST_SUM) ** 0.5 * torch.finfo(wide).eps)
 
 
 def raised(squares: Tensor, slack: Tensor) -> Tensor:
-    """(a + b)² (B,) of squared norms a² and b²: a norm that is under-stated by at most b is no longer."""
-    return (squares.sqrt() + slack.sqrt()).square_()
+    """(a + b)² (B,) of squared norms a² and slack b: a norm that is under-stated by at most b is no longer."""
+    return (squares.sqrt() + slack).square_()
 
 
 def upcast(t: Tensor) -> Tensor:

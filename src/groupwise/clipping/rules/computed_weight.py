@@ -144,7 +144,7 @@ class WeightNormRule(ComputedWeightRule):
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
         scale = saved[4]  # the map lengthens by no more
         assert scale is not None
-        return super().slack(saved, g) * (scale.square().amax().double() + 1)
+        return super().slack(saved, g) * (scale.abs().amax().double() + 1)
 
     def pull(self, saved: Saved, weight: Tensor) -> list[Tensor]:
         unit, scale = _tensors(saved[3:], weight.dtype)
@@ -201,7 +201,7 @@ class SpectralNormRule(ComputedWeightRule):
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
         used, u, w, sigma = _tensors(saved[3:], torch.float64)  # the map lengthens by no more
-        return super().slack(saved, g) * ((1 + used.norm() * u.norm() * w.norm()) / sigma).square()
+        return super().slack(saved, g) * ((1 + used.norm() * u.norm() * w.norm()) / sigma).abs()
 
     def pull(self, saved: Saved, weight: Tensor) -> list[Tensor]:
         used, u, w, sigma = _tensors(saved[3:], weight.dtype)

@@ -183,11 +183,11 @@ class ConvRule(MatrixRule):
         return _products(zip(columns, parts, strict=True), spans, memory)
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
-        """The square of what norms (B,) are raised by where sums are not of the gradients that were measured."""
+        """What norms (B,) are raised by where sums are not made from the gradients that were measured."""
         x = saved[0]
         assert x is not None
         taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
-        return taps * second_product_slack(x, g, self.positions(g))
+        return taps**0.5 * second_product_slack(x, g, self.positions(g))
 
     def positions(self, g: Tensor) -> int:
         """T, the places of an output."""

@@ -104,7 +104,7 @@ def distinct(indices: Tensor) -> Tensor:
 
 
 def slack_of_repeats(slots: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """The square of what norms (B,) are `raised` by: gradients of equal indices are added one after the other, twice.
+    """What norms (B,) are `raised` by: gradients of equal indices are added one after the other, twice.
 
     A sum of m terms is off by 4·√m·eps of their lengths' sum, or by m·eps/4 where all are alike; that is at most √m
     times the root of the sum of their squares.
@@ -114,9 +114,9 @@ def slack_of_repeats(slots: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tens
         lengths: of what is added there, float64, (B, T).
         dtype: what it is added up in.
     """
-    ones = torch.ones_like(lengths)
-    many = torch.zeros_like(lengths).scatter_add_(1, slots, ones).gather(1, slots)
-    return (torch.finfo(dtype).eps * many * lengths).square_().mul_((many / 16).clamp_min_(16)).sum(1)
+    many = torch.zeros_like(lengths).scatter_(1, slots, 1.0, reduce="add").gather(1, slots)
+    least = torch.finfo(dtype).eps / 4
+    return torch.linalg.vector_norm(many * lengths * many.clamp_min(256).sqrt_(), dim=1).mul_(least)
 
 
 def refuse_embedding(module: nn.Embedding | nn.EmbeddingBag) -> str | None:

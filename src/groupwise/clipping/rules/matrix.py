@@ -231,7 +231,7 @@ class MatrixRule(LayerRule):
         return squared_row_norms
 
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
-        """The square of what norms (B,) are raised by where the sum is not of the gradients that were measured."""
+        """What norms (B,) are raised by where the sum is not made from the gradients that were measured."""
         x = saved[0]
         assert x is not None
         return second_product_slack(x, g, self.positions(g))

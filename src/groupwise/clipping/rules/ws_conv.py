@@ -175,7 +175,7 @@ class WSConv2dRule(ConvRule):
     def slack(self, saved: Saved, g: Tensor) -> Tensor:
         scale = saved[3]  # the map from G to the gradients of weight and gain lengthens by no more
         assert scale is not None
-        return super().slack(saved, g) * (scale.square().amax().double() + 1)
+        return super().slack(saved, g) * (scale.abs().amax().double() + 1)
 
     def measure(self, saved: Saved, wanted: Wanted) -> Callable[[Tensor], Tensor]:
         """From gradients (n, p, K) of the weight used to squared norms (n,) of weight and gain."""
