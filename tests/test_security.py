@@ -151,8 +151,9 @@ def test_checkpoints_and_weights(tmp_path, bomb, make, end):
     (tmp_path / "checkpoint-1" / "stage-0.pt").write_bytes(end(make(bomb)))
     state = {"stages": 1, "folder": "checkpoint-1"}
     attempts.append(lambda: checkpoint.load(tmp_path / "checkpoint.pt", state, Alone(), torch.device("cpu")))
+    bare_pickle = end is bytes and make is PLACES[0]  # no file of torch's, and without a sum
     for attempt in attempts:
-        with pytest.raises(UserError, match=r"truncated or altered|could run code"):
+        with pytest.raises(UserError, match="truncated or altered" if bare_pickle else "could run code"):
             attempt()
 
 

@@ -100,7 +100,8 @@ def find_owners(losses: Tensor, nodes: Sequence[Any], inputs: Sequence[Tensor], 
     weights = telling_weights(len(losses))
     told: list[dict[int, Rows]] = []
     directions: Directions = {}
-    for total in (losses.sum(), (weights.to(losses) * losses).sum(), losses.sum())[: 3 if repeat else 2]:
+    plainly = losses.sum()
+    for total in (plainly, (weights.to(losses) * losses).sum(), *[plainly] * repeat):
         rows: dict[int, Rows] = {}
         hooks = [node.register_prehook(partial(_note, rows, directions, i)) for i, node in enumerate(nodes)]
         try:

@@ -218,7 +218,8 @@ class Patches:
 
         mask: Any = kwargs.get("attn_mask", args[5] if len(args) > 5 else None)
 
-        each = _rows_of_each(copies, (leaf for leaf in tensors if leaf is not mask), axis)
+        met = _met_by(copies, (leaf for leaf in tensors if leaf is not mask), axis)
+        each = 1 if met is None else met[1].each
 
         def plain(leaf: Any, at: int) -> Any:
             if leaf is mask and _is_copy(leaf) and leaf.dim() == 2:  # (L, S), the same for all examples and heads
@@ -230,6 +231,9 @@ class Patches:
         kwargs = {
             k: tree_map(lambda t, k=k: plain(t, 1 if k == "hx" and recurrent else axis), v) for k, v in kwargs.items()
         }
+        if met is not None and not met[1].certain:  # asked now that their rows are made, which opens a group's pass
+            for copy in copies:
+                copy.origin.doubt(*met)
         made = forward(weights, module, *args, **kwargs)
         if len(copies) < len(tensors) or any(copy.shape[axis] != 1 for copy in copies if copy.dim() > axis):
             return made
@@ -285,18 +289,15 @@ def _input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: 
     return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
 
 
-def _rows_of_each(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> int:
-    """How many rows of each example are on that axis of the first input, like the copies, that has the batch there."""
+def _met_by(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> tuple[Tensor, BatchAxis] | None:
+    """The first input, like the copies, that has the batch on that axis, and where it has it."""
     for x in inputs:
         if _is_copy(x) or x.dim() != copies[0].dim() or not x.is_floating_point():
             continue
         place = copies[0].origin.batch_axis_of(x)
         if place is not None and place.axis == axis:
-            for copy in () if place.certain else copies:
-                assert len(copy.rows)  # made now, which opens their group's pass
-                copy.origin.doubt(x, place)
-            return place.each
-    return 1
+            return x, place
+    return None
 
 
 def _is_copy(leaf: Any) -> bool:

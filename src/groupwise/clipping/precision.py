@@ -105,8 +105,8 @@ def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
     n·eps/8 times that.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
-    lengths = (torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide).double() for t in (x, g))
-    return math.prod(lengths) * (4.0 * max(terms, terms**2 / LONGEST_SUM) ** 0.5 * torch.finfo(wide).eps)
+    left, right = (torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide).double() for t in (x, g))
+    return left * right * (4.0 * max(terms, terms**2 / LONGEST_SUM) ** 0.5 * torch.finfo(wide).eps)
 
 
 def raised(squares: Tensor, slack: Tensor) -> Tensor:

@@ -183,8 +183,7 @@ def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: 
         if clip.grouping == "none":
             raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
         return clip
-    threshold, *values = (v.item() if isinstance(v, np.generic) else v for v in (threshold, *settings.values()))
-    settings = dict(zip(settings, values, strict=True))
+    threshold, settings = plain(threshold), plain(settings)
     known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
     for name in settings:
         if name not in known:
