@@ -1,8 +1,8 @@
 """Attaches a partition to a model, runs backward passes that clip, and gives the model back as it was."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,15 @@ from groupwise.clipping.checks import Attached, check_groups, check_losses, chec
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, weighing
 from groupwise.clipping.groups import build_groups, one_each, share_thresholds
-from groupwise.clipping.microbatches import BackwardPass, OpenPasses
-from groupwise.clipping.ownership import prove_layouts, recording, refuse_doubts, rows_as_losses
+from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.parts import Parts
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
+from groupwise.clipping.trace import ClipPlan, Recorder, UntracedCall, trace
+from groupwise.clipping.unchanged import unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -43,7 +44,6 @@ class ClippingEngine:
         clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
         rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
-        batch_axis: which axis of the model's first input tensor counts examples: 0, or 1 for sequences first.
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
             one group a layer, or norms="ghost", and no shared parameter.
         parts: of a model whose tensors are cut over several processes: what this one has of them. All processes then
@@ -64,11 +64,10 @@ class ClippingEngine:
         clip_rule: ClipRule = clip_factors,
         formula: Formula = "auto",
         rates: Rates | None = None,
-        batch_axis: int = 0,
         direct: bool = False,
         parts: Parts | None = None,
     ) -> None:
-        check_options(norms, partition, formula, batch_axis, direct)
+        check_options(norms, partition, formula)
         layers = find_layers(model)
         check_partition(layers, partition)
         self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
@@ -79,13 +78,12 @@ class ClippingEngine:
         self.squared_norms: dict[int, Tensor] = {}
         self._passes = OpenPasses()
         self._checked = False
-        self.asks_order = True  # False: the caller sees to it that no operation puts examples in another order
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._direct = direct
         self.set_thresholds(thresholds)
-        calls = LayerCalls(model, self.groups, self._passes, self._context, batch_axis)
-        self._patches = Patches(model, layers, self.groups, calls, batch_axis, direct)
+        calls = LayerCalls(self.groups, self._passes, self._context)
+        self._patches = Patches(model, layers, self.groups, calls, direct)
         warn_of_copies(layers)
 
     @property
@@ -189,22 +187,112 @@ class ClippingEngine:
         with self._counts.kept():
             yield
 
+    # -- the plan -------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> ClipPlan:
+        """Where the layers' inputs hold the examples, as `trace` has found it."""
+        return self._passes.plan
+
+    @plan.setter
+    def plan(self, plan: ClipPlan) -> None:
+        self._passes.plan = plan
+
+    def trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
+        """Find where every layer's input holds the examples, by a few forward passes; what was found before stays.
+
+        Generators and buffers are as they were afterwards.
+
+        Args:
+            losses_of: numbers of examples -> their losses, (n,), through the model.
+            examples: six numbers are enough, the longest example first where lengths differ.
+
+        Returns:
+            The plan, which later passes look calls up in.
+
+        Raises:
+            UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
+        """
+        with unchanged(self.model) as generators:
+
+            def run(rows: list[int], recorder: Recorder) -> None:
+                generators.seed(0)
+                with self._patches.installed(), self._passes.forward(len(rows), recorder=recorder):
+                    losses = losses_of(rows)
+                check_losses(losses, len(rows))
+
+            found = trace(run, examples, _refuse_call)
+        self.plan = self.plan.joined(found)
+        return self.plan
+
+    # -- one microbatch -------------------------------------------------------------------------------------------
+
+    def clip(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
+        """Run a microbatch forward and backward: see `forward` and `backward`.
+
+        A call of a layer that the plan does not know is traced on these examples, once.
+
+        Args:
+            losses_of: numbers of examples -> one loss for each of them, (n,), through the model.
+            examples: the microbatch.
+
+        Returns:
+            The losses, (n,), without their graph.
+
+        Raises:
+            UserError: as `trace` and `backward` do.
+        """
+        try:
+            with self.forward(len(examples)):
+                losses = losses_of(examples)
+        except UntracedCall:
+            known = self.plan
+            self.plan = ClipPlan()
+            try:
+                self.trace(losses_of, examples)
+                with self.forward(len(examples)):
+                    losses = losses_of(examples)
+            finally:
+                self.plan = known.joined(self.plan)
+        self.backward(losses)
+        return losses.detach()
+
+    @contextmanager
+    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[None]:
+        """Inside, the model's layers clip; its losses, for so many examples, are then for `backward`.
+
+        Args:
+            examples: B.
+            microbatch: a name, where several forward passes wait for their backward passes (`backward_of`).
+
+        Raises:
+            UserError: inside of another pass.
+        """
+        with self._patches.installed(), self._passes.forward(examples, microbatch):
+            yield
+
     def backward(self, losses: Tensor) -> None:
         """Add the clipped sums of one microbatch to the parameters' .grad, and its counts to `counts`.
 
         Args:
-            losses: one loss per example, (B,); they are summed, never averaged.
+            losses: one loss per example, (B,), of the last `forward`; they are summed, never averaged.
 
         Raises:
             UserError: losses of another shape; a parameter frozen or thawed since `attach`, or used outside its layer;
                 a trainable parameter that the losses do not reach.
         """
         self._passes.refuse_nesting()
-        check_losses(losses)
+        forward_pass = self._passes.last
+        if forward_pass is None:
+            raise UserError(
+                "No forward pass waits for this backward pass: compute the losses inside engine.forward(examples), "
+                "once for each backward pass."
+            )
         try:
-            self.check_output(losses, first=self.asks_order and not recording())
+            check_losses(losses, forward_pass.examples)
+            self.check_output(losses)
         except UserError:
-            self._passes.end()  # what was refused shows nothing of another forward pass
+            self._passes.end()
             raise
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
@@ -244,24 +332,12 @@ class ClippingEngine:
         try:
             with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
                 self._counts.begin_clipping(self.masks_rows)
-                if self.asks_order:
-                    refuse_doubts(current.passes.values(), examples)
-                with self._patches.recomputing():
+                with self._patches.installed():  # for what runs once more (checkpointing)
                     yield current
         finally:
             self._context.clear()
 
-    @contextmanager
-    def forward_of(self, microbatch: Hashable) -> Iterator[None]:
-        """Forward passes inside belong to `microbatch`; several may wait for their backward passes.
-
-        Raises:
-            UserError: inside another one; or the microbatch waits already, with another batch size.
-        """
-        with self._passes.forward_of(microbatch):
-            yield
-
-    def check_output(self, output: Tensor, first: bool = False) -> None:
+    def check_output(self, output: Tensor) -> None:
         """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.
 
         `backward` does it each time; the model of a pipeline runs the same code on every microbatch, so once is enough.
@@ -270,19 +346,16 @@ class ClippingEngine:
             UserError: as `backward` of such a parameter.
         """
         self._attached.check_same()
-        reorders = check_paths(output, self._names, shards=self._direct)
-        if output.dim() > 0 and output.requires_grad and not self._direct:
-            rows = rows_as_losses(output)
-            prove_layouts(rows, self._passes, reorders and self.asks_order, first, self._patches.recomputing)
+        check_paths(output, self._names, shards=self._direct)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
-        """A backward pass inside, by anybody and from any output of `forward_of(microbatch)`, clips and is counted.
+        """A backward pass inside, by anybody and from any output of `forward(examples, microbatch)`, clips and is counted.
 
         Its outputs must add up to Σ_i loss_i over the rows i of the batch, as `backward` has them.
 
         Args:
-            microbatch: the name that `forward_of` got; it may be used again afterwards.
+            microbatch: the name that `forward` got; it may be used again afterwards.
             examples: rows of the microbatch.
             absent: how many of them, at the end, are fillers: their losses have weight 0, and they are not counted.
 
@@ -325,7 +398,7 @@ class ClippingEngine:
         """A backward pass inside adds Σ_i factor_i · ∂loss_i to .grad, and is not counted; the losses are as they were.
 
         Args:
-            microbatch: the name that `forward_of` got.
+            microbatch: the name that `forward` got.
             examples: rows of the microbatch.
             factors: (examples,), of `factors`; rows with factor 0 are left out, whatever they hold. None: all are 1.
 
@@ -362,23 +435,25 @@ class ClippingEngine:
         self._attached.check_gradients()
         self._checked = True
 
-    @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """Inside, the model runs as if nothing were attached (gradients are then plain and unclipped)."""
-        with self._patches.bypassed():
-            yield
-
     def detach(self) -> None:
-        """Give the model back as it was."""
-        self._patches.remove()
+        """Let go of what waits; the model itself is as it was after each pass."""
         self._passes.forget()
-        self._passes.open.clear()
+        self._passes.end()
 
     def __enter__(self) -> "ClippingEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _refuse_call(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
+    raise UserError(
+        f"{label} (input {shape}) {what}; so it cannot be told which rows are an example's own, and no example's "
+        "influence is bounded: compute each example's loss from that example alone, in the order of the batch; where "
+        "data choose rows (experts, graphs), let every example have all of them, padded or masked (transformers: "
+        "experts_implementation='batched_mm'); or freeze the layer."
+    )
 
 
 attach = ClippingEngine

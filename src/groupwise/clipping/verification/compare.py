@@ -1,7 +1,7 @@
 """Proves, on a few real examples before training, that examples keep apart and that the engine equals a slow loop."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.partition import batch_norms
 from groupwise.clipping.reference import Reference, clipped_sums
+from groupwise.clipping.unchanged import kept_buffers
 from groupwise.clipping.verification.independence import (
     check_apart,
     check_draws,
     first_seen,
-    kept_buffers,
     moved_losses,
     moved_norms,
     slack,
@@ -62,9 +62,6 @@ def verify(
     runs = Runs(engine, losses_of)
     with runs.generators.kept(), kept_buffers(engine.model) as buffers, _kept(engine):
         check_draws(runs, batch, buffers)
-        if len(some) > 2:
-            with suppress(UserError):  # of a batch of another size, which tells lengths from sizes; what is wrong stays
-                runs.clipped(some[: max(2, len(some) - 2)])
         check_apart(runs, batch, tolerance, loss_tolerance)
         worst, norms = _compare(runs, some, tolerance, loss_tolerance)
         fewer = max(1, len(some) - 2)
@@ -83,14 +80,12 @@ def _kept(engine: ClippingEngine) -> Iterator[None]:
         model.train()
         for _, norm in batch_norms(model):  # whose training is refused
             norm.eval()
-    engine.asks_order = False  # replaced examples show it, and in which layer
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         with engine.uncounted(), torch.enable_grad():
             yield
     finally:
-        engine.asks_order = True
         engine.set_thresholds(clip, count)
         engine.squared_norms = norms
         for module, mode in training.items():
@@ -112,7 +107,7 @@ def _compare(runs: Runs, examples: Sequence[int], tolerance: float, loss_toleran
         return loss
 
     again = runs.calm() if found.draws else nullcontext()  # checkpointed layers draw once more in the backward pass
-    with engine.bypassed(), again:
+    with again:
         thresholds, rule = engine.thresholds.cpu(), engine.groups[0].clip_rule
         truth = clipped_sums(engine.model, loss_of, examples, engine.partition, thresholds, rule)
     alone = torch.stack([losses[i] for i in examples])

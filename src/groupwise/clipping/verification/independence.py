@@ -13,14 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping.verification.randomness import (
-    FOLLOWING_VALUES,
-    OUTSIDE,
-    Draw,
-    host_states,
-    moved,
-    shared_draws,
-)
+from groupwise.clipping.unchanged import host_states, moved, same_values
+from groupwise.clipping.verification.randomness import FOLLOWING_VALUES, OUTSIDE, Draw, shared_draws
 from groupwise.clipping.verification.runs import Outcome, Runs
 from groupwise.errors import UserError
 
@@ -155,25 +149,6 @@ REMEDY = (
 )
 
 
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Copies of the buffers by name; afterwards the model's own hold the same again."""
-    before = [
-        (module, local, buffer, f"{name}.{local}" if name else local, buffer.clone())
-        for name, module in model.named_modules()
-        for local, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield {name: value for _, _, _, name, value in before}
-    finally:
-        with torch.no_grad():
-            for module, local, buffer, _, value in before:
-                module._buffers[local] = buffer
-                if not _same(buffer, value):
-                    buffer.copy_(value)
-
-
 def check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
     """Refuse a buffer that is not what it was.
 
@@ -182,7 +157,7 @@ def check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
     """
     now = dict(model.named_buffers(remove_duplicate=False))
     for name, value in before.items():
-        if name in now and not _same(now[name], value):
+        if name in now and not same_values(now[name], value):
             raise UserError(
                 f"Buffer {name!r} changes in a forward pass of training, so it carries what it saw past all clipping "
                 "and noise: put its module into eval mode for good, or use one without running state."
@@ -264,10 +239,6 @@ class _Host:
     def look(self, *_: Any) -> None:
         if self.drawn is None and (generator := moved(self._last, host_states())):
             self.drawn = generator, self._runs.calls.innermost
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
 
 
 class Fingerprints:

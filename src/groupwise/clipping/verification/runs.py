@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from groupwise.clipping.engine import ClippingEngine
-from groupwise.clipping.verification.randomness import Border, Draw, Draws, Generators, ModuleCalls
+from groupwise.clipping.unchanged import Generators
+from groupwise.clipping.verification.randomness import Border, Draw, Draws, ModuleCalls
 from groupwise.errors import UserError
 
 Losses = Callable[[Sequence[int]], Tensor]
@@ -67,7 +68,7 @@ class Runs:
     def plain(self, examples: Sequence[int], calm: bool = False, border: Border | None = None) -> Outcome:
         """The model as if no engine were attached, forward only (with gradients on: kernels may depend on it)."""
         self.generators.seed(0)
-        with self.engine.bypassed(), self.drawing(calm, border) as draws:
+        with self.drawing(calm, border) as draws:
             losses = self.losses(examples).detach()
         return Outcome(losses, losses.new_zeros(0, len(examples)), losses.new_zeros(0), draws.taken)
 
@@ -76,10 +77,9 @@ class Runs:
         self.generators.seed(0)
         before = self.engine.counts
         with self.drawing(calm) as draws:
-            losses = self.losses(examples)
-            self.engine.backward(losses)
+            losses = self.engine.clip(self.losses, examples)
         norms = self.engine.per_example_norms.cpu()
-        return Outcome(losses.detach(), norms, self.engine.counts - before, draws.taken)
+        return Outcome(losses, norms, self.engine.counts - before, draws.taken)
 
     def calm(self) -> Draws:
         """Inside, draws are calmed, those of backward passes too."""

@@ -1,0 +1,295 @@
+"""Finds, before training, where every layer's input holds the examples: the trace of a few forward passes.
+
+The same examples run at two batch sizes: an axis that grows with the batch holds it. Then one example is replaced: its
+rows move, and no others. A row or a loss of another example that moves shows that examples are mixed, and by what
+layer. What is found is a `ClipPlan`, the layout of each call of each layer and of each tensor that meets a parameter
+outside of a layer; a step only looks it up and compares sizes.
+
+An input that moves nowhere is shared by all examples, and what a layer makes of it has no batch axis either: such
+layers are found in one round of passes, and what their outputs meet in the next one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from groupwise.clipping.layouts import FIRST, SHARED, Layout, Order
+from groupwise.errors import UserError
+
+MORE, FEWER, REPLACED = 5, 3, 1
+"""Examples of the two batch sizes; the row that is replaced, not in the middle, so that reversed rows are seen."""
+ROUNDS = 12
+"""Layers of shared inputs that may follow each other."""
+
+
+class UntracedCall(UserError):
+    """A call that the plan does not know: trace again, with examples like those of this batch."""
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """How one call of a layer or parameter was seen to hold the batch: as a rule in one way, whatever the examples.
+
+    Args:
+        layouts: those with the batch on an axis.
+        shared: shapes of inputs that all examples shared.
+    """
+
+    layouts: tuple[Layout, ...] = ()
+    shared: frozenset[tuple[int, ...]] = frozenset()
+
+    def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
+        """The layout of an input of this shape in a batch of B examples; None where sizes do not tell one."""
+        fits = {found for layout in self.layouts if (found := _fitting(layout, shape, examples)) is not None}
+        if self.shared and self._is_shared(shape, examples):
+            fits.add(SHARED)
+        return fits.pop() if len(fits) == 1 else None
+
+    def _is_shared(self, shape: tuple[int, ...], examples: int) -> bool:
+        """Whether a shape is one of those that were shared, or differs from one where no axis could hold the batch."""
+        return shape in self.shared or any(
+            len(shape) == len(known) and all(n == m or n % examples for n, m in zip(shape, known, strict=True))
+            for known in self.shared
+        )
+
+    def joined(self, other: "CallSite") -> "CallSite":
+        """What either has shown."""
+        new = (layout for layout in other.layouts if not any(_alike(layout, known) for known in self.layouts))
+        return CallSite((*self.layouts, *new), self.shared | other.shared)
+
+
+def _alike(one: Layout, two: Layout) -> bool:
+    """Whether both have the rows on the same axis in the same order; how many they are may follow the inputs' sizes."""
+    return (one.axis, one.order, one.each == 1) == (two.axis, two.order, two.each == 1)
+
+
+def _fitting(layout: Layout, shape: tuple[int, ...], examples: int) -> Layout | None:
+    """The layout with as many rows an example as a shape has; one row stays one."""
+    rows = shape[layout.axis] if layout.axis < len(shape) else -1
+    if rows == examples * layout.each:
+        return layout
+    return None if rows < 0 or rows % examples or layout.each == 1 else replace(layout, each=rows // examples)
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """Layer or parameter -> its calls in one forward pass, in their order."""
+
+    calls: Mapping[str, tuple[CallSite, ...]] = field(default_factory=dict)
+
+    def find(self, label: str, nth: int, x: Tensor, examples: int) -> Layout:
+        """The layout of the `nth` call (from 0) of a layer or parameter, whose input is x, in a pass of B examples.
+
+        Raises:
+            UntracedCall: the plan has no such call, or sizes do not tell which of those that it has.
+        """
+        known = self.calls.get(label, ())
+        found = known[nth].find(tuple(x.shape), examples) if nth < len(known) else None
+        if found is None:
+            raise UntracedCall(
+                f"{label} got a tensor of shape {tuple(x.shape)} in its call {nth + 1} of a batch of {examples} "
+                "examples, which the trace has not shown: trace the model on examples like these."
+            )
+        return found
+
+    def joined(self, other: "ClipPlan") -> "ClipPlan":
+        """What either knows."""
+        calls = dict(self.calls)
+        for label, sites in other.calls.items():
+            pairs = zip_longest(calls.get(label, ()), sites, fillvalue=CallSite())
+            calls[label] = tuple(one.joined(two) for one, two in pairs)
+        return ClipPlan(calls)
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Plain values, for a checkpoint."""
+        return {
+            label: [
+                [[[each.axis, each.each, each.order.name] for each in site.layouts], [list(s) for s in sorted(site.shared)]]
+                for site in sites
+            ]
+            for label, sites in self.calls.items()
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Sequence[Any]]) -> "ClipPlan":
+        """What `state_dict` returned."""
+        return cls(
+            {
+                label: tuple(
+                    CallSite(
+                        tuple(Layout(axis, each, Order[order]) for axis, each, order in layouts),
+                        frozenset(map(tuple, shared)),
+                    )
+                    for layouts, shared in sites
+                )
+                for label, sites in state.items()
+            }
+        )
+
+
+Call = tuple[str, int]
+"""A layer or parameter, and the number of its call in a forward pass."""
+Refuse = Callable[[str, tuple[int, ...], str], NoReturn]
+"""(label, shape of the input, what is wrong) -> the error of a call that cannot be clipped."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one forward pass showed of a call's input: its shape, the axis of the batch, a few numbers for each row."""
+
+    shape: tuple[int, ...]
+    axis: int | None = None
+    rows: Tensor | None = None
+    """(rows, 2) float64: a random projection and a norm."""
+
+
+class Recorder:
+    """Notes the inputs of calls in a forward pass.
+
+    Args:
+        plan: where calls are looked up meanwhile, as far as it knows them.
+        fewer: what a pass on a smaller batch has shown; None in that pass itself, of which shapes are enough.
+        refuse: makes an error of what is wrong with a call.
+    """
+
+    def __init__(self, plan: ClipPlan, fewer: "dict[Call, Seen] | None", refuse: Refuse) -> None:
+        self._plan, self._fewer, self._refuse = plan, fewer, refuse
+        self.seen: dict[Call, Seen] = {}
+        self.meets = False
+        """Whether a parameter met a tensor outside of a layer: what is found of it may show more such tensors."""
+
+    def note(self, label: str, nth: int, x: Tensor, meets: bool) -> Layout:
+        """A layer or parameter gets x in its `nth` call; returns where the batch is, or a guess that changes nothing.
+
+        Raises:
+            UserError: the input's shape does not follow the size of the batch.
+        """
+        self.meets |= meets
+        shape = tuple(x.shape)
+        if self._fewer is None:
+            self.seen[label, nth] = Seen(shape)
+        else:
+            small = self._fewer.get((label, nth))
+            if small is None:
+                self._refuse(label, shape, f"is used {nth + 1} times for {MORE} examples and less often for {FEWER}")
+            axis = _axis(label, shape, small.shape, self._refuse)
+            self.seen[label, nth] = Seen(shape, axis, _rows(x.detach(), axis))
+        known = self._plan.calls.get(label, ())
+        if nth >= len(known):
+            return FIRST
+        return SHARED if known[nth].shared else known[nth].layouts[0]
+
+
+def _rows(x: Tensor, axis: int | None) -> Tensor:
+    """A random projection of each row and its norm, (rows, 2) on the CPU; the whole is one row where axis is None."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).reshape(x.shape[axis], -1)
+    rows = rows.double().nan_to_num(0.12345, 1e30, -1e30)
+    numbers = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=x.device)
+    direction = torch.frac(numbers.mul_(0.6180339887498949)).sub_(0.4142135623730951)
+    return torch.stack([rows @ direction, torch.linalg.vector_norm(rows, dim=1)], 1).cpu()
+
+
+def _moved(one: Tensor, two: Tensor) -> set[int]:
+    """Rows whose numbers differ by more than rounding."""
+    scale = torch.maximum(one[:, 1:], two[:, 1:]).amax() if len(one) else one.new_ones(())
+    return set(((one - two).abs() > 1e-6 * scale).any(1).nonzero().flatten().tolist())
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Numbers of the examples of the passes: `more` and `fewer` of them, and `replaced`, with one other example."""
+
+    more: list[int]
+    fewer: list[int]
+    replaced: list[int]
+
+    @classmethod
+    def of(cls, examples: Sequence[int]) -> "Batches":
+        """From two examples or more, the longest first where lengths differ: it pads all batches alike.
+
+        Raises:
+            UserError: there is one alone.
+        """
+        some = list(dict.fromkeys(examples))
+        if len(some) < 2:
+            raise UserError("One example alone does not show which rows are an example's own: give two or more.")
+        more = [some[i % len(some)] for i in range(MORE)]
+        other = some[MORE] if len(some) > MORE else next(i for i in reversed(some) if i != more[REPLACED])
+        return cls(more, more[:FEWER], [other if row == REPLACED else i for row, i in enumerate(more)])
+
+
+def trace(run: "Callable[[list[int], Recorder], None]", examples: Sequence[int], refuse: Refuse) -> ClipPlan:
+    """The plan of a model, from three forward passes, and three more for each layer of shared inputs.
+
+    Args:
+        run: computes the losses (n,) of some examples, always with the same random numbers, and has calls noted.
+        examples: numbers of two examples or more, the longest first where lengths differ.
+        refuse: makes an error of what is wrong with a call.
+
+    Raises:
+        UserError: examples are mixed, put in another order, or chosen by data; naming the layer or parameter.
+    """
+    batches, known = Batches.of(examples), ClipPlan()
+    for _ in range(ROUNDS):
+        found, meets = _round(run, batches, known, refuse)
+        if found == known or not (meets or any(site.shared for sites in found.calls.values() for site in sites)):
+            return found
+        known = found
+    raise UserError("Layers of inputs that all examples share follow each other too deep to be traced: freeze them.")
+
+
+def _round(
+    run: "Callable[[list[int], Recorder], None]", batches: Batches, known: ClipPlan, refuse: Refuse
+) -> tuple[ClipPlan, bool]:
+    """What three forward passes show, while calls are looked up in `known`; and whether a parameter met a tensor."""
+    fewer = Recorder(known, None, refuse)
+    run(batches.fewer, fewer)
+    more, other = (Recorder(known, fewer.seen, refuse) for _ in range(2))
+    run(batches.more, more)
+    run(batches.replaced, other)
+    calls: dict[str, list[CallSite]] = {}
+    for (label, nth), seen in more.seen.items():
+        moved = other.seen.get((label, nth))
+        if moved is None or moved.shape != seen.shape:
+            refuse(label, seen.shape, "gets another number of rows when one example is replaced: data choose them")
+        calls.setdefault(label, []).append(_site(label, seen, moved, refuse))
+    for label, nth in (*fewer.seen, *other.seen):
+        if (label, nth) not in more.seen:
+            refuse(label, fewer.seen[label, 0].shape, "is used more often in some batches than in others")
+    return ClipPlan({label: tuple(of) for label, of in calls.items()}), more.meets
+
+
+def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], refuse: Refuse) -> int | None:
+    """The axis that grows with the batch; None where nothing does."""
+    if len(more) != len(fewer):
+        refuse(label, more, f"gets {len(fewer)} axes for {FEWER} examples")
+    growing = [axis for axis, (n, m) in enumerate(zip(more, fewer, strict=True)) if n != m]
+    if any(more[axis] * FEWER != fewer[axis] * MORE for axis in growing):
+        refuse(label, more, f"gets shape {fewer} for {FEWER} examples: data choose its rows")
+    if len(growing) > 1:
+        refuse(label, more, "has two axes that grow with the batch: examples are put beside each other")
+    return growing[0] if growing else None
+
+
+def _site(label: str, seen: Seen, other: Seen, refuse: Refuse) -> CallSite:
+    """From the input's rows before and after an example was replaced."""
+    assert seen.rows is not None and other.rows is not None
+    moved = _moved(seen.rows, other.rows)
+    if seen.axis is None:
+        if moved:
+            refuse(label, seen.shape, "has no axis for the batch and follows the examples")
+        return CallSite(shared=frozenset({seen.shape}))
+    each = len(seen.rows) // MORE
+    grouped = moved <= set(range(REPLACED * each, (REPLACED + 1) * each))
+    tiled = moved <= set(range(REPLACED, MORE * each, MORE))
+    if not (grouped or tiled):
+        refuse(label, seen.shape, f"has rows {sorted(moved)[:6]} that follow example {REPLACED} of {MORE}")
+    if not moved and each > 1:  # no example's data are in it; the rows that repeat are each example's
+        tiled = not _moved(seen.rows[:MORE], seen.rows[:1].expand(MORE, 2))
+        grouped = not _moved(seen.rows[:each], seen.rows[each : 2 * each])
+    return CallSite((Layout(seen.axis, each, Order.GROUPED if grouped or each == 1 else Order.TILED),))
