@@ -16,7 +16,6 @@ from groupwise.clipping.groups import build_groups, one_each, share_thresholds
 from groupwise.clipping.microbatches import BackwardPass, OpenPasses
 from groupwise.clipping.ownership import prove_layouts, recording, refuse_doubts, rows_as_losses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
-from groupwise.clipping.parts import Parts
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
@@ -46,8 +45,6 @@ class ClippingEngine:
         batch_axis: which axis of the model's first input tensor counts examples: 0, or 1 for sequences first.
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
             one group a layer, or norms="ghost", and no shared parameter.
-        parts: of a model whose tensors are cut over several processes: what this one has of them. All processes then
-            attach the same partition and call the same methods at once.
 
     Raises:
         UserError: a layer that mixes examples, a parameter in no group or two, an option that cannot be clipped, bad
@@ -66,14 +63,13 @@ class ClippingEngine:
         rates: Rates | None = None,
         batch_axis: int = 0,
         direct: bool = False,
-        parts: Parts | None = None,
     ) -> None:
         check_options(norms, partition, formula, batch_axis, direct)
         layers = find_layers(model)
         check_partition(layers, partition)
         self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
-        self.model, self.partition, self.norms, self.parts = model, partition, norms, parts
-        self.groups = build_groups(layers, partition, clip_rule, self._context, direct, parts)
+        self.model, self.partition, self.norms = model, partition, norms
+        self.groups = build_groups(layers, partition, clip_rule, self._context, direct)
         self._tables = share_thresholds(self.groups)
         self._counts = Counts(len(partition), self.groups[0].threshold)
         self.squared_norms: dict[int, Tensor] = {}
@@ -129,13 +125,7 @@ class ClippingEngine:
             raise UserError(
                 f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
             )
-        owned, parts = tuple(group.parameters for group in self.groups), self.parts
-        if parts is not None:
-            owned = tuple(parts.owned(group.names, some) for group, some in zip(self.groups, owned, strict=True))
-        sizes = tuple(sum(parameter.numel() for parameter in some) for some in owned)
-        if parts is not None and parts.add_up is not None:
-            sizes = tuple(sum(parts.sizes[layer] for layer in group.layers) for group in self.partition)
-        return Sensitivity(relation, owned, self._counts.clipped, sizes)
+        return Sensitivity(relation, tuple(group.parameters for group in self.groups), self._counts.clipped)
 
     @property
     def counts(self) -> Tensor:
