@@ -173,9 +173,6 @@ def test_per_device_clipping_on_samsum_is_the_papers(stages: int) -> None:
     config = run("task=samsum_pipeline", f"pipeline.stages={stages}")
     assert (config.clip.grouping, config.clip.policy, config.noise.allocation) == ("device", "fixed", "equal_budget")
     assert config.clip.threshold / math.sqrt(stages) == pytest.approx(1e-5, rel=1e-12)
-    two_parts = ("model.trains=all", "parallel.kind=tensor", "parallel.ranks=2")
-    parted = run("task=samsum_pipeline", f"pipeline.stages={stages}", *two_parts)
-    assert parted.clip.threshold / math.sqrt(2 * stages) == pytest.approx(1e-5, rel=1e-12)  # a device holds a part
     assert (config.model.trains, config.model.lora.rank, config.train.microbatch) == ("lora", 32, 1)
     assert (config.train.epochs, config.eval.generate.beams, config.pipeline.rematerialize) == (5, 4, True)
 
@@ -381,10 +378,6 @@ REFUSED = [
     ("clip=flat pipeline.stages=2 train.compile=true", "leave it out"),
     ("clip=flat pipeline.stages=2 explain=true", "pipeline.stages=1"),
     ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "layer by layer"),
-    ("clip=flat parallel.ranks=2 parallel.kind=tensor", "language models"),
-    ("task=e2e train.ema=0.9 parallel.ranks=2 parallel.kind=tensor", "train.ema=0.9 is not for parallel.kind=tensor"),
-    ("task=e2e clip=per_device noise=global parallel.ranks=2 parallel.kind=tensor", "use noise=equal_budget"),
-    ("task=e2e clip=adaptive_device clip.rescale=true parallel.ranks=2 parallel.kind=tensor", "clip.rescale"),
 ]
 
 
@@ -412,7 +405,6 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(overrides: str, reason:
         "clip=flat noise=global pipeline.stages=4 parallel.ranks=2",
         "clip=none pipeline.stages=2 pipeline.blocks=[3,4]",
         "clip=ghost parallel.ranks=2 parallel.kind=fsdp",
-        "task=e2e clip=adaptive_device parallel.ranks=2 parallel.kind=tensor",
     ],
 )
 def test_what_can_be_meant_is_not_refused(overrides: str) -> None:

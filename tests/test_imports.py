@@ -15,7 +15,7 @@ ORDER = (
     {"cache", "metrics", "rows", "torchvision_import"},
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
-    {"tasks", "private", "tensor"},
+    {"tasks", "private"},
     {"pipeline", "integrations"},
     {"build", "planner"},
     {"run"},

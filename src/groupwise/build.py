@@ -48,8 +48,7 @@ def build_trainer(
     """A trainer with a verified engine, at its first step; `state` is the checkpoint that it will go on from, if any.
 
     With replicas every process calls it: the model becomes the first one's, and the noise key the main one's.
-    `parallel.kind=fsdp` shards the model, `tensor` cuts its tensors, and the trainer's engine is then another than
-    `engine`.
+    `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`.
 
     Raises:
         UserError: the checkpoint belongs to another plan; the model cannot be clipped or sharded.
@@ -65,17 +64,7 @@ def build_trainer(
         some = examples_to_check(task.order(np.arange(task.train_size)))
         losses = _read_and_computed(task) if config.train.cuda_graph else task.losses
         verify(engine, losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
-    make: Callable[..., Trainer] = Trainer
-    copied: list[nn.Parameter] = []
-    if ranks.parts > 1:
-        from groupwise.tensor.trainer import TensorTrainer, cut_and_attach
-
-        some = examples_to_check(task.order(np.arange(task.train_size)))
-        coarse = tolerances(config.train.precision)
-        model, losses = task.model, task.losses
-        engine, parts = cut_and_attach(model, engine, config.clip, ranks, device, losses, some, None, **coarse)
-        copied = [parts.model.get_parameter(name) for name in parts.copied]
-        make = partial(TensorTrainer, cut=parts)
+    make = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
         if config.parallel.kind == "fsdp":
@@ -87,7 +76,6 @@ def build_trainer(
         engine.masks_rows = False  # a process that computes alone begins a batch again, should it have to
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     mechanism = _mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks)
-    mechanism.copied = copied
     mechanism.public = partial(task.public_losses, config.clip.public_examples)
     mechanism.follow_public(0)
     return make(
@@ -199,7 +187,7 @@ def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.devi
         if pipeline.balance == "time" and not pipeline.blocks:
             costs = ranks.broadcast(_measure(config, task, device) if ranks.main else None)
         ranges = choose(task.model, costs=costs)
-        stage = _take(task.model, ranges, ranks.stage, parts, ranks.parts).to(device)
+        stage = _take(task.model, ranges, ranks.stage, parts).to(device)
     task.model = stage
     task.precision = nullcontext  # the stage computes in the run's precision by itself
     return task
@@ -223,16 +211,10 @@ def _weights(config: RunConfig) -> Path | None:
     return folder if any((folder / name).is_file() for name in (SINGLE, INDEX)) else None
 
 
-def _take(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any], tensor_parts: int = 1) -> Stage:
+def _take(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any]) -> Stage:
     """Cut a stage out, and give back the memory of all others, which the task may still hold."""
     parameters = list(model.parameters())
-    cuts = []
-    if tensor_parts > 1:
-        from groupwise.tensor.plan import cuts_of
-
-        cuts = cuts_of(model, tensor_parts)
     stage = cut(model, ranges, index, **parts)
-    stage.take_cuts(cuts)
     kept = {id(parameter) for parameter in stage.parameters()}
     for parameter in parameters:
         if id(parameter) not in kept:
@@ -277,22 +259,12 @@ def build_pipeline_trainer(
         microbatch = min(ranks.gather(fits // stage.count))
         microbatch = min(microbatch, int(plan.expected_batch_size) // (BUSY * stage.count * ranks.replicas))
     ranks.copy_([*stage.parameters(), *stage.buffers()])
-    parts, copied = None, []
-    if ranks.parts > 1:
-        from groupwise.tensor.trainer import cut_and_attach
-
-        pair, coarse = feed.microbatches(examples[:2], 2)[0], tolerances(config.train.precision)
-        losses, own = alone(stage, pair, device), stage.cuts
-        engine, parts = cut_and_attach(stage, engine, config.clip, ranks, device, losses, (0, 1), own, **coarse)
-        copied = [stage.get_parameter(name) for name in parts.copied]
     optimizer = make_optimizer(stage.parameters(), config.optim)
     runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
     mechanism = _mechanism(config, stage, engine, plan, noise, optimizer, device, ranks)
-    mechanism.copied = copied
     return PipelineTrainer(
         task=task,
         mechanism=mechanism,
-        cut=parts,
         schedule=make_schedule(optimizer, config.optim, plan.steps),
         microbatch=max(1, microbatch or 1),
         runner=runner,

@@ -199,13 +199,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Alone | Ranks) -> int | None:
-    """K, over all stages (and parts, per device); flat clipping is one group of all of them. None without clipping."""
+    """K, over all stages; flat clipping is one group of all of them. None without clipping."""
     if engine is None:
         return None
     if config.clip.grouping == "flat":
         return 1
-    here = sum(ranks.gather(len(engine.groups))[: ranks.stages * ranks.parts : ranks.parts])
-    return here * ranks.parts if config.clip.grouping == "device" else here
+    return sum(ranks.gather(len(engine.groups))[: ranks.stages])
 
 
 def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:

@@ -117,7 +117,7 @@ def test_noise_takes_no_other_thresholds():
 
 def test_noise_is_for_the_relation_that_plans_account_for():
     class Replaced:
-        relation, groups, thresholds, sizes = "replace_one", [[nn.Parameter(torch.zeros(2))]], torch.ones(1), [2]
+        relation, groups, thresholds = "replace_one", [[nn.Parameter(torch.zeros(2))]], torch.ones(1)
 
     with pytest.raises(UserError, match="'replace_one'"):
         release_gradients(Replaced(), allocation="global", **SETTINGS)

@@ -17,8 +17,6 @@ from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, 
 from groupwise.tasks.image_classification import ImageFeed
 from groupwise.tasks.samples import Rows, Samples
 from groupwise.tasks.text_generation import TextFeed
-from groupwise.tensor.cutting import cut as cut_tensors
-from groupwise.tensor.plan import cuts_of
 from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
 from groupwise.training.mechanism import Mechanism
@@ -127,19 +125,12 @@ class Drawn:
 def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineTrainer:
     """This process's part of a run; with `Alone`, a pipeline of one stage."""
     model = make_model(case)
-    cuts = cuts_of(model, ranks.parts) if ranks.parts > 1 else []
     stage = cut(model, choose_ranges(model, case.stages), ranks.stage, rematerialize=case.rematerialize)
-    parts, device = None, torch.device("cpu")
-    if ranks.parts > 1:
-        stage.take_cuts(cuts)
-        parts = cut_tensors(stage, ranks, device, stage.cuts)
-    add_up = None if case.grouping == "device" else ranks.add_parts_
-    clip = ClipConfig(grouping=case.grouping, policy=case.policy)
-    engine = make_engine(stage, clip, parts=None if parts is None else parts.parts(add_up))
+    device = torch.device("cpu")
+    engine = make_engine(stage, ClipConfig(grouping=case.grouping, policy=case.policy))
     here = 1 if engine is None else len(engine.groups)
     one_group = case.grouping == "flat"
-    alike = ranks.replicas * (1 if case.grouping == "device" else ranks.parts)
-    groups = 1 if one_group else round(ranks.agree(here / alike)[0])
+    groups = 1 if one_group else round(ranks.agree(here / ranks.replicas)[0])
     plan = make_plan(
         dataset_size=EXAMPLES,
         expected_batch_size=EXPECTED,
@@ -166,9 +157,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
             optimizer=optimizer,
             device=device,
             ranks=ranks,
-            copied=[] if parts is None else [stage.get_parameter(name) for name in parts.copied],
         ),
-        cut=parts,
         schedule=make_schedule(optimizer, optim, 1000),
         microbatch=MICROBATCH,
         runner=StageRunner(stage, engine, device, case.schedule, getattr(ranks, "pipeline", None)),

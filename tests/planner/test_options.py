@@ -48,23 +48,11 @@ def test_sizes_are_decimal_unless_they_say_otherwise(text, found):
         ("microbatch=200", "microbatch=200 is more than batch=128"),
         ("places=300", "places=300 is more than length=200"),
         ("cores=2", "cores is for accelerator=cpu"),
-        ("parts=2", "parts=2 is for devices=1 rank=0"),
     ],
 )
 def test_a_mistake_is_one_sentence(argument, message):
     with pytest.raises(UserError, match=message):
         parse([argument])
-
-
-def test_parts_of_tensors_are_foretold_or_do_not_fit(capsys):
-    """Of GPT-2-xl and 5 processes: 194 groups of each of 64 microbatches, of 16 bytes each."""
-    given = ["model=gpt2_xl", "devices=1", "rank=0", "parts=5", "microbatch=2"]
-    assert main(given) == 0
-    told = capsys.readouterr().out
-    assert "Tensors in 5 parts: 329.3 of 1,638.0 million numbers" in told
-    assert "needs 12,416 with 0.199 MB together, and clipping per device none" in told
-    assert main([*given, "memory=4GB"]) == 2
-    assert "give more parts" in capsys.readouterr().err
 
 
 def test_help_names_every_key(capsys):

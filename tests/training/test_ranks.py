@@ -43,17 +43,6 @@ def _two_by_two(rank, world):
     return place, summed, copied, agreed, shares, ranks.broadcast(f"key {rank}"), ranks.gather([rank]), messages
 
 
-def _one_part(rank, world):
-    ranks, own = Ranks(), torch.tensor([rank + 1.0])
-    ranks.add_parts_(own)
-    ranks.copy_parts_([own])
-    return own.item(), ranks.gather_parts(rank)
-
-
-def test_replicas_whose_tensors_are_whole_keep_what_is_their_own():
-    assert run_ranks(_one_part, 2) == [(1.0, [0]), (2.0, [1])]
-
-
 def _counting(messages):
     def all_reduce(tensor, *args, **kwargs):
         messages.append(tensor.numel())

@@ -71,16 +71,6 @@ def test_replicas_release_what_one_process_does():
         assert three.play() != pytest.approx(one.play(), rel=1e-3)
 
 
-def test_parts_release_what_one_process_does():
-    worst = BY_NAME["part_norms"].worst
-    worst = replace(worst, others=torch.linspace(-2, 2, worst.others.numel()).double().view_as(worst.others))
-    one, five = (replace(worst, parts=parts).worlds(1.0, 1e-5, 0)[1] for parts in (1, 5))
-    with BY_NAME["no_noise"].plant():
-        assert five.play() == pytest.approx(one.play(), rel=1e-9)
-        with BY_NAME["part_norms"].plant():
-            assert five.play() > 1.5 * one.play()
-
-
 def test_the_patches_leave_nothing_behind():
     before = {name: measure(BY_NAME[name], 8).correct for name in ("no_clipping", "mean_loss")}
     assert before == {name: measure(BY_NAME[name], 8).correct for name in before}

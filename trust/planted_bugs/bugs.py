@@ -105,11 +105,6 @@ def no_clipping() -> AbstractContextManager[object]:
     return patch.object(ClippingGroup, "factors", lambda self, squares: keep_finite(torch.ones_like(squares), squares))
 
 
-def norms_of_parts() -> AbstractContextManager[object]:
-    """Each process clips its part of a tensor by the part's own norm."""
-    return patch.object(autograd, "add_up", lambda squares, parts: squares)
-
-
 @contextmanager
 def first_layer_unclipped() -> Iterator[None]:
     """The factors of the first group are 1."""

@@ -127,11 +127,6 @@ def _along(first: float = 1.0, layers: int = 1, uses: int = 1, width: int = WIDT
     return gradient
 
 
-def _spread(each: float, parts: int) -> Tensor:
-    """A gradient (1, 1, width) that has the length `each` in every one of so many parts."""
-    return _along(each).repeat(1, 1, parts)
-
-
 def _copies(count: int, gradient: Tensor) -> Tensor:
     return gradient.expand(count, *gradient.shape).clone()
 
@@ -143,10 +138,6 @@ def _projection(direction: Tensor) -> Callable[[PrivacyPlan], Score]:
 
 def _on_first_axis(layers: int = 1) -> Callable[[PrivacyPlan], Score]:
     return _projection(_along(layers=layers).flatten())
-
-
-def _along_all(parts: int) -> Callable[[PrivacyPlan], Score]:
-    return _projection(_spread(parts**-0.5, parts).flatten())
 
 
 def _two_steps_apart(plan: PrivacyPlan) -> Score:
@@ -279,14 +270,6 @@ CASES = (
         "full batch; the canary's gradients have 1000 times the threshold",
         bugs.first_layer_unclipped,
         Worst(_copies(4, _along(0.0, 2)), _along(1000.0, 2), _fixed(2), _on_first_axis(2)),
-    ),
-    Case(
-        "part_norms",
-        "each of 25 processes clips its part of a tensor by the part's own norm",
-        "full batch; 25 parts in one process; the canary's gradient has 1000 times the threshold in each part",
-        bugs.norms_of_parts,
-        Worst(_copies(4, _spread(0.0, 25)), _spread(1000.0, 25), _fixed(), _along_all(25), parts=25),
-        factor=5.0,
     ),
     Case(
         "tied_use",

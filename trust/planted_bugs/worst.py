@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from groupwise.audit.two_worlds import CountWorld, Score, TrainerWorld, World
 from groupwise.build import build_trainer
-from groupwise.clipping.partition import find_layers
-from groupwise.clipping.parts import Parts
 from groupwise.config.schema import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, PrivacyPlan, make_plan
 from groupwise.training.from_config import make_engine
@@ -125,51 +123,6 @@ class Together:
         self._first.step(step)
 
 
-class PartInTurn(Alone):
-    """What `groupwise.training.ranks.Ranks` does in a step, for parts of every tensor that take their turns.
-
-    Args:
-        part: p of `parts`. hands: what all of them handed in, or empty before the first step.
-    """
-
-    def __init__(self, part: int, parts: int, hands: list[Tensor | None]) -> None:
-        self.part, self.parts, self.hands = part, parts, hands
-
-    def add_parts_(self, tensor: Tensor) -> None:
-        """Sum over the parts, in place, once all have handed in; before, hand in and stop. Nothing before training."""
-        if not self.hands:
-            return
-        if self.hands[self.part] is None:
-            self.hands[self.part] = tensor.clone()
-            raise Handed
-        tensor.copy_(torch.stack([own for own in self.hands if own is not None]).sum(0))
-
-
-class CutTogether:
-    """Takes the parts of one model through a step of one microbatch: a first time up to the norms, then the whole."""
-
-    def __init__(self, trainers: Sequence[Trainer], parts: Sequence[PartInTurn]) -> None:
-        self._trainers, self._hands = trainers, parts[0].hands
-        for trainer, part in zip(trainers, parts, strict=True):
-            mechanism, sampler = trainer.mechanism, trainer.mechanism.sampler
-            mechanism.ranks = part
-            mechanism.use_key(trainer.noise)  # from which each part has a stream of its own
-            mechanism.sampler = sampler
-
-    def __call__(self, step: int) -> None:
-        self._hands[:] = [None] * len(self._trainers)
-        for trainer in [trainer for trainer in self._trainers if self._handed_in(trainer, step)]:
-            trainer.step(step)
-
-    def _handed_in(self, trainer: Trainer, step: int) -> bool:
-        """Whether it stopped at the norms; else it has asked nobody, and the step is done."""
-        try:
-            trainer.step(step)
-        except Handed:
-            return True
-        return False
-
-
 Worlds = tuple[World, World]
 
 
@@ -190,7 +143,7 @@ class Worst:
         canary: those of the one in which they differ, (K, U, width); it comes last.
         clip: the mode; thresholds are 1 where the case is.
         score: of a plan, the attacker.
-        steps: of one play. rate: ρ. replicas: R. parts: P, into which every layer's width is cut; all are seen.
+        steps: of one play. rate: ρ. replicas: R.
         microbatch: examples at once. dropout: of entries of the gradients.
     """
 
@@ -201,7 +154,6 @@ class Worst:
     steps: int = 1
     rate: float = 1.0
     replicas: int = 1
-    parts: int = 1
     microbatch: int = 64
     dropout: float = 0.0
 
@@ -227,16 +179,11 @@ class Worst:
     def _world(self, epsilon: float, delta: float, seed: int, canary: bool) -> TrainerWorld:
         plan = self.plan(epsilon, delta)
         score = self.score(plan)
-        if self.parts > 1:
-            hands: list[Tensor | None] = []
-            parts = [PartInTurn(part, self.parts, hands) for part in range(self.parts)]
-            trainers = [self._trainer(plan, seed, canary, part) for part in parts]
-            return TrainerWorld(trainers, self.steps, score, CutTogether(trainers, parts), seen=self.parts)
-        trainers = [self._trainer(plan, seed, canary, Alone()) for _ in range(self.replicas)]
+        trainers = [self._trainer(plan, seed, canary) for _ in range(self.replicas)]
         together = Together(trainers) if self.replicas > 1 else None
         return TrainerWorld(trainers, self.steps, score, together)
 
-    def _trainer(self, plan: PrivacyPlan, seed: int, canary: bool, ranks: Alone) -> Trainer:
+    def _trainer(self, plan: PrivacyPlan, seed: int, canary: bool) -> Trainer:
         config = RunConfig(
             clip=self.clip,
             optim=OptimConfig(learning_rate=1.0),
@@ -245,21 +192,13 @@ class Worst:
         )
         torch.manual_seed(0)
         gradients = torch.cat([self.others, self.canary.unsqueeze(0)])
-        task = Given(gradients.chunk(self.parts, dim=-1)[ranks.part], self.dropout)
-        engine = make_engine(task.model, self.clip, parts=self._parts(task.model, ranks))
+        task = Given(gradients, self.dropout)
+        engine = make_engine(task.model, self.clip)
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
         task.present = size = len(self.others) + canary
         key = trainer.noise.derive("sampling")
         trainer.mechanism.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
         return trainer
-
-    def _parts(self, model: nn.Module, ranks: Alone) -> Parts | None:
-        """What an engine must know of P parts of every layer."""
-        if self.parts == 1:
-            return None
-        width = self.canary.shape[-1]
-        sizes = {layer.name: width for layer in find_layers(model)}
-        return Parts(frozenset(sizes), frozenset(), sizes, ranks.add_parts_)
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,10 @@ class TrainerWorld:
     others: they are pure functions of the key and the step. A `ShuffleSampler` needs `steps` to be whole epochs.
 
     Args:
-        trainers: one, or all processes of one run.
+        trainers: one, or all replicas of one run; what is seen is the first's.
         steps: of one play.
         score: the attacker.
         together: runs a step of all trainers; by default one after the other.
-        seen: how many of the first trainers' weights the attacker sees; of replicas, which are equal, one.
     """
 
     def __init__(
@@ -69,11 +68,10 @@ class TrainerWorld:
         steps: int,
         score: Score,
         together: Callable[[int], object] | None = None,
-        seen: int = 1,
     ) -> None:
-        self._trainers, self._steps, self._score, self._seen = trainers, steps, score, seen
+        self._trainers, self._steps, self._score = trainers, steps, score
         self._together = together or self._one_by_one
-        self._start = [[p.detach().clone() for p in trainer.task.model.parameters()] for trainer in trainers]
+        self._start = [p.detach().clone() for p in trainers[0].task.model.parameters()]
         policy = trainers[0].thresholds
         self._thresholds = None if policy is None else policy.state_dict()
         self._done = 0
@@ -95,14 +93,14 @@ class TrainerWorld:
             trainer.step(step)
 
     def _weights(self) -> Tensor:
-        parameters = [p for trainer in self._trainers[: self._seen] for p in trainer.task.model.parameters()]
+        parameters = self._trainers[0].task.model.parameters()
         return torch.cat([parameter.detach().flatten() for parameter in parameters]).double()
 
     def _go_back(self) -> None:
-        for trainer, start in zip(self._trainers, self._start, strict=True):
+        for trainer in self._trainers:
             with torch.no_grad():
-                for parameter, value in zip(trainer.task.model.parameters(), start, strict=True):
-                    parameter.copy_(value)
+                for parameter, start in zip(trainer.task.model.parameters(), self._start, strict=True):
+                    parameter.copy_(start)
             if trainer.thresholds is not None and self._thresholds is not None:
                 trainer.thresholds.load_state_dict(self._thresholds)
 

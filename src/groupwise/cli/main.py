@@ -49,7 +49,6 @@ EVERYDAY = {
     "train.device=cpu": "auto, cpu or cuda",
     "pipeline.stages=4": "cut the model into stages, a process each",
     "parallel.ranks=2": "replicas that share every batch, a process each",
-    "parallel.kind=tensor": "parallel.ranks are parts of every tensor",
     "paths.data=~/data": "default $GROUPWISE_DATA, else data",
     "paths.results=out": "default results",
     "overwrite=true": "run again what is already done",

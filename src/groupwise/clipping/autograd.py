@@ -24,7 +24,6 @@ from groupwise.clipping.groups import Member, factors_together
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass
 from groupwise.clipping.norm_terms import RowTerms, squares_together
-from groupwise.clipping.parts import add_up
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import autocast, no_autocast
 from groupwise.clipping.rules.base import IndexedSum
@@ -98,13 +97,13 @@ def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
 
 
 def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
-    """Squared norms (examples,) of each group, from what its layers have reported, here and in other processes."""
+    """Squared norms (examples,) of each group, from what its layers have reported."""
     for each in passes:
         each.report_joint()
     squares = squares_together([each.terms for each in passes])
     for each in passes:
         each.terms = []
-    return add_up(squares, [each.group.parts for each in passes])
+    return squares
 
 
 def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:

@@ -15,7 +15,6 @@ from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity,
 from groupwise.clipping.groups import build_groups, one_each, share_thresholds
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
-from groupwise.clipping.parts import Parts
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
@@ -46,8 +45,6 @@ class ClippingEngine:
         rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
             one group a layer, or norms="ghost", and no shared parameter.
-        parts: of a model whose tensors are cut over several processes: what this one has of them. All processes then
-            attach the same partition and call the same methods at once.
 
     Raises:
         UserError: a layer that mixes examples, a parameter in no group or two, an option that cannot be clipped, bad
@@ -65,14 +62,13 @@ class ClippingEngine:
         formula: Formula = "auto",
         rates: Rates | None = None,
         direct: bool = False,
-        parts: Parts | None = None,
     ) -> None:
         check_options(norms, partition, formula)
         layers = find_layers(model)
         check_partition(layers, partition)
         self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
-        self.model, self.partition, self.norms, self.parts = model, partition, norms, parts
-        self.groups = build_groups(layers, partition, clip_rule, self._context, direct, parts)
+        self.model, self.partition, self.norms = model, partition, norms
+        self.groups = build_groups(layers, partition, clip_rule, self._context, direct)
         self._tables = share_thresholds(self.groups)
         self._counts = Counts(len(partition), self.groups[0].threshold)
         self.squared_norms: dict[int, Tensor] = {}
@@ -127,13 +123,7 @@ class ClippingEngine:
             raise UserError(
                 f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
             )
-        owned, parts = tuple(group.parameters for group in self.groups), self.parts
-        if parts is not None:
-            owned = tuple(parts.owned(group.names, some) for group, some in zip(self.groups, owned, strict=True))
-        sizes = tuple(sum(parameter.numel() for parameter in some) for some in owned)
-        if parts is not None and parts.add_up is not None:
-            sizes = tuple(sum(parts.sizes[layer] for layer in group.layers) for group in self.partition)
-        return Sensitivity(relation, owned, self._counts.clipped, sizes)
+        return Sensitivity(relation, tuple(group.parameters for group in self.groups), self._counts.clipped)
 
     @property
     def counts(self) -> Tensor:

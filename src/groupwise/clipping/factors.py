@@ -183,11 +183,9 @@ class Sensitivity:
 
     relation: str
     groups: tuple[tuple[nn.Parameter, ...], ...]
-    """The parameters of each group that are here and no copies of another process's, K tuples."""
+    """The parameters of each group, K tuples."""
     thresholds: Tensor
     """C_k, (K,) float64 on the CPU: the largest in force in any backward pass of the batch."""
-    sizes: tuple[int, ...]
-    """How many numbers each group has, those that other processes hold of it included."""
 
     @property
     def total(self) -> float:

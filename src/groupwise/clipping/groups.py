@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import ClipRule, keep_finite, starts_kernels, unbind_factors, with_gone
 from groupwise.clipping.partition import Group, Layer, Partition
-from groupwise.clipping.parts import Parts
 from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.clipping.rules.base import MOST_KEPT_WARM, LayerRule, RuleContext, Wanted, numbers
 from groupwise.clipping.rules.per_example import ParameterRule
@@ -26,8 +25,6 @@ class Member:
     context: RuleContext
     rows: tuple[slice | None, ...] = ()
     """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
-    counted: bool = True
-    """Whether its squared norms are taken here; False where another process owns it and takes them."""
 
     @property
     def label(self) -> str:
@@ -59,8 +56,6 @@ class ClippingGroup:
     """The same number and a 0, float64."""
     together: tuple["ClippingGroup", ...] = ()
     """The groups that close with it, itself included; () where it closes alone."""
-    parts: Parts | None = None
-    """What adds its squared norms up over the processes that hold parts of it; None where this one holds it all."""
     masks: bool = True
     """Whether rows of examples that are left out become zeros, where that is not looked up (see `gone_rows`)."""
 
@@ -110,12 +105,8 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
 
 
 def _may_wait(group: ClippingGroup) -> bool:
-    """Whether its sums may wait for those of other groups: a GPU has fast memory for them, a CPU little.
-
-    All processes that hold parts of a group must say the same, whatever the sizes of their parts.
-    """
-    few = group.parts is None and numbers(*group.inputs) <= MOST_KEPT_WARM
-    return starts_kernels(group.threshold) or few
+    """Whether its sums may wait for those of other groups: a GPU has fast memory for them, a CPU little."""
+    return starts_kernels(group.threshold) or numbers(*group.inputs) <= MOST_KEPT_WARM
 
 
 def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
@@ -158,7 +149,6 @@ def build_groups(
     clip_rule: ClipRule,
     context: RuleContext,
     direct: bool,
-    parts: Parts | None = None,
 ) -> tuple[ClippingGroup, ...]:
     """One `ClippingGroup` a group, in order.
 
@@ -168,7 +158,6 @@ def build_groups(
         clip_rule: norms and threshold -> factors.
         context: what the rules share; each layer gets choices of its own.
         direct: layers return their parameters' gradients themselves, without a function of the group.
-        parts: what of the layers other processes hold.
 
     Raises:
         UserError: a layer that cannot be `direct`, or would have to be.
@@ -179,7 +168,7 @@ def build_groups(
         for parameter in layer.trainable.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     groups = tuple(
-        _build_group(k, group, by_name, uses, clip_rule, context, direct, parts) for k, group in enumerate(partition)
+        _build_group(k, group, by_name, uses, clip_rule, context, direct) for k, group in enumerate(partition)
     )
     if not direct:
         close_together([group for group in groups if _may_wait(group)], MOST_TOGETHER)
@@ -198,7 +187,6 @@ def _build_group(
     clip_rule: ClipRule,
     context: RuleContext,
     direct: bool,
-    parts: Parts | None,
 ) -> ClippingGroup:
     parameters: list[nn.Parameter] = []
     homes: list[tuple[nn.Module, str]] = []
@@ -212,11 +200,8 @@ def _build_group(
                 homes.append((by_name[name].module, local))
                 names.append(by_name[name].full_name(local))
     members = []
-    elsewhere = parts if parts is not None and parts.holds(group.layers) else None
     for name in group.layers:
         layer = by_name[name]
-        own = [layer.full_name(local) for local in layer.trainable]
-        counted = parts is None or parts.counts(name, own, group.layers)
         if layer.rule is None:
             members += [
                 Member(
@@ -225,7 +210,6 @@ def _build_group(
                     (True,),
                     (place[id(p)],),
                     context.for_layer(),
-                    counted=counted,
                 )
                 for local, p in layer.trainable.items()
             ]
@@ -234,10 +218,9 @@ def _build_group(
         places = tuple(
             place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
         )
-        alone = len(group.layers) == 1 and elsewhere is None
-        own_group = alone and all(uses[id(p)] == 1 for p in layer.trainable.values())
+        own_group = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
         wanted = tuple(p is not None for p in places)
-        members.append(Member(name, rule, wanted, places, context.for_layer(own_group), counted=counted))
+        members.append(Member(name, rule, wanted, places, context.for_layer(own_group)))
     dtype, device = parameters[0].dtype, parameters[0].device
     return ClippingGroup(
         index,
@@ -249,7 +232,6 @@ def _build_group(
         clip_rule,
         torch.empty((), dtype=dtype, device=device),
         torch.zeros(2, dtype=torch.float64, device=device),
-        parts=elsewhere,
     )
 
 

@@ -94,7 +94,7 @@ class GroupPass:
         if current.phase is Phase.SUMS:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
             return
-        alone = current.phase is Phase.CLIP and self.calls == 1 and self.group.parts is None
+        alone = current.phase is Phase.CLIP and self.calls == 1
         if alone and not (self.waits and rule.defers(*given)):
             self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted, member.context))
             self.done = True
@@ -197,19 +197,17 @@ class GroupPass:
             calls, stacked = stack_calls(calls)
             for call in stacked:
                 self._report(call.rule, call.member, (call.saved, call.g, call.member.wanted, call.member.context))
-            if len(crossing := cross_terms([call for call in calls if call.member.counted], self.batch)):
+            if len(crossing := cross_terms(calls, self.batch)):
                 self.terms += crossing
 
     def _report(self, rule: LayerRule, member: Member, given: tuple[Saved, Tensor, Wanted, RuleContext]) -> None:
         """Add a call's squared norms to the group's, and to what is due its sum, unless norms are all that is asked."""
-        terms: list[Terms | Tensor] = []
-        if self.running.phase is not Phase.NORMS:
-            parts = rule.book_keep_all(*given)
-            self.due += [(member, finish) for _, finish in parts]
-            terms = [term for term, _ in parts]
-        elif member.counted:
-            terms = [rule.norm_terms(*given)]
-        self.terms += terms if member.counted else []
+        if self.running.phase is Phase.NORMS:
+            self.terms.append(rule.norm_terms(*given))
+            return
+        for terms, finish in rule.book_keep_all(*given):
+            self.terms.append(terms)
+            self.due.append((member, finish))
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""

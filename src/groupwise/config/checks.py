@@ -32,7 +32,7 @@ def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
     checks = (
         _texts, _choices, _ranges, _places, _resume, _own_task, _batch, _precision, _weights, _public, _augmentation,
-        _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel, _tensor,
+        _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel,
     )  # fmt: skip
     for check in checks:
         for problem in check(config):
@@ -310,7 +310,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     if clip.grouping == "custom":
         yield f"clip.grouping=custom cannot tell the stages of {several} apart: use device, layer, block or flat."
     if clip.grouping in ("device", "layer", "block"):
-        yield from _apart(config, "stages", several)
+        yield from _apart(config, several)
     if config.model.rematerialize:
         yield f"model.rematerialize=true is not for {several}: give pipeline.rematerialize=true."
     if config.train.compile or config.train.ema:
@@ -365,28 +365,12 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _tensor(config: RunConfig) -> Iterator[str]:
-    """What cannot run on parts of tensors, and what would need the thresholds of other parts."""
-    clip, kind = config.clip, "parallel.kind=tensor"
-    if config.parallel.kind != "tensor" or config.parallel.ranks == 1:
-        return
-    if config.model.name in IMAGE_MODELS or config.task.startswith("pretrain"):
-        yield f"{kind} cuts causal language models and classifiers of text: use parallel.kind=ddp."
-    if config.model.trains == "lora":
-        yield f"{kind} cuts no adapters: use parallel.kind=ddp with model.trains=lora, or model.trains=all."
-    if config.train.compile or config.train.ema:
-        what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
-        yield f"{what} is not for {kind}: leave it out, or use parallel.kind=ddp."
-    if clip.grouping == "device":
-        yield from _apart(config, "parts", f"clip.grouping=device and {kind}")
-
-
-def _apart(config: RunConfig, which: str, several: str) -> Iterator[str]:
-    """What would need the thresholds of all stages or parts, each of which adds its own noise."""
+def _apart(config: RunConfig, several: str) -> Iterator[str]:
+    """What would need the thresholds of all stages, each of which adds its own noise."""
     if config.noise.allocation != "equal_budget":
         yield (
-            f"noise.allocation={config.noise.allocation} needs the thresholds of all {which} before any can add its "
+            f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "
             f"noise: use noise=equal_budget with {several}."
         )
     if config.clip.policy == "adaptive" and config.clip.rescale:
-        yield f"clip.rescale=true needs the thresholds of all {which}: use clip.rescale=false with {several}."
+        yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."

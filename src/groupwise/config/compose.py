@@ -159,9 +159,9 @@ def _at(name: str, table: dict[str, Any]) -> Any:
     return table.get(name, table.get("other"))
 
 
-def _joint(threshold: float, *groups: int) -> float:
-    """``${joint:1e-5,${pipeline.stages},2}``: C of the product of so many groups that each clip to that threshold."""
-    return threshold * math.sqrt(math.prod(groups)) if min(groups) > 0 else threshold
+def _joint(threshold: float, groups: int) -> float:
+    """``${joint:1e-5,${pipeline.stages}}``: C of so many groups that each clip to that threshold."""
+    return threshold * math.sqrt(groups) if groups > 0 else threshold
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:

@@ -315,12 +315,12 @@ class PipelineConfig:
 
 @dataclass
 class ParallelConfig:
-    """Processes beside those of a pipeline's stages: replicas with a share of every batch, or parts of every tensor."""
+    """Replicas of the model, or of its pipeline, each with a share of every batch."""
 
     ranks: int = number(1, POSITIVE, most=10_000)
-    """Processes, for each stage of a pipeline; 1 is no parallelism of this kind."""
-    kind: str = one_of("ddp", "ddp", "fsdp", "tensor")
-    """ddp: a whole copy each | fsdp: parameters in shards (FSDP2) | tensor: tensors cut by heads, units, vocabulary."""
+    """Processes, for each stage of a pipeline; 1 is no replicas."""
+    kind: str = one_of("ddp", "ddp", "fsdp")
+    """ddp: a whole copy each | fsdp: parameters in shards (FSDP2)."""
 
 
 @dataclass

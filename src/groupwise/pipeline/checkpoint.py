@@ -37,7 +37,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
     """
     folder = path.with_name(f"{path.stem}-{ranks.broadcast(common['step'])}")
     problem = None
-    if ranks.replica == ranks.part == 0:
+    if ranks.replica == 0:
         mine = {name: value for name, value in own.items() if name not in common}
         problem = _tried(_write, folder / _file(ranks.stage), mine)
     _agree(problem, ranks)
@@ -79,7 +79,7 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
     Args:
         path: of model.pt.
         names: of the stage → of the whole model.
-        state: the stage's own state dict, on the first process that has a part of it.
+        state: the stage's own state dict, the same in every replica.
 
     Raises:
         UserError: on every process, when any cannot write.
@@ -87,10 +87,10 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
     weights = {names[name]: tensor for name, tensor in state.items()}
     sizes = ranks.gather(sum(tensor.nbytes for tensor in weights.values()))
     problem = None
-    if ranks.replica == ranks.part == 0:
+    if ranks.replica == 0:
         problem = _tried(save_checkpoint, _shard(path, ranks.stage), weights)
     _agree(problem, ranks)
-    if ranks.main and sum(sizes[: ranks.stages * ranks.parts : ranks.parts]) <= LARGEST:
+    if ranks.main and sum(sizes[: ranks.stages]) <= LARGEST:
         problem = _tried(_merge, path, ranks.stages)
     _agree(problem, ranks)
 

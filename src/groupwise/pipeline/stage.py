@@ -6,7 +6,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from groupwise.pipeline.model_parts import Family, ModelParts
 from groupwise.tasks.image_classification import image_outcomes
 from groupwise.tasks.text_task import at_least_float32, per_example, token_losses
-from groupwise.tensor.plan import Cut
 
 
 class Stage(nn.Module, ABC):
@@ -38,8 +36,6 @@ class Stage(nn.Module, ABC):
         self.index, self.count = index, count
         self.first, self.last = index == 0, index == count - 1
         self._names: dict[str, str] = {}
-        self.cuts: list[Cut] = []
-        """How its layers are cut over processes, where they are (tensor parallelism)."""
 
     def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
         """Run the piece.
@@ -85,11 +81,6 @@ class Stage(nn.Module, ABC):
     def names(self) -> dict[str, str]:
         """Each name of `state_dict()` → its name in the whole model's, so that stages can be joined or cut anew."""
         return dict(self._names)
-
-    def take_cuts(self, cuts: Sequence[Cut]) -> None:
-        """Learn which layers are cut over processes, from those of the whole model."""
-        names = {id(module): name for name, module in self.named_modules()}
-        self.cuts = [replace(each, name=names[id(each.module)]) for each in cuts if id(each.module) in names]
 
     def remember(self, modules: Mapping[int, str]) -> None:
         """Learn what the whole model calls each module, by its id; done by `cut`."""

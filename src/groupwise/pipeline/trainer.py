@@ -6,6 +6,7 @@ stream of its own, and moves its own thresholds by its own noisy counts: nothing
 one threshold.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from groupwise.pipeline import checkpoint
 from groupwise.pipeline.evaluation import Staged, evaluate_pipeline
 from groupwise.pipeline.runner import StageRunner
 from groupwise.privacy import AdaptiveThresholds, NoiseSource
-from groupwise.tensor.cutting import CutModel
 from groupwise.training.provenance import peak_memory_bytes
 from groupwise.training.step import Trainer
 from groupwise.training.task import Feed, Split
@@ -40,18 +40,14 @@ class PipelineTrainer(Trainer):
     """Of the training set."""
     one_group: bool = False
     """All stages together are one group (flat); else each stage has groups of its own."""
-    cut: CutModel | None = None
-    """Where the stage's tensors are cut over processes: this one's part of them."""
     _adapters: MovedAdapters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         stage, mechanism = self.runner.stage, self.mechanism
         source = mechanism.gradient_noise = stage_noise(self.noise, stage.index)
-        if self.cut is not None:
-            mechanism.gradient_noise = source.child(f"part {self.ranks.part}")
         if not self.one_group:
-            mechanism.count_noise = source if mechanism.one_count else mechanism.gradient_noise
+            mechanism.count_noise = source
             if isinstance(self.thresholds, AdaptiveThresholds) and self.thresholds.rescale_to is not None:
                 raise UserError("clip.rescale=true needs the thresholds of all stages: use clip.rescale=false.")
         if any("lora_" in name and parameter.requires_grad for name, parameter in stage.named_parameters()):
@@ -61,19 +57,22 @@ class PipelineTrainer(Trainer):
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
         parts = super().step(step)
         if self.engine is None:
-            return [parts[0] / self.ranks.parts]
+            return parts
         loss, nonfinite = parts
         groups = 1 / self.runner.stage.count if self.one_group else len(self.engine.groups) / self.plan.num_groups
-        alike = self.ranks.replicas * (self.ranks.parts if self.mechanism.one_count else 1)
-        clipped = self._known["nonprivate/clipped"] * groups / alike
-        square = self._known["noise_norm"] ** 2 / alike
-        by_process = [0.0] * (self.runner.stage.count * self.ranks.parts)
-        by_process[self.runner.stage.index * self.ranks.parts + self.ranks.part] = nonfinite
-        return [loss / self.ranks.parts, clipped, square, *by_process]
+        clipped = self._known["nonprivate/clipped"] * groups / self.ranks.replicas
+        square = self._known["noise_norm"] ** 2 / self.ranks.replicas
+        by_stage = [0.0] * self.runner.stage.count
+        by_stage[self.runner.stage.index] = nonfinite
+        return [loss, clipped, square, *by_stage]
 
     def report(self, totals: list[float]) -> dict[str, float]:
         """What the last step may log, of all stages, from the sums over all processes."""
-        return super().report(totals) if self.engine is None else self._report_of_parts(*totals)
+        if self.engine is None:
+            return super().report(totals)
+        loss, clipped, square, *nonfinite = totals
+        whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
+        return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
 
     def _accumulate(self, examples: np.ndarray, step: int) -> None:
         self._clear()
@@ -90,15 +89,10 @@ class PipelineTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """All state of the stage that the next step depends on; frozen weights come again from where they came."""
         state = super().state_dict()
-        if self.cut is not None:
-            return self.cut.whole_state(state, self.ranks, self.mechanism.one_count)
         return {**state, "model": {name: state["model"][name] for name in self._kept()}}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go back to where `state_dict` was taken, after `step` steps."""
-        if self.cut is not None and state["model"].keys() == self.task.model.state_dict().keys():
-            super().load_state_dict(self.cut.local_state(state, self.ranks, self.mechanism.one_count), step)
-            return
         if state["model"].keys() != set(self._kept()):
             raise UserError("The checkpoint is of another cut of the model: start afresh with overwrite=true.")
         super().load_state_dict({**state, "model": self.task.model.state_dict() | state["model"]}, step)
@@ -130,12 +124,10 @@ class PipelineTrainer(Trainer):
         own = super().named_thresholds()
         if self.one_group or not own:
             return own
-        stage, each = f"stage {self.runner.stage.index}", self.ranks.parts
-        if not self.mechanism.one_count:
-            stage, each = f"{stage} part {self.ranks.part}", 1
+        stage = f"stage {self.runner.stage.index}"
         named = {stage if len(own) == 1 else f"{stage} {name}": value for name, value in own.items()}
-        by_process = self.ranks.gather(named)[: self.ranks.stages * self.ranks.parts : each]
-        return {name: value for of_one in by_process for name, value in of_one.items()}
+        by_stage = self.ranks.gather(named)[: self.ranks.stages]
+        return {name: value for of_one in by_stage for name, value in of_one.items()}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, a file for each stage, with the main process's `extra`."""
@@ -150,9 +142,6 @@ class PipelineTrainer(Trainer):
     def save_model(self, path: Path) -> None:
         """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
         checkpoint.save_weights(path, self.runner.stage.names(), self._model_state(), self.ranks)
-
-    def _model_state(self) -> dict[str, Any]:
-        return super()._model_state() if self.cut is None else self.cut.whole_model()
 
     def machine(self) -> dict[str, Any]:
         """The most memory that each process held at once."""

@@ -18,7 +18,6 @@ from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.estimate import Estimate, Memory, kinds
 from groupwise.planner.footprint import Work
 from groupwise.planner.options import HELP, PlanOptions, parse
-from groupwise.planner.parts import told
 from groupwise.planner.timeline import Variant, bubble_fraction, flat_variants, per_device, two_passes
 
 
@@ -256,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(given)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            print(told(options) if options.parts > 1 else report(make_plan(Estimate(options))))
+            print(report(make_plan(Estimate(options))))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -23,7 +23,6 @@ What a private pipeline needs on each device and how long it takes, without allo
 
   model=gpt3_175b     gpt3_175b, opt_66b, opt_175b, gpt2_xl, llama_7b, or a local folder with a config.json
   devices=16          stages, one device each
-  parts=1             of every tensor, a process each (parallel.kind=tensor), with devices=1 rank=0
   accelerator=v100_32gb   {", ".join(ACCELERATORS)} (cpu: timed here, one block at a time)
   memory=null         of a device, such as 32GB or 80GiB; null: the accelerator's own
   microbatch=null     examples in a microbatch; null: the fastest that fits
@@ -51,7 +50,6 @@ class PlanOptions:
 
     model: str = "gpt3_175b"
     devices: int = 16
-    parts: int = 1
     accelerator: str = "v100_32gb"
     memory: str | None = None
     microbatch: int | None = None
@@ -147,14 +145,10 @@ def _value(key: str, text: str, kind: str) -> object:
 
 
 def _check(options: PlanOptions) -> None:
-    for key in ("devices", "parts", "microbatch", "length", "places", "batch", "examples", "epochs", "cores"):
+    for key in ("devices", "microbatch", "length", "places", "batch", "examples", "epochs", "cores"):
         value = getattr(options, key)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{key}={value} was given; give a number above 0.")
-    if options.parts > 1 and (options.devices > 1 or options.rank):
-        raise UserError(
-            f"parts={options.parts} is for devices=1 rank=0: tensors of stages and of adapters are not cut; give both."
-        )
     if options.rank < 0:
         raise UserError(f"rank={options.rank} was given; give 0 (everything trains) or more.")
     for key, choices in CHOICES.items():

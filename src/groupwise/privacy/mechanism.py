@@ -31,10 +31,6 @@ class Sensitivity(Protocol):
     def thresholds(self) -> torch.Tensor:
         """C, (K,): group k's sum moves by at most C_k in ℓ2, jointly over the group."""
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """d, (K,): how many numbers each group has, over all processes that hold parts of it."""
-
 
 def release_gradients(
     sensitivity: Sensitivity,
@@ -88,7 +84,8 @@ def release_gradients(
         raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B = ρN, above 0.")
     groups, thresholds = sensitivity.groups, sensitivity.thresholds
     _check_partition(groups)
-    stds = noise_stds(thresholds, sensitivity.sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
+    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
+    stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
     sums: list[torch.Tensor] = []
     for group in groups:
         for parameter in group:

@@ -101,29 +101,7 @@ def refuse_another_seed() -> None:
         )
 
 
-@contextmanager
-def randomness_of_part(part: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, torch's default generators (CPU and ``device``) draw what follows from their state and the part's number.
-
-    Where each process has a part of the activations (some heads of an attention), its masks must be its own; where all
-    have a copy, they must be the same. So what is drawn inside depends on the part, and what is drawn afterwards does
-    not: the generators then stand where one draw leaves them, however many were taken. Given secret randomness
-    outside, that inside is as secret, and independent of it and between parts.
-    """
-    device = torch.device(device)
-    state = torch.get_rng_state().numpy().tobytes()
-    digest = hashlib.shake_256(b"groupwise part\0" + part.to_bytes(8, "big") + state).digest(4 * WORDS + 8)
-    cuda = device.type == "cuda"
-    torch.rand(())  # so that the next part of the model draws otherwise
-    with torch.random.fork_rng(devices=[device] if cuda else []):
-        torch.set_rng_state(_torch_state(np.frombuffer(digest, ">u4", WORDS).astype(np.uint32)))
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(int.from_bytes(digest[-8:], "big", signed=True))
-        yield
-
-
-def _torch_state(words: NDArray[np.uint32], seed: int = 0) -> torch.Tensor:
+def _torch_state(words: NDArray[np.uint32], seed: int) -> torch.Tensor:
     """What ``torch.set_rng_state`` takes, from a twister's words (624,), none of them used yet.
 
     `seed` is what the generator answers when it is asked for its own, and decides on nothing.

@@ -333,10 +333,6 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
         raise UserError(
             f"ranks has pipelines of {ranks.stages} stages, which run.py alone trains: use Ranks(stages=1)."
         )
-    if ranks.parts > 1:
-        raise UserError(
-            f"ranks has {ranks.parts} parts of every tensor, which run.py alone trains: use Ranks(parts=1)."
-        )
     if any(module in TAKEN for module in model.modules()):
         raise UserError(
             "The model, or a part of it, is in a private training already, and a second would noise it twice: "

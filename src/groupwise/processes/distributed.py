@@ -61,8 +61,7 @@ def _run(config: RunConfig, place: Place, store: dist.Store) -> dict[str, Any]:
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    parts = config.parallel.ranks if config.parallel.kind == "tensor" else 1
-    row = run(config, Ranks(config.pipeline.stages, device, timeout, parts))
+    row = run(config, Ranks(config.pipeline.stages, device, timeout))
     dist.destroy_process_group()  # after an error it could wait for those that are gone
     return row
 

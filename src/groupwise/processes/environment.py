@@ -21,7 +21,7 @@ class Place:
     rank: int
     """r, over all machines."""
     world: int
-    """D·S·P, the processes of the run."""
+    """D·S, the processes of the run."""
     local: int
     """The number on its own machine: which GPU it takes."""
     sharing: int
@@ -36,15 +36,12 @@ class Place:
 
 
 def world_size(config: RunConfig) -> int:
-    """How many processes a run has: stages times replicas, or parts."""
+    """How many processes a run has: stages times replicas."""
     return config.pipeline.stages * config.parallel.ranks
 
 
 def name_of(config: RunConfig, rank: int) -> str:
-    """A process in words: stage 1, replica 0, stage 1 of replica 0, or part 1 of stage 0."""
-    if config.parallel.kind == "tensor":
-        stage, part = divmod(rank, config.parallel.ranks)
-        return f"part {part}" + (f" of stage {stage}" if config.pipeline.stages > 1 else "")
+    """A process in words: stage 1, replica 0, or stage 1 of replica 0."""
     replica, stage = divmod(rank, config.pipeline.stages)
     if config.pipeline.stages == 1:
         return f"replica {replica}"

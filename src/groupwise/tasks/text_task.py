@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,9 +23,6 @@ from groupwise.models.trainable import MovedAdapters, check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Task, eval_mode, rounded
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 MADE_UP_TOKENS = 32
 """Of a text of random tokens."""
@@ -129,55 +125,9 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token, 0 where the label is `IGNORED`: (B, P, V), (B, P) -> (B, P).
-
-    Logits of a model whose tensors are cut are a DTensor while it trains, and are never put together.
-    """
-    if hasattr(logits, "to_local"):
-        return cut_losses(logits.flatten(0, 1), labels.flatten()).view(labels.shape)  # type: ignore[arg-type]
+    """Cross-entropy of each token, 0 where the label is `IGNORED`: (B, P, V), (B, P) -> (B, P)."""
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape)
-
-
-def cut_losses(logits: DTensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token, 0 where the label is `IGNORED`: (n, V) cut along V, (n,) -> (n,).
-
-    For logits x and label y, loss = log Σ_v exp(x_v - m) + m - x_y with m = max_v x_v: what is summed or maximised over
-    the vocabulary is so over processes, by three numbers a token (Shoeybi et al., 2019, section 3), and none ever has
-    all logits. All processes of the tensor's mesh call it at once, and all get all losses.
-    """
-    sizes: Any = logits.device_mesh
-    step = -(-logits.shape[-1] // sizes.size())
-    first = step * sizes.get_local_rank()
-    return _Losses.apply(logits.to_local(), labels, first, sizes.get_group())  # type: ignore[no-any-return]
-
-
-class _Losses(torch.autograd.Function):
-    """The losses; their gradient for the part of the logits that is here is softmax less one-hot."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        most = x.amax(1)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        weights = (x - most.unsqueeze(1)).exp_()
-        own = labels - first
-        here = (own >= 0) & (own < x.shape[1])
-        own = own.masked_fill(~here, 0)
-        target = x.gather(1, own.unsqueeze(1)).squeeze(1) - most
-        sums = torch.stack([weights.sum(1), target.masked_fill(~here, 0)])
-        dist.all_reduce(sums, group=group)
-        counts = labels != IGNORED
-        ctx.save_for_backward(weights, sums[0], own, here, counts)
-        return (sums[0].log() - sums[1]).masked_fill_(~counts, 0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        weights, total, own, here, counts = ctx.saved_tensors
-        g = g.masked_fill(~counts, 0)
-        gx = weights * (g / total).unsqueeze(1)
-        gx.scatter_add_(1, own.unsqueeze(1), -(g * here).unsqueeze(1))
-        return gx, None, None, None
 
 
 def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from groupwise.clipping import ClippingEngine, Partition, attach, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.factors import CLIP_RULES
-from groupwise.clipping.parts import Parts
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan, PublicThresholds
@@ -31,12 +30,10 @@ def make_engine(
     *,
     partition: Partition | None = None,
     batch_axis: int = 0,
-    parts: Parts | None = None,
 ) -> ClippingEngine | None:
     """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop.
 
-    `direct` is for a model whose parameters are in shards (FSDP2), `parts` for one whose tensors are cut; `partition`
-    stands in for `clip.grouping`.
+    `direct` is for a model whose parameters are in shards (FSDP2); `partition` stands in for `clip.grouping`.
     """
     if clip.grouping == "none":
         return None
@@ -57,7 +54,6 @@ def make_engine(
         formula=clip.formula,  # type: ignore[arg-type]
         batch_axis=batch_axis,
         direct=direct,
-        parts=parts,
     )
 
 

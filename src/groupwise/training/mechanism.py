@@ -6,7 +6,7 @@
 else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -76,8 +76,6 @@ class Mechanism:
         public: losses (P,) of examples that no private one has a part in, drawn by the default generators, through the
             model; for thresholds that follow them.
         executed: steps that were released: the ledger that ε is accounted from.
-        copied: where tensors are cut over processes, those of which each has a whole copy: all take what the first one
-            releases.
         keeps_gradients: whether they stay in their memory between batches, as zeros, for what was recorded on it.
     """
 
@@ -93,15 +91,9 @@ class Mechanism:
     sampler: Sampler = None  # type: ignore[assignment]  # never None once made
     public: Callable[[], Tensor] | None = None
     executed: int = 0
-    copied: Sequence[nn.Parameter] = ()
     keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
-        if self.ranks.parts > 1 and self.engine is not None and self.engine.parts is None:
-            raise UserError(
-                f"ranks has {self.ranks.parts} parts of every tensor and the engine knows of one, so that what each "
-                "noises would be released several times: attach with parts=, or use Ranks()."
-            )
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._opened: tuple[int, int] | None = None
         given = self.sampler
@@ -111,14 +103,10 @@ class Mechanism:
 
     def use_key(self, noise: NoiseSource) -> None:
         """Draw batches, masks and noise from this source from now on."""
-        processes = self.ranks.replicas * self.ranks.stages * self.ranks.parts
+        processes = self.ranks.replicas * self.ranks.stages
         self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device, processes)
         if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
-        if self.ranks.parts > 1:
-            self.gradient_noise = noise.child(f"part {self.ranks.part}")
-            if not self.one_count:
-                self.count_noise = self.gradient_noise
         self.sampler = sampler_of(self.plan, noise)
 
     def open(self, step: int) -> np.ndarray:
@@ -199,7 +187,6 @@ class Mechanism:
         try:
             counts = self._sum_over_replicas()
             noise_norm = self._release(step)
-            counts = self._as_first_part(counts)
             self.optimizer.step()
             if self.thresholds is not None:
                 self.thresholds.update(counts, drawn, self.count_noise, step)  # last: noise took those that clipped
@@ -223,22 +210,6 @@ class Mechanism:
             counts = on_device.cpu()
         return counts
 
-    @property
-    def one_count(self) -> bool:
-        """Are the groups those of all parts of the tensors together, rather than of this one?"""
-        return self.engine is None or self.engine.parts is None or self.engine.parts.add_up is not None
-
-    def _as_first_part(self, counts: Tensor) -> Tensor:
-        """Gradients of what every part has a copy of become what the first released, in place; the same of counts (K,)
-        that are of all parts. So copies stay equal bit for bit, and their noise is drawn once, by one process."""
-        if self.ranks.parts == 1:
-            return counts
-        self._gradients()
-        on_device = counts.to(self.device)
-        copies = [parameter.grad for parameter in self.copied if parameter.grad is not None]
-        self.ranks.copy_parts_([*copies, *([on_device] if len(counts) and self.one_count else [])])
-        return on_device.cpu()
-
     def _own_sums(self) -> list[Tensor]:
         """Gradients that hold this replica's share alone; those of an empty share are zeros."""
         return [] if self.in_shards else self._gradients()  # shards were summed on their way here
@@ -261,9 +232,8 @@ class Mechanism:
             for gradient in self._gradients():
                 gradient.div_(batch_size)
             return None
-        sensitivity = self.engine.sensitivity(self.plan.adjacency)
         stds = release_gradients(
-            sensitivity,
+            self.engine.sensitivity(self.plan.adjacency),
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
@@ -271,7 +241,8 @@ class Mechanism:
             step=step,
             groups_elsewhere=self.plan.num_groups - len(self.engine.groups),
         )
-        return float((stds.square() * torch.tensor(sensitivity.sizes)).sum().sqrt()) / batch_size
+        sizes = torch.tensor([sum(p.numel() for p in group.parameters) for group in self.engine.groups])
+        return float((stds.square() * sizes).sum().sqrt()) / batch_size
 
     def spent(self) -> EpsilonReport:
         """What the steps on the ledger cost, accounted anew; seconds, where this process has not composed as many."""

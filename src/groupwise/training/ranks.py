@@ -1,8 +1,7 @@
 """Joins the processes of one run: which of them writes, what they agree on, and sums over replicas.
 
-A run has D replicas of a pipeline of S stages, whose tensors are cut into P parts, D·S·P processes; process
-r = (d·S + s)·P + p has part p of stage s of replica d. One process alone is D = S = P = 1, and then nothing here costs
-anything.
+A run has D replicas of a pipeline of S stages, D·S processes; process r = d·S + s has stage s of replica d. One process
+alone is D = S = 1, and then nothing here costs anything.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ class Alone:
 
     main = True
     """This is the one process that writes the record and shows the progress."""
-    replica = stage = part = 0
-    replicas = stages = parts = 1
+    replica = stage = 0
+    replicas = stages = 1
 
     def agree(self, *numbers: float) -> list[float]:
         """The sums over all processes, in float64: the numbers themselves."""
@@ -37,16 +36,6 @@ class Alone:
 
     def copy_(self, tensors: Sequence[Tensor]) -> None:
         """Give every replica the first one's values, in place: nothing to do."""
-
-    def add_parts_(self, tensor: Tensor) -> None:
-        """Sum over the parts of the tensors, in place: nothing to do."""
-
-    def copy_parts_(self, tensors: Sequence[Tensor]) -> None:
-        """Give every part the first one's values, in place: nothing to do."""
-
-    def gather_parts(self, value: Any) -> list[Any]:
-        """The value of every part of the tensors: this one alone."""
-        return [value]
 
     def share(self, examples: np.ndarray) -> np.ndarray:
         """This replica's part of a drawn batch: all of it."""
@@ -68,10 +57,9 @@ class Ranks:
     """A run of several processes, of which this is one; every method but `share` is called by all of them at once.
 
     Args:
-        stages: S; the number of processes is a multiple of S·P. The default process group must be up.
+        stages: S; the number of processes is a multiple of it. The default process group must be up.
         device: this process's own; small sums go through it where the backend takes no tensors on the CPU (NCCL alone).
         timeout: how long a process waits for the others; None takes torch's.
-        parts: P, of every tensor that is cut (tensor parallelism).
 
     Raises:
         UserError: the processes do not divide into whole pipelines.
@@ -82,20 +70,18 @@ class Ranks:
         stages: int = 1,
         device: torch.device | str = "cpu",
         timeout: timedelta | None = None,
-        parts: int = 1,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
-        if world % (stages * parts):
-            among = f" in {parts} parts" if parts > 1 else ""
-            raise UserError(
-                f"{world} processes cannot form pipelines of {stages} stages each{among}: start a multiple of it."
-            )
-        self.replicas, self.stages, self.parts = shape = world // stages // parts, stages, parts
-        self.replica, self.stage, self.part = (int(i) for i in np.unravel_index(rank, shape))
+        if world % stages:
+            raise UserError(f"{world} processes cannot form pipelines of {stages} stages each: start a multiple of it.")
+        self.replicas, self.stages = world // stages, stages
+        self.replica, self.stage = divmod(rank, stages)
         self.main = rank == 0
-        places = np.arange(world).reshape(shape)
-        self.data, self.pipeline, self.tensor = (_along(axis, places, rank, timeout) for axis in range(3))
-        """Process groups: the same part in every replica; that of every stage; all parts of this stage."""
+        places = np.arange(world).reshape(self.replicas, stages)
+        self.data = _group_of(places.T, rank, timeout)
+        """The process group of this stage in every replica."""
+        self.pipeline = _group_of(places, rank, timeout)
+        """That of every stage of this replica."""
         self._device = "cpu" if "cpu:" in dist.get_backend_config() else device
 
     def agree(self, *numbers: float) -> list[float]:
@@ -123,26 +109,6 @@ class Ranks:
                 dist.broadcast(flat, group_src=0, group=self.data)
                 _spread(flat, bucket)
 
-    def add_parts_(self, tensor: Tensor) -> None:
-        """Sum over the parts of the tensors, in place; afterwards it is equal in all bit for bit."""
-        if self.parts > 1:
-            dist.all_reduce(tensor, group=self.tensor)
-
-    def copy_parts_(self, tensors: Sequence[Tensor]) -> None:
-        """Give every part the first one's values, in place: one message for each dtype and device, of small tensors."""
-        if self.parts > 1:
-            for bucket in _buckets(tensors):
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-                dist.broadcast(flat, group_src=0, group=self.tensor)
-                _spread(flat, bucket)
-
-    def gather_parts(self, value: Any) -> list[Any]:
-        """The value of every part of the tensors of this stage, by part; for small things, seldom."""
-        values: list[Any] = [value] * self.parts
-        if self.parts > 1:
-            dist.all_gather_object(values, value, group=self.tensor)
-        return values
-
     def share(self, examples: np.ndarray) -> np.ndarray:
         """This replica's part of a drawn batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,); all parts together are the batch.
 
@@ -167,12 +133,11 @@ class Ranks:
         self.gather(None)
 
 
-def _along(axis: int, places: np.ndarray, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """The processes that differ from this one in one axis of their places (D, S, P) alone."""
-    if places.shape[axis] in (1, places.size):
+def _group_of(lines: np.ndarray, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """The processes in the same row of `lines` as this one."""
+    if lines.shape[1] in (1, lines.size):
         return dist.group.WORLD
-    lines = np.moveaxis(places, axis, -1).reshape(-1, places.shape[axis]).tolist()
-    groups = [dist.new_group(line, timeout=timeout) for line in lines]  # every process makes every one, in this order
+    groups = [dist.new_group(line.tolist(), timeout=timeout) for line in lines]  # all make all, in this order
     return next(group for line, group in zip(lines, groups, strict=True) if rank in line)
 
 

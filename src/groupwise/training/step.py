@@ -5,7 +5,6 @@ logical batch, before the noise; all hold the run's key and so add the very same
 explicit sum is what DistributedDataParallel with `no_sync` would do, and a replica may have any number of microbatches.
 """
 
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -148,11 +147,6 @@ class Trainer:
         """What the last step may log, from the sums over all processes; what is no private release is `nonprivate/`."""
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
-
-    def _report_of_parts(self, loss: float, clipped: float, square: float, *nonfinite: float) -> dict[str, float]:
-        """The same where processes hold parts of the model: `square` is of the noise's norm, `nonfinite` by process."""
-        whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
-        return {**Trainer.report(self, [loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
 
     def _accumulate(self, examples: np.ndarray, step: int) -> None:
         """Sum the clipped gradients of this replica's share of the batch, as many examples at a time as fit.

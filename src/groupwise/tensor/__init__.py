@@ -1,1 +1,0 @@
-"""Trains models whose tensors are cut over several processes (tensor parallelism)."""
