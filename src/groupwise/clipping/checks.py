@@ -34,11 +34,12 @@ def check_options(norms: str, partition: Partition, formula: str) -> None:
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
 
 
-def check_losses(losses: Any, examples: int) -> None:
+def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
     """Refuse losses that are not one number for each of the examples.
 
     Raises:
-        UserError: no tensor, another shape, whole numbers, no gradient, or what holds no batch.
+        UserError: no tensor, another shape, whole numbers, what holds no batch, or no gradient, which some have none of
+            while they are `traced`.
     """
     if not isinstance(losses, Tensor):
         raise UserError(f"The losses are a {type(losses).__name__}: return a tensor with one loss for each example.")
@@ -57,7 +58,7 @@ def check_losses(losses: Any, examples: int) -> None:
             f"{examples} examples gave losses of shape {tuple(losses.shape)}: return one loss for each of them "
             "(reduction='none'), and of no others."
         )
-    if not losses.requires_grad:
+    if not (losses.requires_grad or traced):
         raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")
 
 

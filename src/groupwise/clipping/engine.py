@@ -209,7 +209,7 @@ class ClippingEngine:
                 generators.seed(0)
                 with self._patches.installed(), self._passes.forward(len(rows), recorder=recorder):
                     losses = losses_of(rows)
-                check_losses(losses, len(rows))
+                check_losses(losses, len(rows), traced=True)
 
             found = trace(run, examples, _refuse_call)
         self.plan = self.plan.joined(found)
