@@ -88,8 +88,6 @@ def build_trainer(
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     mechanism = _mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks)
     mechanism.copied = copied
-    mechanism.public = partial(task.public_losses, config.clip.public_examples)
-    mechanism.follow_public(0)
     return make(
         task=task,
         mechanism=mechanism,

@@ -54,7 +54,7 @@ def gradient_norms(
     """
     groups = per_layer(model) if partition is None else partition
     found: list[Tensor] = []
-    with unchanged(model), attach(model, groups, 1.0, formula=formula, batch_axis=batch_axis) as engine:
+    with _unchanged(model), attach(model, groups, 1.0, formula=formula, batch_axis=batch_axis) as engine:
         for batch in _not_empty(batches):
             found.append(norms_of_losses(engine, losses(batch)).cpu())
     norms = torch.cat(found, dim=1) if found else torch.empty(len(groups), 0, dtype=torch.float64)
@@ -80,8 +80,8 @@ def _not_empty(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[Generators]:
-    """Afterwards buffers and the default generators, which it yields, are as before."""
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers and the default generators are as before."""
     generators = Generators({parameter.device for parameter in model.parameters()})
     with generators.kept(), kept_buffers(model), torch.enable_grad():
-        yield generators
+        yield
