@@ -128,7 +128,6 @@ tables: $(STAMP) ## all tables, the list of all cells, the findings and what was
 	$(BIN)/python -m groupwise.analysis.coverage
 	$(BIN)/python -m groupwise.analysis.searches
 	$(BIN)/python -m groupwise.analysis.findings
-	$(BIN)/python -m groupwise.analysis.earlier_rules
 	$(BIN)/python -m groupwise.analysis.planted_rows
 
 table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: make table-cifar

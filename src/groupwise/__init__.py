@@ -4,15 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.clipping import gradient_norms, gradient_products
+    from groupwise.clipping import gradient_norms
     from groupwise.private import Private, make_private
 
 __version__ = "0.1.0"
-__all__ = ["Private", "__version__", "gradient_norms", "gradient_products", "make_private"]
+__all__ = ["Private", "__version__", "gradient_norms", "make_private"]
 _OWNERS = {
     "Private": "groupwise.private",
     "gradient_norms": "groupwise.clipping",
-    "gradient_products": "groupwise.clipping",
     "make_private": "groupwise.private",
 }
 

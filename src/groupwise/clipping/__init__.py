@@ -14,7 +14,7 @@ True
 from groupwise.clipping.cost_model import Rates
 from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.factors import Sensitivity, automatic_factors, clip_factors
-from groupwise.clipping.measure import gradient_norms, gradient_products
+from groupwise.clipping.measure import gradient_norms
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.reference import explain
 from groupwise.clipping.rules import LayerRule, register_rule
@@ -36,7 +36,6 @@ __all__ = [
     "explain",
     "flat",
     "gradient_norms",
-    "gradient_products",
     "per_block",
     "per_layer",
     "register_rule",
