@@ -30,7 +30,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm test-versions test-kernels bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	figure-throughput figure-runtime_breakdown gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust api notebook coverage lint format types clean
+	figure-throughput figure-runtime_breakdown gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust goldens api notebook coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,7 +128,6 @@ tables: $(STAMP) ## all tables, the list of all cells, the findings and what was
 	$(BIN)/python -m groupwise.analysis.coverage
 	$(BIN)/python -m groupwise.analysis.searches
 	$(BIN)/python -m groupwise.analysis.findings
-	$(BIN)/python -m groupwise.analysis.earlier_rules
 	$(BIN)/python -m groupwise.analysis.planted_rows
 
 table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: make table-cifar
@@ -163,6 +162,9 @@ trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its ta
 	$(BIN)/python -m trust.mutation privacy $(MUTANTS)
 	$(BIN)/python -m trust.mutation clipping $(MUTANTS)
 	$(BIN)/python -m trust.page
+
+goldens: $(STAMP) ## compare hashes, noise, plans, short runs and verdicts on models with frozen ones: minutes
+	$(BIN)/python -m trust.goldens
 
 api: $(STAMP) ## the API reference from the docstrings, in docs/api/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -b html -q -W --keep-going docs/api docs/api/_build/html

@@ -350,8 +350,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
     "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),
     "a threshold out of range": (lambda: make(threshold=-1.0), "threshold=-1.0 must be greater"),
-    "public thresholds without `public=`": (lambda: make(clip="public_layer"), "has no public= to follow"),
-    "`public=` without public thresholds": (lambda: make(public=lambda: torch.ones(2)), "follows no public examples"),
     "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile=1.5 must"),
     "a misspelt policy, rule or way to norms": (lambda: make(policy="Adaptive"), "policy=Adaptive is not one of"),
     "a setting that nothing reads": (lambda: make(clip="flat", target_quantile=0.5), "target_quantile=0.5 changes not"),
@@ -388,10 +386,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
     "examples that mix in the model, with `check=`": (mixing, "batch"),
     "`check=` that returns no tensor": (lambda: make(check=lambda rows: None), "check= gave a NoneType"),
-    "`public=` that returns no tensor": (
-        lambda: make(clip="public_layer", public=lambda: [1.0]),
-        "public= gave a list",
-    ),
     "two trainings, of which one draws before the other's `backward`": (two_trainings, "before another private train"),
     "torch seeded while the losses are made": (lambda: in_the_loop(seeded), "was seeded .* not from the secret key"),
     "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
@@ -472,7 +466,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 KINDS = {
     **dict.fromkeys(("epsilon", "noise_multiplier", "batch_size", "epochs", "steps", "delta"), "1"),
-    **dict.fromkeys(("plan", "check", "public", "noise_source", "ranks", "model", "optimizer", "clip"), 5),
+    **dict.fromkeys(("plan", "check", "noise_source", "ranks", "model", "optimizer", "clip"), 5),
 }
 """Argument -> a value that it does not take."""
 
@@ -492,13 +486,10 @@ def test_an_argument_of_another_type_is_told_with_what_was_expected(name):
 @pytest.mark.parametrize("kind", [lambda losses: (losses, 1), lambda losses: losses.tolist(), lambda losses: X.numpy()])
 def test_losses_that_are_no_tensor_are_told_from_losses_of_another_shape(kind):
     model = network()
-    losses = {"check": lambda rows: kind(model(X[rows]).sum(1)), "public": lambda: kind(model(X).sum(1))}
-    for name, clip in (("check", "adaptive_layer"), ("public", "public_layer")):
-        with pytest.raises(UserError, match=rf"^{name}= gave a \w+, and losses are a tensor: return one loss for each"):
-            Use(model, clip=clip, **{name: losses[name]})
-    for name in losses:
-        with pytest.raises(UserError, match="one value per example"):
-            Use(model, clip="public_layer" if name == "public" else "flat", **{name: lambda *_: model(X).mean()})
+    with pytest.raises(UserError, match=r"^check= gave a \w+, and losses are a tensor: return one loss for each"):
+        Use(model, check=lambda rows: kind(model(X[rows]).sum(1)))
+    with pytest.raises(UserError, match="one value per example"):
+        Use(model, clip="flat", check=lambda rows: model(X).mean())
 
 
 @pytest.mark.parametrize("number", ["2", 0.5, True, float("nan"), None])

@@ -36,10 +36,10 @@ def said_at(place: str) -> str:
 
 
 def test_the_chain_of_a_key_goes_from_the_schema_to_the_winner() -> None:
-    value, chain = told("clip.threshold", "task=sst2", "scale=mini", "clip=public_layer")["clip.threshold"]
+    value, chain = told("clip.threshold", "task=sst2", "scale=mini", "clip=fixed_layer")["clip.threshold"]
     values, places = zip(*(re.split(r"  +", line)[:2] for line in chain), strict=True)
-    assert value == "0.3"
-    assert values == ("1", "${at:${model.name},{roberta_large:1.0,other:0.1}}", "0.3")
+    assert value == "1"
+    assert values == ("1", "${at:${model.name},{roberta_large:1.0,other:0.1}}", "1")
     files = [place.partition(":")[0] for place in places]
     assert files == ["src/groupwise/config/schema.py", "conf/recipe/glue.yaml", "conf/scales/glue.yaml"]
     assert all("threshold: " in said_at(place) for place in places)

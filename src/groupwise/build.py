@@ -76,8 +76,6 @@ def build_trainer(
         engine.masks_rows = False  # a process that computes alone begins a batch again, should it have to
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     mechanism = _mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks)
-    mechanism.public = partial(task.public_losses, config.clip.public_examples)
-    mechanism.follow_public(0)
     return make(
         task=task,
         mechanism=mechanism,

@@ -207,6 +207,14 @@ def test_another_configuration_or_folder_is_told(copy):
     assert results(copy.rename(copy.with_name("0" * 12)), "configuration")["configuration"] == FAILED
 
 
+def test_a_record_with_keys_that_are_gone_has_its_hash_still(copy):
+    old = OmegaConf.load(copy / "config.yaml").copy()
+    old.clip.update({"public_examples": 64, "public_every": 10, "public_power": 0.5})
+    OmegaConf.save(old, copy / "config.yaml")
+    write_sums(copy)
+    assert results(copy, "configuration", "result row") == {"configuration": OK, "result row": OK}
+
+
 def test_a_checkpoint_that_was_left_is_told(copy):
     (copy / "checkpoint-previous.pt").write_bytes(b"key")
     assert results(copy, "key of the noise")["key of the noise"] == FAILED

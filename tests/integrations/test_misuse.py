@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.utils.data import IterableDataset
 from transformers import T5Config, T5ForConditionalGeneration
 
-from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.integrations.arguments import REFUSED, check_arguments
 from groupwise.integrations.resume import key_path
@@ -217,14 +216,6 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "neither epsilon nor noise_multiplier, or both": (
         lambda f: trainer(f, budget=privacy(epsilon=8.0)).train(),
         "give exactly one",
-    ),
-    "thresholds that follow public examples": (
-        lambda f: trainer(f, budget=privacy(clip="public_layer")).train(),
-        "choose another mode",
-    ),
-    "a whole ClipConfig of such thresholds": (
-        lambda f: trainer(f, budget=privacy(clip=ClipConfig(name="mine", policy="public"))).train(),
-        "clip='mine' follows public examples",
     ),
     "the training set as eval_dataset": (evaluated_on_the_training_set, "eval_dataset is the training set"),
     "train() twice": (twice, "training again would spend another epsilon"),

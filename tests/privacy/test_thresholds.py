@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import UserError
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
-from groupwise.privacy.thresholds import AdaptiveThresholds, FixedThresholds, PublicThresholds, centred_counts
+from groupwise.privacy.thresholds import AdaptiveThresholds, FixedThresholds, centred_counts
 
 
 def make(initial=(1.0, 2.0), quantile=0.5, rate=0.3, sigma_b=0.0, batch=100.0, **options) -> AdaptiveThresholds:
@@ -270,57 +270,3 @@ def test_thresholds_are_kept_in_float64_apart_from_what_was_given():
     for thresholds in (fixed, adaptive, FixedThresholds(torch.tensor([1.0, 2.0], dtype=torch.float32))):
         assert thresholds.clip_thresholds.tolist() == [1.0, 2.0]
         assert thresholds.clip_thresholds.dtype == thresholds.count_thresholds.dtype == torch.float64
-
-
-def public(groups=3, joint=6.0, every=1, power=1.0) -> PublicThresholds:
-    return PublicThresholds([joint / math.sqrt(groups)] * groups, every, power)
-
-
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
-def test_public_norms_set_the_proportions_and_leave_the_total_norm(power):
-    thresholds = public(power=power)
-    thresholds.follow(torch.tensor([[1.0, 1.0, 9.0], [4.0, 2.0, 6.0], [8.0, 8.0, 0.0]]))  # medians 1, 4 and 8
-    shares = torch.tensor([1.0, 4.0, 8.0], dtype=torch.float64) ** power
-    torch.testing.assert_close(thresholds.clip_thresholds, 6 * shares / shares.norm(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(thresholds.count_thresholds, thresholds.clip_thresholds)
-
-
-def test_public_norms_that_are_not_finite_are_left_out():
-    thresholds = public(groups=2)
-    thresholds.follow(torch.tensor([[3.0, math.nan, math.inf], [4.0, 4.0, 4.0]]))
-    torch.testing.assert_close(thresholds.clip_thresholds, torch.tensor([3.6, 4.8], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("norms", [[[math.nan], [1.0]], [[0.0], [0.0]], [[], []], [[math.inf], [math.inf]]])
-def test_public_norms_that_say_nothing_move_nothing(norms):
-    thresholds = public(groups=2)
-    before = thresholds.clip_thresholds
-    thresholds.follow(torch.tensor(norms))
-    assert torch.equal(thresholds.clip_thresholds, before)
-
-
-def test_no_public_threshold_is_zero():
-    thresholds = public(groups=2)
-    thresholds.follow(torch.tensor([[0.0], [1.0]]))
-    small, large = thresholds.clip_thresholds.tolist()
-    assert small == pytest.approx(1e-3 * large) and math.hypot(small, large) == pytest.approx(6.0)
-
-
-def test_public_thresholds_are_due_at_their_steps_and_come_back_from_a_checkpoint():
-    thresholds = public(every=3)
-    assert [step for step in range(8) if thresholds.due(step)] == [0, 3, 6]
-    thresholds.follow(torch.tensor([[1.0], [2.0], [3.0]]))
-    other = public(every=3)
-    other.load_state_dict(thresholds.state_dict())
-    assert torch.equal(other.clip_thresholds, thresholds.clip_thresholds)
-    thresholds.update(torch.ones(3), 1, None, 0)  # counts move nothing
-    assert torch.equal(other.clip_thresholds, thresholds.clip_thresholds)
-
-
-def test_public_settings_and_norms_that_cannot_be_are_refused():
-    for options in ({"every": 0}, {"power": -1.0}, {"power": math.inf}):
-        with pytest.raises(UserError, match="every is"):
-            public(**options)
-    for norms in (torch.ones(3), torch.ones(2, 5)):
-        with pytest.raises(UserError, match="a row for each of 3"):
-            public().follow(norms)

@@ -34,7 +34,6 @@ MODES = (
     "adaptive_flat",
     "fixed_block",
     "adaptive_block",
-    "public_layer",
 )
 
 

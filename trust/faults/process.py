@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -110,6 +110,7 @@ def start(
     before: Callable[[], Any] | None = None,
     fresh: bool = False,
     said: Path | None = None,
+    small: Sequence[str] = SMALL,
 ) -> Process:
     """Start `run.py` with `SMALL` and more settings.
 
@@ -118,11 +119,12 @@ def start(
         before: called in the new process first; it has no effect on this one.
         fresh: a new Python instead of a fork of this one.
         said: its words go to <said>.out and .err; beside the results, if not given.
+        small: other settings than `SMALL`.
     """
     results.mkdir(parents=True, exist_ok=True)
     warm()
     said = (said or results).with_suffix(".out")
-    given = {each.partition("=")[0]: each for each in (*SMALL, f"paths.results={results}", *overrides)}
+    given = {each.partition("=")[0]: each for each in (*small, f"paths.results={results}", *overrides)}
     arguments = [str(RUN), *given.values()]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,7 +18,6 @@ from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, mechanism, thresholds
 from groupwise.training import mechanism as a_step
 from groupwise.training.mechanism import Mechanism, Released
-from trust.planted_bugs.worst import Given
 
 Bug = Callable[[], AbstractContextManager[object]]
 PUBLIC_SEED = 0
@@ -172,11 +171,6 @@ def thresholds_before_noise() -> Iterator[None]:
         patch.object(AdaptiveThresholds, "update", lambda self, counts, examples, noise, step: None),
     ):
         yield
-
-
-def public_thresholds_of_the_data() -> AbstractContextManager[object]:
-    """What is passed off as public losses are those of the examples that are there."""
-    return patch.object(Given, "nobody", lambda self, count: self.x[: self.present])
 
 
 def counts_not_centred() -> AbstractContextManager[object]:

@@ -42,8 +42,6 @@ class Given(Task):
 
     def __init__(self, x: Tensor, dropout: float = 0.0) -> None:
         self.x, self.train_size, self._turned = x, len(x), dropout > 0
-        self.present = len(x)
-        """How many of the first are in the data."""
         _, layers, uses, width = x.shape
         self.model = Linears(layers, uses, width, dropout).to(x.dtype)
 
@@ -54,14 +52,6 @@ class Given(Task):
     def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """⟨w, x⟩ of each, (n,)."""
         return self.model(self.x[np.asarray(examples)])
-
-    def public_losses(self, count: int) -> Tensor:
-        """Those of `nobody`."""
-        return self.model(self.nobody(count))
-
-    def nobody(self, count: int) -> Tensor:
-        """Gradients of random numbers, (count, K, U, width)."""
-        return torch.randn(count, *self.x.shape[1:]).to(self.x)
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -195,7 +185,7 @@ class Worst:
         task = Given(gradients, self.dropout)
         engine = make_engine(task.model, self.clip)
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
-        task.present = size = len(self.others) + canary
+        size = len(self.others) + canary
         key = trainer.noise.derive("sampling")
         trainer.mechanism.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
         return trainer

@@ -220,20 +220,11 @@ def of_real_tasks() -> Iterator[Cell]:
     yield "search", "layers", 0.0, ["task=cifar", "clip=flat"]
 
 
-def of_public_thresholds() -> Iterator[Cell]:
-    """Those that follow norms of examples made of random numbers, which the account says cost nothing."""
-    for design in ("full", "poisson"):
-        yield design, "layers", 0.0, ["clip=public_layer"]
-    yield "full", "layers", 0.0, ["clip=public_block"]
-
-
 def everything() -> list[tuple[int, Cell]]:
     """(ε, cell), in the order in which they get their seeds: add new ones at the end, and old rows stay."""
     each = [(epsilon, cell) for of_some in (cells, behind_dropout) for epsilon in EPSILONS for cell in of_some()]
     real = [(max(EPSILONS), cell) for cell in of_real_tasks()]
-    later = [(epsilon, cell) for epsilon in EPSILONS for cell in of_public_thresholds()]
-    public = ["task=sst2", "model=roberta_tiny", "clip=public_layer"], ["task=cifar", "clip=public_layer"]
-    return [*each, *real, *later, *((max(EPSILONS), ("worlds", "layers", 0.0, task)) for task in public)]
+    return [*each, *real]
 
 
 def audit_all(out: Path, seed: int, confidence: float) -> int:

@@ -179,10 +179,6 @@ class CanaryTask(Task):
         """One loss each, (n,)."""
         return self.model(torch.as_tensor(np.asarray(examples, dtype=np.int64)))
 
-    def public_losses(self, count: int) -> Tensor:
-        """Those of canaries that are drawn by lot, whether they are in the data or not."""
-        return self.losses(torch.randint(self.train_size, (count,)).numpy())
-
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:

@@ -65,7 +65,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision; one
             that has no shape yet.
     """
-    refuse_mixing(model)
+    _refuse_mixing(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UserError(
@@ -96,7 +96,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def refuse_mixing(model: nn.Module) -> None:
+def _refuse_mixing(model: nn.Module) -> None:
     """Refuse layers whose output for one example depends on other examples.
 
     Raises:

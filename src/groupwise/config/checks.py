@@ -230,8 +230,6 @@ def _clipping(config: RunConfig) -> Iterator[str]:
         yield (f"clip.gamma=0 with clip.rule={clip.rule} divides by a zero norm: give a small number such as 0.01.")
     if clip.policy == "adaptive":
         yield from _adaptive(config)
-    if clip.policy == "public":
-        yield from _public_norms(config)
     if clip.grouping != "none" and config.model.norm == "batch":
         yield (
             "model.norm=batch mixes the examples of a batch, so no example's gradient can be clipped alone: "
@@ -257,24 +255,6 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
         yield (
             f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
-        )
-
-
-def _public_norms(config: RunConfig) -> Iterator[str]:
-    """What thresholds that follow examples made of random numbers cannot do."""
-    clip, instead = config.clip, "use clip=fixed_layer or adaptive_layer"
-    if clip.grouping == "none":
-        yield "clip.policy=public has no threshold to move with clip.grouping=none: use clip.policy=fixed."
-    if clip.grouping in ("flat", "device"):
-        one = f"clip.grouping={clip.grouping}, as only proportions do"
-        yield f"clip.policy=public moves no threshold with {one}: {instead}."
-    several = f"pipeline.stages={config.pipeline.stages}"
-    if config.pipeline.stages > 1:
-        yield f"clip.policy=public needs the whole model on one device, which {several} cuts up: {instead}."
-    if config.parallel.ranks > 1 and config.parallel.kind != "ddp":
-        yield (
-            f"clip.policy=public needs whole parameters, and parallel.kind={config.parallel.kind} has shards: use "
-            "parallel.kind=ddp."
         )
 
 

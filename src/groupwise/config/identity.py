@@ -54,7 +54,10 @@ LATER = {
     "tuning.target": "search",
     "tuning.outside": False,
 }
-"""Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash."""
+"""Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash.
+
+`clip.public_…` are in the schema no longer, but in records of older runs, which `audit.reaccount` reads.
+"""
 
 SIZES = ("eval.batch_size", "eval.generate.batch_size")
 """Keys that a run may change as it is taken up, where its evaluation did not fit into memory."""

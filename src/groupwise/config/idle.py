@@ -9,10 +9,8 @@ ADAPTIVE = (
     *("initial_threshold", "target_quantile", "quantile_learning_rate", "quantile_budget"),
     *("rescale", "count_at", "minimum", "maximum"),
 )
-PUBLIC = ("public_examples", "public_every", "public_power")
 READ_WITH = {
     **dict.fromkeys(ADAPTIVE, ("policy", "adaptive", "clip=adaptive_layer")),
-    **dict.fromkeys(PUBLIC, ("policy", "public", "clip=public_layer")),
     "gamma": ("rule", "automatic", "clip.rule=automatic"),
 }
 """Field of `ClipConfig` -> the field beside which it is read, that one's value, and how to choose that."""

@@ -127,9 +127,8 @@ class ClipConfig:
     """The partition of the layers into K groups; device: one for each stage of a pipeline, flat on a single one."""
     norms: str = one_of("bookkeeping", "bookkeeping", "ghost")
     """bookkeeping (one backward) | ghost (two backwards, nothing kept; one flat group only)."""
-    policy: str = one_of("adaptive", "fixed", "adaptive", "public")
-    """fixed | adaptive: they follow a private quantile | public: they follow the gradient norms of examples made of
-    random numbers, which costs no budget."""
+    policy: str = one_of("adaptive", "fixed", "adaptive")
+    """fixed | adaptive: they follow a private quantile."""
     rule: str = one_of("min", "min", "automatic")
     """min: min(1, C/norm) | automatic: C/(norm + gamma)."""
     gamma: float = number(0.01, NOT_NEGATIVE)
@@ -152,12 +151,6 @@ class ClipConfig:
     """No adaptive threshold falls below this."""
     maximum: float = number(1e8, POSITIVE)
     """No adaptive threshold rises above this."""
-    public_examples: int = number(64, POSITIVE, most=100_000)
-    """Public: how many examples are made up."""
-    public_every: int = number(10, POSITIVE)
-    """Public: the thresholds move before each so manyth step."""
-    public_power: float = number(0.5, NOT_NEGATIVE, most=10)
-    """Public: the thresholds are in the proportions of the norms to this power; 0 is fixed thresholds."""
     formula: str = one_of("auto", "auto", "gram", "materialize")
     """How norms are computed, where a layer has the choice; the same to rounding."""
     mapping: dict[str, str] = field(default_factory=dict)

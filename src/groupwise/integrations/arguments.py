@@ -106,20 +106,14 @@ REFUSED: dict[str, tuple[_Value, str]] = {
 
 
 def check_privacy(privacy: PrivacyArguments, source: NoiseSource | None = None) -> None:
-    """Refuse thresholds that follow public examples, which nobody gives to a Trainer, and a source that is not secure.
+    """Refuse a source that is not secure where one that is was asked for.
 
     Raises:
-        UserError: naming the mode, or ``secure_noise``.
+        UserError: naming ``secure_noise``.
     """
     if privacy.secure_noise and source is not None and not source.secure:
         raise UserError(
             "secure_noise=True does not reach the given noise_source: make that with secure=True, or leave it out."
-        )
-    clip = privacy.clip
-    if getattr(clip, "policy", None) == "public" or (isinstance(clip, str) and clip.startswith("public_")):
-        raise UserError(
-            f"clip={getattr(clip, 'name', clip)!r} follows public examples, which PrivateTrainer has no place for: "
-            "choose another mode, or use make_private(public=...) in a loop of your own."
         )
 
 

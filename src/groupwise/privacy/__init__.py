@@ -5,7 +5,7 @@ from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
 from groupwise.privacy.plan import EpsilonReport, PrivacyPlan, make_plan
 from groupwise.privacy.randomness import secret_randomness
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
-from groupwise.privacy.thresholds import AdaptiveThresholds, FixedThresholds, PublicThresholds
+from groupwise.privacy.thresholds import AdaptiveThresholds, FixedThresholds
 
 __all__ = [
     "COUNT_STREAM",
@@ -15,7 +15,6 @@ __all__ = [
     "NoiseSource",
     "PoissonSampler",
     "PrivacyPlan",
-    "PublicThresholds",
     "ShuffleSampler",
     "make_plan",
     "noise_stds",

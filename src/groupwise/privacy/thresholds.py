@@ -1,4 +1,4 @@
-"""Sets clipping thresholds C_k: fixed, following a private quantile of the norms (Algorithm 1), or public examples."""
+"""Sets clipping thresholds C_k: fixed, or following a private quantile of the norms (Algorithm 1)."""
 
 import math
 from collections.abc import Sequence
@@ -51,60 +51,6 @@ class FixedThresholds:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take C back from :meth:`state_dict`; raises :class:`UserError` when K differs."""
         self._values = _same_shape(state["thresholds"], self._values)
-
-
-LEAST_SHARE = 1e-3
-"""No threshold that follows public examples is a smaller share of the largest one."""
-
-
-class PublicThresholds(FixedThresholds):
-    """Thresholds C_k that follow public examples' gradient norms at the released weights, at a fixed ‖C‖.
-
-    Formal guarantee: the same ε as with fixed thresholds; nothing is released for them, r = 0 and σ_new = σ.
-
-    1. Let R_t be all that was released before step t. The weights w_t are a function of it, the norms one of w_t and of
-       examples that no private one has a part in. So C(t) = h(R_t, t): post-processing.
-    2. Given R_t, thresholds, noise scales and Poisson rate are the same for both neighbours. One example moves group
-       k's sum by at most C_k(t), whatever the other groups' norms are, all sums together by ‖C(t)‖ in the metric of the
-       noise: one Gaussian release at σ.
-    3. The steps are an adaptive composition of releases at the same σ and ρ, each with settings that depend on earlier
-       outputs. PRV, PLD and RDP bound it.
-
-    Not covered: norms of private examples given to :meth:`follow`. The released sums, which are free too, do not take
-    the public examples' place: ‖Σ‖/(B·C_k) hardly depends on what was clipped (0.045 to 0.057 in all 21 groups at
-    B = 512, in the median over steps, where 1/√B is 0.044).
-
-    Args:
-        values: C_k before the first :meth:`follow`, (K,), above 0, chosen without the data; ‖C‖ stays.
-        every: they move before the steps 0, ``every``, 2·``every``, ….
-        power: p in C_k ∝ m_k^p, m_k the median norm of group k.
-    """
-
-    def __init__(self, values: torch.Tensor | Sequence[float], every: int, power: float) -> None:
-        super().__init__(values)
-        if every < 1 or not 0.0 <= power < math.inf:
-            raise UserError(f"every is {every} and power {power}; give a whole number above 0, and one of at least 0.")
-        self.every, self.power = every, power
-        self._joint = torch.linalg.vector_norm(self._values)
-
-    def due(self, step: int) -> bool:
-        """Whether the thresholds move before this step (0-based)."""
-        return step % self.every == 0
-
-    def follow(self, norms: torch.Tensor) -> None:
-        """Let C_k be in the proportions of m_k^p, from *public* examples' norms (K, P).
-
-        Those that are not finite are left out; where a group has no other, or all medians are 0, nothing moves. Raises
-        :class:`UserError` for norms of another number of groups.
-        """
-        wide = norms.detach().to(device="cpu", dtype=torch.float64)
-        if wide.ndim != 2 or len(wide) != len(self._values):
-            raise UserError(f"norms has shape {tuple(wide.shape)}; give (K, P), a row for each of {len(self._values)}.")
-        medians = wide.where(wide.isfinite(), torch.nan).nanmedian(1).values if wide.shape[1] else wide.sum(1)
-        if bool(medians.isnan().any()) or not float(medians.max()) > 0.0:
-            return
-        shares = (medians / medians.max()).pow(self.power).clamp_min(LEAST_SHARE)
-        self._values = self._joint * shares / torch.linalg.vector_norm(shares)
 
 
 class AdaptiveThresholds:

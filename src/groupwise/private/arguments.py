@@ -21,7 +21,6 @@ KINDS: dict[str, tuple[Any, str]] = {
     "plan": (PrivacyPlan, "a plan of groupwise.privacy.make_plan"),
     "clip": (str | ClipConfig | tuple | list, "a mode's name, a partition of a group or more, or a ClipConfig"),
     "check": (Callable, "a function from examples' numbers to their losses"),
-    "public": (Callable, "a function that returns losses of public examples"),
     "noise_source": (NoiseSource, "a groupwise.privacy.NoiseSource"),
     "ranks": (Alone | Ranks, "groupwise.training.ranks.Ranks()"),
 }
@@ -52,18 +51,18 @@ def check_kinds(given: Mapping[str, Any]) -> None:
             raise UserError(f"{name}{shown} does not fit: {expected} was expected.")
 
 
-def tensor_of(name: str, losses: Callable[..., Any]) -> Callable[..., Tensor]:
-    """The function ``losses`` that is the argument ``name``, held to giving a tensor.
+def tensor_losses(check: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
+    """The function ``check`` of `make_private`, held to giving a tensor.
 
     Raises:
         UserError: when it is called, and gives something else.
     """
 
-    def held(*rows: Any) -> Tensor:
-        given = losses(*rows)
+    def held(rows: Any) -> Tensor:
+        given = check(rows)
         if not isinstance(given, Tensor):
             raise UserError(
-                f"{name}= gave a {type(given).__name__}, and losses are a tensor: return one loss for each example "
+                f"check= gave a {type(given).__name__}, and losses are a tensor: return one loss for each example "
                 "(reduction='none')."
             )
         return given

@@ -20,7 +20,7 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_kinds, tensor_of, unknown_setting
+from groupwise.private.arguments import check_kinds, tensor_losses, unknown_setting
 from groupwise.private.batches import length_of
 from groupwise.private.loop import TAKEN, Private
 from groupwise.private.watch import check_parameters
@@ -37,8 +37,6 @@ MODES: dict[str, dict[str, Any]] = {
     "adaptive_flat": {"grouping": "flat", "policy": "adaptive", "rescale": False},
     "adaptive_layer": {"grouping": "layer", "policy": "adaptive"},
     "adaptive_block": {"grouping": "block", "policy": "adaptive"},
-    "public_layer": {"grouping": "layer", "policy": "public"},
-    "public_block": {"grouping": "block", "policy": "public"},
 }
 """The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
 CHECKED = 5
@@ -63,7 +61,6 @@ def make_private(
     accountant: str = "prv",
     batch_axis: int = 0,
     check: Callable[[Sequence[int] | np.ndarray], Tensor] | None = None,
-    public: Callable[[], Tensor] | None = None,
     noise_source: NoiseSource | None = None,
     ranks: Alone | Ranks | None = None,
     **settings: Any,
@@ -91,9 +88,6 @@ def make_private(
         accountant: "prv", "pld" or "rdp".
         batch_axis: which axis of the model's first input counts examples, 0 or 1.
         check: indices of examples -> their losses (n,), through the model; five are tried before training.
-        public: for clip="public_layer" or "public_block": losses (P,), through the model, of examples that no private
-            one has a part in: inputs and labels made of random numbers (of torch's, numpy's and Python's default
-            generators, which a step's number seeds), or other data that may be told about.
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
         ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
             same time, and draws its share. Weights and key become those of the first. Parameters may be in shards of
@@ -119,7 +113,6 @@ def make_private(
     refuse_idle_settings(
         config, settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
     )
-    _check_public(config, public, is_sharded(model))
     with ExitStack() as undo:
         if is_sharded(model):
             undo.callback(prepare_shards(model, config, ranks, checked=check is not None))
@@ -144,7 +137,7 @@ def make_private(
         if check is not None:
             verify(
                 engine,
-                tensor_of("check", check),
+                tensor_losses(check),
                 np.linspace(0, dataset_size - 1, CHECKED).round().astype(int).tolist(),
             )
         if not agreed.noise_multiplier:
@@ -162,9 +155,7 @@ def make_private(
             optimizer=optimizer,
             device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
             ranks=ranks,
-            public=public and tensor_of("public", public),
         )
-        mechanism.follow_public(0)
         return Private(mechanism, data, undo.pop_all())
 
 
@@ -297,18 +288,6 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, budget: f
             f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
             f"{'adaptive' if budget else 'fixed'} thresholds: they need {'some of the budget' if budget else '0'}."
         )
-
-
-def _check_public(clip: ClipConfig, public: Callable[[], Tensor] | None, shards: bool) -> None:
-    """Refuse thresholds that follow public examples without these, and these without such thresholds."""
-    if (clip.policy == "public") != (public is not None):
-        given = "has no public= to follow" if public is None else "follows no public examples, which were given"
-        raise UserError(
-            f"policy={clip.policy!r} {given}: give clip='public_layer' and public=, a function that returns losses of "
-            "examples made of random numbers, or neither."
-        )
-    if public is not None and shards:
-        raise UserError("policy='public' needs whole parameters, and the model's are shards: use another mode.")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -79,17 +79,6 @@ class ImageClassification(Task):
         repeated = labels[:, None].expand(logits.shape[:2])
         return F.cross_entropy(logits.flatten(0, 1), repeated.flatten(), reduction="none").view_as(repeated).mean(1)
 
-    def public_losses(self, count: int) -> Tensor:
-        """Cross-entropy of images of noise, N(0, 1) where the network takes standardised pixels, with random labels."""
-        images, labels = self._splits["train"]
-        given = self._prepare(torch.zeros_like(images[:1]))  # the shape of images is public, and nothing else is read
-        drawn = torch.randn(count, *given.shape[1:]).to(given)
-        with self._precision():
-            logits = self._network(drawn)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        classes = torch.randint(logits.shape[1], (count,)).to(labels.device)
-        return F.cross_entropy(logits, classes, reduction="none")
-
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Microbatches of a split for a pipeline."""
         return ImageFeed(*self._splits[split], self._prepare, device)

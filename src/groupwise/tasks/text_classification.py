@@ -47,11 +47,9 @@ class TextClassification(TextTask):
         train: Examples,
         valid: dict[str, Examples],
         description: dict[str, Any],
-        pairs: bool,
     ) -> None:
         super().__init__(config, model, tokenizer, train.tokens.lengths, description)
-        self._train, self._valid, self._pairs = train, valid, pairs
-        self._max_length = config.data.max_length
+        self._train, self._valid = train, valid
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
         """The model's inputs, (n, T) each, and "labels" (n,); T is the longest text, `even` up to a multiple of 8."""
@@ -60,14 +58,6 @@ class TextClassification(TextTask):
     def losses_of(self, read: dict[str, Any]) -> Tensor:
         """Cross-entropy of each, (n,)."""
         return self._losses(read)[0]
-
-    def public_losses(self, count: int) -> Tensor:
-        """Cross-entropy of texts of random tokens, alone or in pairs as the task's are, with random labels."""
-        texts = self.made_up_texts(count)
-        seconds: Sequence[str | None] = self.made_up_texts(count) if self._pairs else [None] * count
-        labels = torch.randint(len(self._description["classes"]), (count,)).tolist()
-        drawn = Labelled(list(zip(texts, seconds, strict=True)), labels)
-        return self.losses_of(self._read(_encode(drawn, self.tokenizer, self._max_length), np.arange(count)))
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -111,7 +101,7 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
     check_length(config.data.max_length, specials + 1 + pairs, model)
     train = encode(data.train, tokenizer, config.data.max_length)
     valid = {name: encode(part, tokenizer, config.data.max_length) for name, part in data.valid.items()}
-    task = TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid), pairs)
+    task = TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
     task.check_adapters()
     return task
 

@@ -90,11 +90,6 @@ class TextGeneration(TextTask):
         """Mean (or sum) over each example's own target tokens, (n,)."""
         return per_example(self._token_losses(read), read["labels"], self._token_loss)
 
-    def public_losses(self, count: int) -> Tensor:
-        """Losses of random tokens, the target's given the source's."""
-        drawn = list(zip(self.made_up_texts(count), self.made_up_texts(count), strict=True))
-        return self.losses_of(self._read(self._encoder.pairs(drawn), np.arange(count)))
-
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Microbatches of a split for a pipeline."""
         return TextFeed(self._samples[split], padding_token(self.model), self._max_length, device)

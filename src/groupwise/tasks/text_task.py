@@ -24,8 +24,6 @@ from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Task, eval_mode, rounded
 
-MADE_UP_TOKENS = 32
-"""Of a text of random tokens."""
 ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.from_pretrained on top of the base model."
 
 
@@ -63,18 +61,6 @@ class TextTask(Task):
     def order(self, examples: np.ndarray) -> np.ndarray:
         """Longest first, so that a microbatch of a drawn batch pads little; equal lengths as they were drawn."""
         return examples[longest_first(self._lengths[examples])]
-
-    def made_up_texts(self, count: int) -> list[str]:
-        """`count` texts of random tokens, evenly drawn from the vocabulary but its special ones by torch's generator.
-
-        As the tokeniser writes them, so that they are framed and cut as any text is. The vocabulary is public; no
-        example has a part in them.
-        """
-        specials = torch.tensor(sorted(set(self.tokenizer.all_special_ids)), dtype=torch.int64)
-        plain = torch.arange(len(self.tokenizer))
-        plain = plain[~torch.isin(plain, specials)]
-        drawn = plain[torch.randint(len(plain), (count, MADE_UP_TOKENS))]
-        return [self.tokenizer.decode(row) for row in drawn.tolist()]
 
     def check_update(self, step: int) -> None:
         """Raises `UserError` when an adapter stands still."""

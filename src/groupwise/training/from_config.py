@@ -17,7 +17,7 @@ from groupwise.clipping import ClippingEngine, Partition, attach, by_mapping, fl
 from groupwise.clipping.factors import CLIP_RULES
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan, PublicThresholds
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
 from groupwise.training.arithmetic import PRECISIONS, products
 
 _PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
@@ -60,7 +60,7 @@ def make_engine(
 def make_thresholds(
     clip: ClipConfig, plan: PrivacyPlan, here: int | None = None
 ) -> FixedThresholds | AdaptiveThresholds:
-    """C_k = C/√K, fixed (appendix A.1), or where private quantiles (Algorithm 1, lines 15-18) or public norms begin.
+    """C_k = C/√K, fixed (appendix A.1), or where private quantiles begin (Algorithm 1, lines 15-18).
 
     `here` is how many of the K groups this process hosts, where it hosts one stage of a pipeline.
     """
@@ -68,12 +68,8 @@ def make_thresholds(
     even = _even(clip, plan.num_groups)
     if clip.policy == "fixed":
         return FixedThresholds([even] * groups)
-    if clip.policy == "public":
-        if plan.num_groups == 1:
-            raise UserError("clip.policy=public moves no threshold of one group, as only proportions do: fix it.")
-        return PublicThresholds([even] * groups, clip.public_every, clip.public_power)
     if clip.policy != "adaptive":
-        raise UserError(f"clip.policy={clip.policy} is not known: fixed, adaptive or public.")
+        raise UserError(f"clip.policy={clip.policy} is not known: fixed or adaptive.")
     if plan.noise_multiplier > 0 and not plan.count_noise_multiplier > 0:
         raise UserError(
             "clip.policy=adaptive releases counts, for which the plan has no noise: make one with a quantile_budget "

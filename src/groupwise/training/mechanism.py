@@ -6,7 +6,6 @@
 else.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
-from groupwise.clipping.measure import norms_of_losses, unchanged
 from groupwise.errors import UserError
 from groupwise.privacy import (
     AdaptiveThresholds,
@@ -25,7 +23,6 @@ from groupwise.privacy import (
     NoiseSource,
     PoissonSampler,
     PrivacyPlan,
-    PublicThresholds,
     ShuffleSampler,
     release_gradients,
     secret_randomness,
@@ -73,8 +70,6 @@ class Mechanism:
         device: of the model.
         ranks: the processes of the run.
         sampler: by default the one that the plan names, from the run's key.
-        public: losses (P,) of examples that no private one has a part in, drawn by the default generators, through the
-            model; for thresholds that follow them.
         executed: steps that were released: the ledger that ε is accounted from.
         keeps_gradients: whether they stay in their memory between batches, as zeros, for what was recorded on it.
     """
@@ -89,7 +84,6 @@ class Mechanism:
     device: torch.device
     ranks: Alone | Ranks = field(default_factory=Alone)
     sampler: Sampler = None  # type: ignore[assignment]  # never None once made
-    public: Callable[[], Tensor] | None = None
     executed: int = 0
     keeps_gradients: bool = False
 
@@ -115,29 +109,11 @@ class Mechanism:
         A batch that was open is forgotten, with all that it has summed.
         """
         drawn = self.sampler.indices(step)
-        self.follow_public(step)
         if self.engine is not None and self.thresholds is not None:
             self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
         self.clear()
         self._opened = step, len(drawn)
         return drawn
-
-    def follow_public(self, step: int) -> None:
-        """Let thresholds that follow public examples move before step `step`, by norms at the weights as they stand.
-
-        These weights are released, and the examples' random numbers are a public function of the step, the same on all
-        replicas. Nothing else in the state of the run changes.
-        """
-        if not isinstance(self.thresholds, PublicThresholds) or not self.thresholds.due(step):
-            return
-        if self.engine is None or self.public is None:
-            raise UserError(
-                "Thresholds that follow public examples need their losses: give public=, or another policy."
-            )
-        with unchanged(self.model) as generators:
-            generators.seed(step)
-            norms = norms_of_losses(self.engine, self.public()).cpu()
-        self.thresholds.follow(self.ranks.broadcast(norms))
 
     @property
     def drawn(self) -> int:

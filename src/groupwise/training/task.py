@@ -75,13 +75,6 @@ class Task(ABC):
             f"{type(self).__name__} has none of: write them; or, without that option, losses alone."
         )
 
-    def public_losses(self, count: int) -> Tensor:
-        """Losses (count,) of examples made of random numbers of the default generators: of nothing in any data set."""
-        raise UserError(
-            f"clip.policy=public needs examples made of random numbers, which {type(self).__name__} has none of: write "
-            "its public_losses, or choose clip=fixed_layer or adaptive_layer."
-        )
-
     def order(self, examples: np.ndarray) -> np.ndarray:
         """The same examples in the order in which they share microbatches: the largest first, like beside like."""
         return examples

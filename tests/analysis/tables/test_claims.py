@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
-from groupwise.analysis import earlier_rules
 from groupwise.analysis.claims import ALIKE, CLAIMS, LESS, MORE, NO_WORSE, Claim, refuse_left_out
 from groupwise.analysis.coverage import refuse_unread
-from groupwise.analysis.earlier_rules import earlier_word, pooled
 from groupwise.analysis.findings import (
     AGREEMENT,
     DISAGREEMENT,
@@ -31,7 +29,6 @@ from groupwise.analysis.results import Folders, settings_of
 from groupwise.analysis.statistics import (
     Contrast,
     Differences,
-    Summary,
     detectable,
     differences,
     holm,
@@ -195,32 +192,6 @@ def test_without_the_score_of_one_answer_there_is_no_verdict(world):
         refuse_unread(world.folders)
 
 
-@pytest.mark.parametrize(
-    ("kind", "low", "high", "word"),
-    [
-        (LESS, -2, -1, AGREEMENT),
-        (LESS, 1, 2, DISAGREEMENT),
-        (MORE, -1, 2, UNDECIDED),
-        (ALIKE, -0.9, 0.9, AGREEMENT),
-        (ALIKE, -0.9, 1.1, UNDECIDED),
-        (ALIKE, -3, -1.1, DISAGREEMENT),
-        (NO_WORSE, -0.9, 5, AGREEMENT),
-        (NO_WORSE, -5, -1.1, DISAGREEMENT),
-    ],
-)
-def test_the_rules_of_before(kind, low, high, word):
-    assert earlier_word(kind, Summary((low + high) / 2, 6, 1.0, low, high)) == word
-
-
-def test_before_every_pair_was_a_witness(world):
-    def value(cell, seed):
-        return 60.0 - (cell["clip"] == "fixed_layer") * (1, 2, 6)[seed]
-
-    world.write(world.rows("adaptivity", value=value), "adaptivity")
-    found = pooled(claim(LESS), "mini", world.folders)
-    assert found.n == 6 and earlier_word(LESS, found) == AGREEMENT  # today: three witnesses, and no verdict
-
-
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.words)
 @pytest.mark.slow
 def test_a_flattering_change_is_caught(plant):
@@ -356,5 +327,3 @@ def test_the_projects_page_shows_what_its_rows_hold():
     found = verdicts(Folders(root / "paper", root / "measured", SWEEPS))
     assert fill(page.read_text(), page, found) == page.read_text(), "run python -m groupwise.analysis.findings"
     assert full(found) == (root / "tables" / "findings.md").read_text(), "run python -m groupwise.analysis.findings"
-    beside = earlier_rules.page(found, Folders(root / "paper", root / "measured", SWEEPS))
-    assert beside == (root / "tables" / "verdicts.md").read_text(), "run python -m groupwise.analysis.earlier_rules"

@@ -138,24 +138,15 @@ def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
     assert "no row has valid/accuracy" in capsys.readouterr().err
 
 
-def test_a_comparison_of_our_own_shows_means_and_spread_and_no_best(tmp_path):
-    (tmp_path / "public_thresholds.yaml").write_text("")
-    (tmp_path / "cifar.yaml").write_text("")
-    lines = [f"public_thresholds,clip=flat task=cifar,{seed},midi,{40 + 2 * seed}" for seed in range(3)]
-    head = "sweep,cell,seed,scale,valid/accuracy"
-    for name in ("public_thresholds", "cifar"):
-        (tmp_path / f"{name}_midi.csv").write_text("\n".join([head, *lines, ""]).replace("public_thresholds", name))
-    text = searches_page(tmp_path, tmp_path)
-    assert "## public_thresholds, scale=midi" in text and "## cifar" not in text
-    assert "| `clip=flat task=cifar` | 42.00 ± 2.00 | 3 |  |" in text
-
-
 def test_what_others_report_stands_beside_their_cell(tmp_path):
-    (tmp_path / "scatter_cnn.yaml").write_text("")
+    for name in ("scatter_cnn", "cifar"):
+        (tmp_path / f"{name}.yaml").write_text("")
     head, mode = "sweep,cell,seed,scale,valid/accuracy", "scatter_cnn,clip={} task=cifar,{},paper,{}"
     lines = [mode.format(clip, seed, 60 + seed) for clip in ("flat", "fixed_layer") for seed in range(3)]
-    (tmp_path / "scatter_cnn_paper.csv").write_text("\n".join([head, *lines, ""]))
+    for name in ("scatter_cnn", "cifar"):
+        (tmp_path / f"{name}_paper.csv").write_text("\n".join([head, *lines, ""]).replace("scatter_cnn", name))
     text = searches_page(tmp_path, tmp_path)
+    assert "## scatter_cnn, scale=paper" in text and "## cifar" not in text
     assert "| cell | valid/accuracy | seeds | published |" in text
     assert "| `clip=flat task=cifar` | 61.00 ± 1.00 | 3 | 69.3 (Tramèr and Boneh, 2021) |" in text
     assert "| `clip=fixed_layer task=cifar` | 61.00 ± 1.00 | 3 |  |" in text
