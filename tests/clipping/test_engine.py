@@ -350,9 +350,8 @@ def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_p
 def test_reentrant_checkpointing_is_refused(double):
     inner = nn.Linear(5, 5)
     x = torch.randn(4, 5, requires_grad=True)
-    with attach(inner, flat(inner), 1.0) as engine:
-        with pytest.raises(UserError, match=r"use_reentrant=False|graph"):
-            clip_batch(engine, lambda x: checkpoint(inner, x, use_reentrant=True).sum(1), x)
+    with attach(inner, flat(inner), 1.0) as engine, pytest.raises(UserError, match=r"use_reentrant=False|graph"):
+        clip_batch(engine, lambda x: checkpoint(inner, x, use_reentrant=True).sum(1), x)
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
