@@ -68,6 +68,11 @@ def pairs(a, b, x):
     return left * right
 
 
+def kinds(a, b, rows):
+    """As token types of one kind: rows that are all alike."""
+    return (a(rows) + b(torch.ones_like(rows))).tanh()
+
+
 def chain(a, b, x):
     """Layers of what all examples share follow each other."""
     grid = torch.arange(1.0, 1 + x.shape[1]).outer(torch.arange(1.0, 1 + WIDE)).sin()
@@ -84,7 +89,8 @@ LAYOUTS = {
     ).permute(2, 0, 1, 3),
     "grouped": lambda a, b, x: b(a(x.flatten(0, 1)).tanh()).unflatten(0, (-1, x.shape[1])),
     "tiled": pairs,
-    "tiled, shared by all": lambda a, b, x: a(x[:, 0]) + b(torch.ones(2, 5).repeat_interleave(len(x), 0))[: len(x)],
+    "grouped, with a type for all": lambda a, b, x: kinds(a, b, x.flatten(0, 1)).unflatten(0, (-1, x.shape[1])),
+    "tiled, with a type for all": lambda a, b, x: kinds(a, b, torch.cat([x, x.sin()])).unflatten(0, (2, -1)).prod(0),
     "a chain of shared inputs": chain,
 }
 
@@ -143,7 +149,9 @@ def test_what_all_examples_share_is_not_taken_for_the_batch_where_it_is_as_long(
     (model.layer if "parameter that" in name or name == "a parameter" else model.scale).requires_grad_(False)  # unused
     with attached(model, mode) as engine:
         for batch in batches:
-            assert_exact(engine, of_rows(model, torch.randn(batch, ROWS, WIDE)), range(batch), [0.5] * len(engine.groups))
+            assert_exact(
+                engine, of_rows(model, torch.randn(batch, ROWS, WIDE)), range(batch), [0.5] * len(engine.groups)
+            )
 
 
 class SequencesFirst(nn.Module):

@@ -108,7 +108,10 @@ class ClipPlan:
         """Plain values, for a checkpoint."""
         return {
             label: [
-                [[[each.axis, each.each, each.order.name] for each in site.layouts], [list(s) for s in sorted(site.shared)]]
+                [
+                    [[each.axis, each.each, each.order.name] for each in site.layouts],
+                    [list(s) for s in sorted(site.shared)],
+                ]
                 for site in sites
             ]
             for label, sites in self.calls.items()
@@ -252,12 +255,16 @@ def _round(
     more, other = (Recorder(known, fewer.seen, refuse) for _ in range(2))
     run(batches.more, more)
     run(batches.replaced, other)
-    calls: dict[str, list[CallSite]] = {}
+    found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
         moved = other.seen.get((label, nth))
         if moved is None or moved.shape != seen.shape:
             refuse(label, seen.shape, "gets another number of rows when one example is replaced: data choose them")
-        calls.setdefault(label, []).append(_site(label, seen, moved, refuse))
+        found[label, nth] = _site(label, seen, moved, refuse)
+    layouts = {layout for site in found.values() if site for layout in site.layouts}
+    calls: dict[str, list[CallSite]] = {}
+    for (label, nth), site in found.items():
+        calls.setdefault(label, []).append(site or _like_others(label, more.seen[label, nth], layouts, refuse))
     for label, nth in (*fewer.seen, *other.seen):
         if (label, nth) not in more.seen:
             refuse(label, fewer.seen[label, 0].shape, "is used more often in some batches than in others")
@@ -276,8 +283,8 @@ def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], refuse: Ref
     return growing[0] if growing else None
 
 
-def _site(label: str, seen: Seen, other: Seen, refuse: Refuse) -> CallSite:
-    """From the input's rows before and after an example was replaced."""
+def _site(label: str, seen: Seen, other: Seen, refuse: Refuse) -> CallSite | None:
+    """From the input's rows before and after an example was replaced; None where they do not tell the order."""
     assert seen.rows is not None and other.rows is not None
     moved = _moved(seen.rows, other.rows)
     if seen.axis is None:
@@ -292,4 +299,16 @@ def _site(label: str, seen: Seen, other: Seen, refuse: Refuse) -> CallSite:
     if not moved and each > 1:  # no example's data are in it; the rows that repeat are each example's
         tiled = not _moved(seen.rows[:MORE], seen.rows[:1].expand(MORE, 2))
         grouped = not _moved(seen.rows[:each], seen.rows[each : 2 * each])
+        if grouped == tiled:
+            return None
     return CallSite((Layout(seen.axis, each, Order.GROUPED if grouped or each == 1 else Order.TILED),))
+
+
+def _like_others(label: str, seen: Seen, layouts: set[Layout], refuse: Refuse) -> CallSite:
+    """Of an input whose rows are all alike, or of no example: in the order of the others with as many of them."""
+    assert seen.axis is not None
+    each = seen.shape[seen.axis] // MORE
+    orders = {layout.order for layout in layouts if layout.each == each}
+    if len(orders) != 1:
+        refuse(label, seen.shape, f"has {each} rows for each example that hold nothing of it")
+    return CallSite((Layout(seen.axis, each, orders.pop()),))
