@@ -233,7 +233,7 @@ class GroupPass:
 
 
 NOT_NAMED: Hashable = object()
-"""The microbatch of an ordinary forward pass, outside `forward_of`."""
+"""The microbatch of an ordinary forward pass, which its backward pass follows at once."""
 
 
 class ForwardPass:
@@ -363,11 +363,17 @@ class OpenPasses:
         if recorder is not None:
             self.end()
         elif microbatch is not NOT_NAMED:
-            self._waiting[microbatch], self.open, self.last = self.open, {}, None
+            if self.open:  # gradients were on
+                self._waiting[microbatch] = self.open
+            self.open, self.last = {}, None
 
     @contextmanager
     def backward(self, phase: Phase, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[BackwardPass]:
-        """Inside, the passes of a microbatch (or of the ordinary forward pass) take part; afterwards they are over."""
+        """Inside, the passes of a microbatch (or of the ordinary forward pass) take part; afterwards they are over.
+
+        Raises:
+            UserError: inside another one; no forward pass of that name waits, or it had another number of examples.
+        """
         self.refuse_nesting()
         outer = self.open
         if microbatch is not NOT_NAMED:
@@ -377,9 +383,13 @@ class OpenPasses:
                     f"forward(examples, {microbatch!r}) first, once for each backward pass."
                 )
             self.open = self._waiting.pop(microbatch)
-        self.backward_pass = BackwardPass(phase, examples, self.open)
         first = next(iter(self.open.values()), None)
         try:
+            if first is not None and first.batch != examples:
+                raise UserError(
+                    f"{first.batch} examples ran forward, and {examples} are said to run backward: give the same number."
+                )
+            self.backward_pass = BackwardPass(phase, examples, self.open)
             with nullcontext() if first is None else self.running(first.forward_pass):
                 yield self.backward_pass
         finally:
