@@ -10,7 +10,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
-from groupwise.training.mechanism import Sampler
+from groupwise.training.private_step import Sampler
 from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
 LOUD = 30.0

@@ -233,7 +233,7 @@ def _world(trainer: Trainer, direction: Tensor, absent: int | None) -> TrainerWo
     present = np.ones(trainer.task.train_size, dtype=bool)
     if absent is not None:
         present[absent] = False
-    trainer.mechanism.sampler = Present(trainer.mechanism.sampler, present)
+    trainer.private.sampler = Present(trainer.private.sampler, present)
 
     def along(releases: list[Release]) -> float:
         return float(releases[0].update @ direction)
@@ -273,9 +273,9 @@ def _clipped_sum(trainer: Trainer, examples: np.ndarray) -> Tensor:
     engine, thresholds = trainer.engine, trainer.thresholds
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
-    trainer.mechanism.clear()
+    trainer.private.clear()
     for start in range(0, len(examples), trainer.microbatch):
-        engine.backward(trainer.task.losses(examples[start : start + trainer.microbatch]))
+        engine.clip(trainer.task.losses_of, examples[start : start + trainer.microbatch])
     sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.task.model.parameters()]
     return torch.cat([own.flatten() for own in sums]).double()
 

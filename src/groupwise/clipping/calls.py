@@ -158,8 +158,8 @@ class LayerCalls:
             return self._without_batch(group, member, x, values)
         if layout.axis and (layout.each > 1 or not member.rule.features_last):
             raise UserError(
-                f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this type "
-                "of layer is clipped with the batch on its first axis."
+                f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this "
+                "type of layer is clipped with the batch on its first axis."
             )
         inputs, values = autocast(member.rule.autocast, x, values)
         group_pass, probe = self.enter(group, member, x.device)

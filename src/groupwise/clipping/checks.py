@@ -6,7 +6,6 @@ A parameter's gradient may come from its group (or from a layer that clips by it
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args
 
-import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import DirectFunction, GroupFunction

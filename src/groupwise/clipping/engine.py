@@ -19,7 +19,7 @@ from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
-from groupwise.clipping.trace import ClipPlan, Recorder, UntracedCall, trace
+from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UntracedCall, trace
 from groupwise.clipping.unchanged import unchanged
 from groupwise.errors import UserError
 
@@ -203,6 +203,9 @@ class ClippingEngine:
         Raises:
             UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
         """
+        return self._trace(losses_of, Batches.of(examples))
+
+    def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
         with unchanged(self.model) as generators:
 
             def run(rows: list[int], recorder: Recorder) -> None:
@@ -211,41 +214,46 @@ class ClippingEngine:
                     losses = losses_of(rows)
                 check_losses(losses, len(rows), traced=True)
 
-            found = trace(run, examples, _refuse_call)
+            found = trace(run, batches, _refuse_call)
         self.plan = self.plan.joined(found)
         return self.plan
 
     # -- one microbatch -------------------------------------------------------------------------------------------
 
     def clip(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
-        """Run a microbatch forward and backward: see `forward` and `backward`.
+        """Run a microbatch forward and backward: `losses`, then `backward`.
 
-        A call of a layer that the plan does not know is traced on these examples, once.
+        Returns:
+            The losses, (n,), without their graph.
+        """
+        losses = self.losses(losses_of, examples)
+        self.backward(losses)
+        return losses.detach()
+
+    def losses(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
+        """The losses of a microbatch, (n,), for `backward`. A call of a layer that the plan does not know is traced on
+        these examples, once.
 
         Args:
             losses_of: numbers of examples -> one loss for each of them, (n,), through the model.
             examples: the microbatch.
 
-        Returns:
-            The losses, (n,), without their graph.
-
         Raises:
-            UserError: as `trace` and `backward` do.
+            UserError: as `trace` does.
         """
         try:
             with self.forward(len(examples)):
-                losses = losses_of(examples)
+                return losses_of(examples)
         except UntracedCall:
-            known = self.plan
-            self.plan = ClipPlan()
-            try:
-                self.trace(losses_of, examples)
-                with self.forward(len(examples)):
-                    losses = losses_of(examples)
-            finally:
-                self.plan = known.joined(self.plan)
-        self.backward(losses)
-        return losses.detach()
+            if self._direct:  # other processes wait for this one's part of a pass
+                raise
+        known, self.plan = self.plan, ClipPlan()
+        try:
+            self._trace(losses_of, Batches.all_of(examples))
+            with self.forward(len(examples)):
+                return losses_of(examples)
+        finally:
+            self.plan = known.joined(self.plan)
 
     @contextmanager
     def forward(self, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[None]:
@@ -340,7 +348,7 @@ class ClippingEngine:
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
-        """A backward pass inside, by anybody and from any output of `forward(examples, microbatch)`, clips and is counted.
+        """A backward pass inside, by anybody and from any output of `forward(…, microbatch)`, clips and is counted.
 
         Its outputs must add up to Σ_i loss_i over the rows i of the batch, as `backward` has them.
 

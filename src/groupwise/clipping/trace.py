@@ -150,17 +150,56 @@ class Seen:
     """(rows, 2) float64: a random projection and a norm."""
 
 
+@dataclass(frozen=True)
+class Batches:
+    """Numbers of the examples of the passes: `more` and `fewer` of them, and `replaced`, with one other example."""
+
+    more: list[int]
+    fewer: list[int]
+    replaced: list[int]
+
+    @classmethod
+    def of(cls, examples: Sequence[int]) -> "Batches":
+        """From two examples or more, the longest first where lengths differ: it pads all batches alike.
+
+        Raises:
+            UserError: there is one alone.
+        """
+        some = _different(examples)
+        more = [some[i % len(some)] for i in range(MORE)]
+        other = some[MORE] if len(some) > MORE else next(i for i in reversed(some) if i != more[REPLACED])
+        return cls(more, more[:FEWER], [other if row == REPLACED else i for row, i in enumerate(more)])
+
+    @classmethod
+    def all_of(cls, examples: Sequence[int]) -> "Batches":
+        """All examples of a microbatch in each pass: the longest of them pads each, wherever it stands.
+
+        Raises:
+            UserError: there is one alone.
+        """
+        some = _different(examples)
+        return cls([*some, some[REPLACED]], some, [some[0], some[0], *some[2:], some[REPLACED]])
+
+
+def _different(examples: Sequence[int]) -> list[int]:
+    some = list(dict.fromkeys(examples))
+    if len(some) < 2:
+        raise UserError("One example alone does not show which rows are an example's own: give two or more.")
+    return some
+
+
 class Recorder:
     """Notes the inputs of calls in a forward pass.
 
     Args:
         plan: where calls are looked up meanwhile, as far as it knows them.
+        batches: those of the passes.
         fewer: what a pass on a smaller batch has shown; None in that pass itself, of which shapes are enough.
         refuse: makes an error of what is wrong with a call.
     """
 
-    def __init__(self, plan: ClipPlan, fewer: "dict[Call, Seen] | None", refuse: Refuse) -> None:
-        self._plan, self._fewer, self._refuse = plan, fewer, refuse
+    def __init__(self, plan: ClipPlan, batches: Batches, fewer: "dict[Call, Seen] | None", refuse: Refuse) -> None:
+        self._plan, self._batches, self._fewer, self._refuse = plan, batches, fewer, refuse
         self.seen: dict[Call, Seen] = {}
         self.meets = False
         """Whether a parameter met a tensor outside of a layer: what is found of it may show more such tensors."""
@@ -178,8 +217,9 @@ class Recorder:
         else:
             small = self._fewer.get((label, nth))
             if small is None:
-                self._refuse(label, shape, f"is used {nth + 1} times for {MORE} examples and less often for {FEWER}")
-            axis = _axis(label, shape, small.shape, self._refuse)
+                more, fewer = len(self._batches.more), len(self._batches.fewer)
+                self._refuse(label, shape, f"is used {nth + 1} times for {more} examples and less often for {fewer}")
+            axis = _axis(label, shape, small.shape, self._batches, self._refuse)
             self.seen[label, nth] = Seen(shape, axis, _rows(x.detach(), axis))
         known = self._plan.calls.get(label, ())
         if nth >= len(known):
@@ -203,41 +243,18 @@ def _moved(one: Tensor, two: Tensor) -> set[int]:
     return set(((one - two).abs() > 1e-6 * scale).any(1).nonzero().flatten().tolist())
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Numbers of the examples of the passes: `more` and `fewer` of them, and `replaced`, with one other example."""
-
-    more: list[int]
-    fewer: list[int]
-    replaced: list[int]
-
-    @classmethod
-    def of(cls, examples: Sequence[int]) -> "Batches":
-        """From two examples or more, the longest first where lengths differ: it pads all batches alike.
-
-        Raises:
-            UserError: there is one alone.
-        """
-        some = list(dict.fromkeys(examples))
-        if len(some) < 2:
-            raise UserError("One example alone does not show which rows are an example's own: give two or more.")
-        more = [some[i % len(some)] for i in range(MORE)]
-        other = some[MORE] if len(some) > MORE else next(i for i in reversed(some) if i != more[REPLACED])
-        return cls(more, more[:FEWER], [other if row == REPLACED else i for row, i in enumerate(more)])
-
-
-def trace(run: "Callable[[list[int], Recorder], None]", examples: Sequence[int], refuse: Refuse) -> ClipPlan:
+def trace(run: "Callable[[list[int], Recorder], None]", batches: Batches, refuse: Refuse) -> ClipPlan:
     """The plan of a model, from three forward passes, and three more for each layer of shared inputs.
 
     Args:
         run: computes the losses (n,) of some examples, always with the same random numbers, and has calls noted.
-        examples: numbers of two examples or more, the longest first where lengths differ.
+        batches: of its passes.
         refuse: makes an error of what is wrong with a call.
 
     Raises:
         UserError: examples are mixed, put in another order, or chosen by data; naming the layer or parameter.
     """
-    batches, known = Batches.of(examples), ClipPlan()
+    known = ClipPlan()
     for _ in range(ROUNDS):
         found, meets = _round(run, batches, known, refuse)
         if found == known or not (meets or any(site.shared for sites in found.calls.values() for site in sites)):
@@ -250,9 +267,9 @@ def _round(
     run: "Callable[[list[int], Recorder], None]", batches: Batches, known: ClipPlan, refuse: Refuse
 ) -> tuple[ClipPlan, bool]:
     """What three forward passes show, while calls are looked up in `known`; and whether a parameter met a tensor."""
-    fewer = Recorder(known, None, refuse)
+    fewer = Recorder(known, batches, None, refuse)
     run(batches.fewer, fewer)
-    more, other = (Recorder(known, fewer.seen, refuse) for _ in range(2))
+    more, other = (Recorder(known, batches, fewer.seen, refuse) for _ in range(2))
     run(batches.more, more)
     run(batches.replaced, other)
     found: dict[Call, CallSite | None] = {}
@@ -260,30 +277,32 @@ def _round(
         moved = other.seen.get((label, nth))
         if moved is None or moved.shape != seen.shape:
             refuse(label, seen.shape, "gets another number of rows when one example is replaced: data choose them")
-        found[label, nth] = _site(label, seen, moved, refuse)
+        found[label, nth] = _site(label, seen, moved, len(batches.more), refuse)
     layouts = {layout for site in found.values() if site for layout in site.layouts}
     calls: dict[str, list[CallSite]] = {}
     for (label, nth), site in found.items():
-        calls.setdefault(label, []).append(site or _like_others(label, more.seen[label, nth], layouts, refuse))
+        site = site or _like_others(label, more.seen[label, nth], len(batches.more), layouts, refuse)
+        calls.setdefault(label, []).append(site)
     for label, nth in (*fewer.seen, *other.seen):
         if (label, nth) not in more.seen:
             refuse(label, fewer.seen[label, 0].shape, "is used more often in some batches than in others")
     return ClipPlan({label: tuple(of) for label, of in calls.items()}), more.meets
 
 
-def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], refuse: Refuse) -> int | None:
+def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], batches: Batches, refuse: Refuse) -> int | None:
     """The axis that grows with the batch; None where nothing does."""
+    many, few = len(batches.more), len(batches.fewer)
     if len(more) != len(fewer):
-        refuse(label, more, f"gets {len(fewer)} axes for {FEWER} examples")
+        refuse(label, more, f"gets {len(fewer)} axes for {few} examples")
     growing = [axis for axis, (n, m) in enumerate(zip(more, fewer, strict=True)) if n != m]
-    if any(more[axis] * FEWER != fewer[axis] * MORE for axis in growing):
-        refuse(label, more, f"gets shape {fewer} for {FEWER} examples: data choose its rows")
+    if any(more[axis] * few != fewer[axis] * many for axis in growing):
+        refuse(label, more, f"gets shape {fewer} for {few} examples: data choose its rows")
     if len(growing) > 1:
         refuse(label, more, "has two axes that grow with the batch: examples are put beside each other")
     return growing[0] if growing else None
 
 
-def _site(label: str, seen: Seen, other: Seen, refuse: Refuse) -> CallSite | None:
+def _site(label: str, seen: Seen, other: Seen, examples: int, refuse: Refuse) -> CallSite | None:
     """From the input's rows before and after an example was replaced; None where they do not tell the order."""
     assert seen.rows is not None and other.rows is not None
     moved = _moved(seen.rows, other.rows)
@@ -291,23 +310,23 @@ def _site(label: str, seen: Seen, other: Seen, refuse: Refuse) -> CallSite | Non
         if moved:
             refuse(label, seen.shape, "has no axis for the batch and follows the examples")
         return CallSite(shared=frozenset({seen.shape}))
-    each = len(seen.rows) // MORE
+    each = len(seen.rows) // examples
     grouped = moved <= set(range(REPLACED * each, (REPLACED + 1) * each))
-    tiled = moved <= set(range(REPLACED, MORE * each, MORE))
+    tiled = moved <= set(range(REPLACED, examples * each, examples))
     if not (grouped or tiled):
-        refuse(label, seen.shape, f"has rows {sorted(moved)[:6]} that follow example {REPLACED} of {MORE}")
+        refuse(label, seen.shape, f"has rows {sorted(moved)[:6]} that follow example {REPLACED} of {examples}")
     if not moved and each > 1:  # no example's data are in it; the rows that repeat are each example's
-        tiled = not _moved(seen.rows[:MORE], seen.rows[:1].expand(MORE, 2))
+        tiled = not _moved(seen.rows[:examples], seen.rows[:1].expand(examples, 2))
         grouped = not _moved(seen.rows[:each], seen.rows[each : 2 * each])
         if grouped == tiled:
             return None
     return CallSite((Layout(seen.axis, each, Order.GROUPED if grouped or each == 1 else Order.TILED),))
 
 
-def _like_others(label: str, seen: Seen, layouts: set[Layout], refuse: Refuse) -> CallSite:
+def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout], refuse: Refuse) -> CallSite:
     """Of an input whose rows are all alike, or of no example: in the order of the others with as many of them."""
     assert seen.axis is not None
-    each = seen.shape[seen.axis] // MORE
+    each = seen.shape[seen.axis] // examples
     orders = {layout.order for layout in layouts if layout.each == each}
     if len(orders) != 1:
         refuse(label, seen.shape, f"has {each} rows for each example that hold nothing of it")

@@ -209,12 +209,10 @@ class Passes:
         self.stage, self._work, self._name = stage, work, name
         partition = PASSES[name]
         self._engine = None if partition is None else attach(stage, partition(stage), 1.0, rates=work.rates)
-        if self._engine is not None:
-            self._engine.asks_order = False  # the rows are nobody's
 
     def forward(self, x: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
         """What the stage sends on, or losses."""
-        with nullcontext() if self._engine is None else self._engine.forward_of(0):
+        with nullcontext() if self._engine is None else self._engine.forward(self._work.microbatch, 0):
             return self.stage(x, **kwargs)
 
     def backward(self, out: Tensor, gradient: Tensor | None) -> None:

@@ -1,6 +1,7 @@
-"""Loads the microbatches that were drawn, with torch's DataLoader; what a dataset draws at random follows the key."""
+"""Reads the examples that were drawn, with torch's DataLoader; what a dataset draws at random follows the key."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Real
@@ -9,13 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.privacy.accountants import is_whole
-from groupwise.training.mechanism import Mechanism
+from groupwise.training.microbatches import Microbatches
+from groupwise.training.private_step import LossesOf, PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 
 Place = tuple[int, int, Sequence[int]]
@@ -23,21 +26,6 @@ Place = tuple[int, int, Sequence[int]]
 
 Order = Callable[[np.ndarray], np.ndarray]
 """The numbers of a batch's examples, (n,), to the same numbers in the order in which they share microbatches."""
-
-
-def parts_of(
-    mechanism: Mechanism, drawn: np.ndarray, size: int, order: Order | None
-) -> list[tuple[int, np.ndarray, bool]]:
-    """This process's microbatches of a batch: where each begins, its examples, and whether it is a filler.
-
-    Each takes one or more. In shards all processes take as many, as each needs the others' parts of the parameters.
-    Who has no more examples takes the data's first, with its loss times 0.
-    """
-    share = in_order(mechanism.ranks.share(drawn), order)  # shares first: orders may differ between processes
-    most = -(-len(drawn) // mechanism.ranks.replicas) if mechanism.in_shards else len(share)
-    rows = {start: share[start : start + size] for start in range(0, max(most, 1), size)}
-    first = np.zeros(1, dtype=drawn.dtype)
-    return [(start, own if len(own) else first, not len(own)) for start, own in rows.items()]
 
 
 def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:
@@ -63,13 +51,8 @@ def length_of(data: Any) -> int:
     """N, of a dataset whose examples have numbers.
 
     Raises:
-        UserError: a loader, a table, columns of examples, or anything without a length and numbered examples.
+        UserError: a table, columns of examples, or anything without a length and numbered examples.
     """
-    if isinstance(data, DataLoader):
-        raise UserError(
-            "data is a DataLoader, whose batches are not drawn as the account of epsilon has it: give its dataset "
-            "(loader.dataset), and draw with private.batches(...)."
-        )
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(
             f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
@@ -132,50 +115,158 @@ def check_processes(ranks: Alone | Ranks) -> None:
         )
 
 
-def check_loading(num_workers: Any, collate_fn: Any, order: Any) -> None:
+def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any) -> None:
     """Refuse what no loader takes.
 
     Raises:
         UserError: naming the argument.
     """
-    if not isinstance(num_workers, Real) or not is_whole(num_workers) or num_workers < 0:  # type: ignore[arg-type]
-        raise UserError(f"num_workers={num_workers!r} is out of range: give a whole number of at least 0.")
+    for name, value, least in (("microbatch", microbatch, 1), ("num_workers", num_workers, 0)):
+        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore[arg-type]
+            raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
     for name, value, takes in (("collate_fn", collate_fn, "a list of examples"), ("order", order, "examples' numbers")):
         if value is not None and not callable(value):
             raise UserError(f"{name}={value!r} does not fit: give a function of {takes}, or leave it out.")
 
 
-def load(
-    data: Any,
-    places: Iterable[Place],
-    noise: NoiseSource,
-    process: int,
-    *,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    num_workers: int,
-    pin_memory: bool,
-) -> Iterator[Any]:
-    """What ``collate_fn`` makes of the examples of each place, in order.
+@dataclass(frozen=True)
+class Loading:
+    """How examples become a batch, as in ``torch.utils.data.DataLoader``."""
 
-    Torch's, Python's and numpy's default generators are the key's while examples are read, in worker processes too.
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    num_workers: int = 0
+    pin_memory: bool = False
+
+
+def taken_apart(data: Any, loading: dict[str, Any]) -> tuple[Any, Loading]:
+    """A dataset, and how it is read: as asked, else as the DataLoader that was given in its place has it.
+
+    Args:
+        data: a dataset, or a loader of one, whose sampler and batch size are not used.
+        loading: fields of `Loading`; None where nothing was asked.
     """
-    return iter(
-        DataLoader(
-            _Microbatches(data, collate_fn or default_collate, noise.child("data"), process),
-            batch_size=None,
-            sampler=places,
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # else the loader draws its workers' seeds from the caller's
+    asked = {name: value for name, value in loading.items() if value is not None}
+    if isinstance(data, DataLoader):
+        warnings.warn(
+            "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
+            "not, as every step draws each example with probability batch_size / N.",
+            stacklevel=3,
         )
-    )
+        own = {"collate_fn": data.collate_fn, "num_workers": data.num_workers, "pin_memory": data.pin_memory}
+        return data.dataset, Loading(**{**own, **asked})
+    return data, Loading(**asked)
+
+
+class DatasetSums(Microbatches):
+    """Clipped sums of batches that are drawn from a dataset.
+
+    Args:
+        model: whose losses are computed.
+        data: N examples by number.
+        losses: (model, batch) -> one loss for each of the batch's examples, (b,).
+        loading: how examples become a batch.
+        order: the numbers of this process's examples of a batch, (n,), in the order in which they share microbatches.
+        size: examples at once, at most.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        losses: Callable[[nn.Module, Any], Tensor],
+        loading: Loading,
+        order: Order | None,
+        size: int,
+    ) -> None:
+        super().__init__(size)
+        self.data, self.losses, self.loading, self.order = data, losses, loading, order
+        self._model = model
+        self._loaded: Iterator[Any] | None = None
+        self._place: tuple[int, int] = (-1, 0)
+        """Step and size of the microbatch that the workers give next."""
+
+    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
+        """This process's examples, in order: shared first, as orders may differ between processes."""
+        return in_order(ranks.share(drawn), self.order)
+
+    def losses_of(self, rows: Sequence[int]) -> Tensor:
+        """The losses (n,) of examples that are read now."""
+        return self.losses(self._model, self._read(rows))
+
+    def losses_of_some(self, rows: Sequence[int]) -> LossesOf:
+        """The same for some of these examples, each of which is read once: what is random about it stays as it is."""
+        items: dict[int, Any] = {}
+
+        def losses_of(some: Sequence[int]) -> Tensor:
+            for row in map(int, some):
+                if row not in items:
+                    items[row] = self._items([row])[0]
+            return self.losses(self._model, self.loading.collate_fn([items[int(row)] for row in some]))
+
+        return losses_of
+
+    def begin(self, private: PrivateStep, step: int) -> None:
+        """Have the workers read ahead, from this step on, unless they are there already."""
+        if not self.loading.num_workers or self._place == (step, self.size):
+            return
+        places = self._places(private, step)
+        reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
+        self._loaded = iter(
+            DataLoader(
+                reader,
+                batch_size=None,
+                sampler=places,
+                collate_fn=_as_it_is,
+                num_workers=self.loading.num_workers,
+                pin_memory=self.loading.pin_memory,
+                generator=torch.Generator(),  # else the loader draws its workers' seeds from the caller's
+            )
+        )
+
+    def _places(self, private: PrivateStep, first: int) -> Iterator[Place]:
+        for step in range(first, private.plan.steps):
+            drawn = private.sampler.indices(step)
+            for start, rows, _ in self.parts(private, self.share(drawn, private.ranks), drawn):
+                yield step, start, rows.tolist()
+
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
+        """See `Microbatches`; a batch may be read once more, to be traced."""
+        if self._loaded is not None:
+            self._place = (-1, 0)  # in the middle of a step; what fails there begins again
+            batch = next(self._loaded)
+        else:
+            batch = _Reader(self._read, private.noise.child("data"), private.ranks.replica)[step, start, rows.tolist()]
+            batch = _pinned(batch) if self.loading.pin_memory and torch.cuda.is_available() else batch
+
+        again = self.losses_of_some(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
+
+        def losses_of(some: Sequence[int]) -> Tensor:
+            return self.losses(self._model, batch) if some is rows else again(some)
+
+        return private.clip(losses_of, rows, filler)  # type: ignore[arg-type]
+
+    def end(self, private: PrivateStep, step: int) -> None:
+        """The workers' next microbatch is the next step's first."""
+        self._place = (step + 1, self.size)
+
+    def forget(self) -> None:
+        """Let the workers go."""
+        self._loaded, self._place = None, (-1, 0)
+
+    def _read(self, rows: Sequence[int]) -> Any:
+        return self.loading.collate_fn(self._items(rows))
+
+    def _items(self, rows: Sequence[int]) -> list[Any]:
+        if hasattr(self.data, "__getitems__"):
+            return list(self.data.__getitems__(list(rows)))
+        return [self.data[row] for row in rows]
 
 
 @dataclass(frozen=True)
-class _Microbatches(Dataset[Any]):
-    data: Any
-    collate: Callable[[list[Any]], Any]
+class _Reader(Dataset[Any]):
+    """Reads a microbatch by its place; default generators are the key's meanwhile, in worker processes too."""
+
+    read: Callable[[Sequence[int]], Any]
     noise: NoiseSource
     """Not the one of the model's masks: an augmentation must not repeat them."""
     process: int
@@ -183,10 +274,38 @@ class _Microbatches(Dataset[Any]):
     def __getitem__(self, place: Place) -> Any:
         step, start, rows = place
         with secret_randomness(self.noise, step, start, process=self.process):
-            if hasattr(self.data, "__getitems__"):
-                return self.collate(self.data.__getitems__(list(rows)))
-            return self.collate([self.data[row] for row in rows])
+            return self.read(rows)
+
+
+def _pinned(batch: Any) -> Any:
+    return tree_map(
+        lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) and torch.cuda.is_available() else leaf, batch
+    )
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+SAMPLE = 12
+"""Examples among which those to be traced are chosen."""
+
+
+def examples_to_trace(data: Any, size: int, most: int = 6) -> list[int]:
+    """Numbers of some examples from all over a dataset of N, the largest first: it pads their batches alike.
+
+    Raises:
+        UserError: there is one alone.
+    """
+    some = list(dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist()))
+    sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
+    first = max(some, key=lambda row: sizes[row])
+    if len(some) < 2:
+        raise UserError("data has one example, and two are needed to see that they keep apart: give more.")
+    return [first, *(row for row in some if row != first)][:most]
+
+
+def _numel(leaf: Any) -> int:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return int(leaf.numel() if isinstance(leaf, Tensor) else leaf.size)
+    return len(leaf) if isinstance(leaf, str | bytes) else 1

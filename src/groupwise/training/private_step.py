@@ -1,20 +1,20 @@
-"""Runs the private mechanism: what happens in one logical batch, in its order, whoever computes the losses.
+"""The one private step, Algorithm 1 from its sample to its account; whatever trains takes its steps through it.
 
-`open` draws the batch and sets the thresholds, `microbatch` gives each part its secret masks, `backward` clips, and
-`close` sums over replicas, adds noise once, moves the weights and then the thresholds, and counts the step. The loop of
-`run.py` (`groupwise.training.step`) and `groupwise.make_private` both train through this object and through nothing
-else.
+`run.py`, `groupwise.make_private`, transformers' Trainer, replicas, shards and stages of a pipeline differ in what a
+drawn batch is read from and how its clipped sums are formed (`BatchSums`), and in nothing else.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from groupwise.clipping import ClippingEngine
+from groupwise.clipping import ClippingEngine, ClipPlan
 from groupwise.errors import UserError
 from groupwise.privacy import (
     AdaptiveThresholds,
@@ -32,6 +32,9 @@ from groupwise.privacy.randomness import refuse_another_seed
 from groupwise.training.arithmetic import products
 from groupwise.training.ranks import Alone, Ranks
 
+LossesOf = Callable[[Sequence[int]], Tensor]
+"""Numbers of examples -> one loss for each, (n,), of that example alone."""
+
 
 class Sampler(Protocol):
     """Draws batches."""
@@ -40,34 +43,47 @@ class Sampler(Protocol):
         """The examples of step `step`, (n,) int64."""
 
 
+class BatchSums(Protocol):
+    """Forms the clipped sums of drawn batches."""
+
+    def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
+        """Add the clipped sums of this process's share of a batch to the parameters' .grad, which `private.clear` has
+        emptied; returns the sum of its losses, (), which is not private."""
+
+
 @dataclass(frozen=True)
 class Released:
-    """What one step released, and what is known of it; `drawn` and `counts` are not private.
+    """What one step released, and what is known of it; `drawn`, `counts`, `loss` and `nonfinite` are not private.
 
     Args:
         drawn: examples in the logical batch, over all replicas.
-        counts: how many of them were not clipped, (K,); (0,) without clipping.
+        counts: b̄_k, how many of them were not clipped, (K,); (0,) without clipping.
+        loss: the sum of this process's losses.
+        nonfinite: examples here that were left out, as a norm of theirs was not finite.
         noise_norm: expected ℓ2 norm of the noise in the update; None without clipping.
     """
 
     drawn: int
     counts: Tensor
+    loss: float
+    nonfinite: int
     noise_norm: float | None
 
 
 @dataclass(kw_only=True)
-class Mechanism:
-    """Everything that a private step reads or changes beside the losses.
+class PrivateStep:
+    """Everything that a private step reads or changes.
 
     Args:
         model: whose trainable parameters are released.
         engine: attached to it; None is plain training, without noise or guarantee, through the same steps.
-        thresholds: of the engine's groups; None without an engine.
+        thresholds: C_k of the engine's groups; None without an engine.
         plan: sets all noise scales.
         noise: the run's source, the same in all processes.
-        allocation: of the noise to the groups: "global", "equal_budget" or "weighted".
+        allocation: γ_k, of the noise to the groups: "global", "equal_budget" or "weighted".
         optimizer: over the trainable parameters.
         device: of the model.
+        sums: forms the clipped sums of a batch.
         ranks: the processes of the run.
         sampler: by default the one that the plan names, from the run's key.
         executed: steps that were released: the ledger that ε is accounted from.
@@ -82,14 +98,16 @@ class Mechanism:
     allocation: str
     optimizer: torch.optim.Optimizer
     device: torch.device
+    sums: BatchSums
     ranks: Alone | Ranks = field(default_factory=Alone)
     sampler: Sampler = None  # type: ignore[assignment]  # never None once made
     executed: int = 0
     keeps_gradients: bool = False
+    running: bool = field(init=False, default=False)
+    """Whether a step runs: its noise is not there yet, or its thresholds have not moved."""
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._opened: tuple[int, int] | None = None
         given = self.sampler
         self.use_key(self.noise)
         if given is not None:
@@ -103,25 +121,36 @@ class Mechanism:
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         self.sampler = sampler_of(self.plan, noise)
 
-    def open(self, step: int) -> np.ndarray:
-        """Begin the logical batch of step `step` (0-based); returns its examples, (n,), for all replicas together.
+    # -- Algorithm 1 --------------------------------------------------------------------------------------------------
 
-        A batch that was open is forgotten, with all that it has summed.
+    def step(self) -> Released:
+        """Take one step: one batch, one release, one update, one entry on the ledger.
+
+        A step that fails before its noise has released nothing, and the next call takes it again, with the same batch
+        and noise.
+
+        Raises:
+            UserError: what `ClippingEngine.clip` refuses; an optimiser that would move the parameters meanwhile.
         """
-        drawn = self.sampler.indices(step)
-        if self.engine is not None and self.thresholds is not None:
-            self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
-        self.clear()
-        self._opened = step, len(drawn)
-        return drawn
-
-    @property
-    def drawn(self) -> int:
-        """Examples in the open batch, over all replicas; not private. 0 where none is open."""
-        return 0 if self._opened is None else self._opened[1]
+        step = self.executed
+        with self._alone_in_charge() as begin_release:
+            drawn = self.sampler.indices(step)  # line 5
+            if self.engine is not None and self.thresholds is not None:
+                self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
+            self.clear()
+            loss = self.sums.add(self, step, drawn)  # lines 6-11
+            counts = self._sum_over_replicas()
+            begin_release()
+            self.executed += 1  # whatever comes now: this noise is never added to other gradients
+            noise_norm = self._release(step)  # lines 12-13, with the thresholds that clipped
+            self.optimizer.step()  # line 14
+            if self.thresholds is not None:
+                self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
+        nonfinite = 0 if self.engine is None else self.engine.nonfinite
+        return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
 
     def clear(self) -> None:
-        """Forget what was summed of the open batch, whose microbatches can then begin again."""
+        """Forget what was summed of the batch, whose microbatches can then begin again."""
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         if self.engine is not None:
             self.engine.reset()
@@ -131,64 +160,75 @@ class Mechanism:
         process = self.ranks.replica * self.ranks.stages + self.ranks.stage
         return secret_randomness(self.noise, step, start, process=process, device=self.device)
 
-    def backward(self, losses: Tensor, filler: bool = False) -> None:
-        """Add the clipped sums of a microbatch with losses (b,) to the gradients; on a GPU without TF32.
+    def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
+        """Add the clipped sums of a microbatch to the gradients; the backward pass on a GPU is without TF32.
 
         Args:
+            losses_of: the losses (b,) of the microbatch, or of some of its examples.
+            rows: the microbatch, (b,).
             filler: the examples are not of the batch, and the pass is only for the messages that it sends: their losses
                 count 0 times, which adds exactly nothing, and they are not counted.
 
+        Returns:
+            The losses, without their graph.
+
         Raises:
-            UserError: torch was seeded since the microbatch began; what `ClippingEngine.backward` refuses.
+            UserError: torch was seeded since the microbatch began; what `ClippingEngine.clip` refuses.
         """
-        refuse_another_seed()
-        losses = losses * 0 if filler else losses
-        if self.engine is None:
-            losses.sum().backward()
-            return
-        # The engine has this too, but torch could not read `allow_tf32` inside of it where a tf32 run has set that.
         exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
+        if self.engine is None:
+            losses = losses_of(rows)
+            refuse_another_seed()
+            losses.sum().backward()
+            return losses.detach()
+        losses = self.engine.losses(losses_of, rows)
+        refuse_another_seed()
         with exact, self.engine.uncounted() if filler else nullcontext():
-            self.engine.backward(losses)
+            self.engine.backward(losses * 0 if filler else losses)
+        return losses.detach()
 
-    def close(self) -> Released:
-        """End the logical batch: one release, one update, one step on the ledger.
+    @contextmanager
+    def _alone_in_charge(self) -> Iterator[Callable[[], None]]:
+        """Inside, no optimiser moves the parameters until what is yielded was called: sums have no noise before.
 
         Raises:
-            UserError: no batch is open, so that this would be a second noise on it.
+            UserError: a step inside of a step; hooks on parameters.
         """
-        if self._opened is None:
-            raise UserError("No logical batch is open, so there is nothing to release: open(step) begins one.")
-        (step, drawn), self._opened = self._opened, None
-        try:
-            counts = self._sum_over_replicas()
-            noise_norm = self._release(step)
-            self.optimizer.step()
-            if self.thresholds is not None:
-                self.thresholds.update(counts, drawn, self.count_noise, step)  # last: noise took those that clipped
-        finally:
-            self.executed += 1  # whatever happened in between: this noise is never added to other gradients
-        return Released(drawn, counts, noise_norm)
+        if self.running:
+            raise UserError("A private step was begun inside another one: take it when that has ended.")
+        for parameter in self.trainable:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                name = next((name for name, other in self.model.named_parameters() if other is parameter), "")
+                raise UserError(
+                    f"Parameter {name!r} has a hook, which sees clipped sums without noise and may change them: remove "
+                    "it."
+                )
+        released, own = [False], {id(parameter) for parameter in self.trainable}
 
-    def drop(self) -> None:
-        """Forget the batch that is open, if one is, with all that it has summed."""
-        if self._opened is not None:
-            self._opened = None
-            for parameter in self.trainable:
-                parameter.grad = None
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not released[0] and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise UserError(
+                    "An optimizer stepped inside of a private step, on gradients that have no noise yet: leave "
+                    "optimizer.step() out of the losses and of hooks, as the private step calls it."
+                )
+
+        hook = register_optimizer_step_pre_hook(refuse)
+        self.running = True
+        try:
+            yield lambda: released.__setitem__(0, True)
+        finally:
+            self.running = False
+            hook.remove()
 
     def _sum_over_replicas(self) -> Tensor:
         """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""
         counts = torch.zeros(0) if self.engine is None else self.engine.counts
         if self.ranks.replicas > 1:
             on_device = counts.to(self.device)
-            self.ranks.sum_([*self._own_sums(), *([on_device] if len(counts) else [])])
+            own = [] if self.in_shards else self._gradients()  # shards were summed on their way here
+            self.ranks.sum_([*own, *([on_device] if len(counts) else [])])
             counts = on_device.cpu()
         return counts
-
-    def _own_sums(self) -> list[Tensor]:
-        """Gradients that hold this replica's share alone; those of an empty share are zeros."""
-        return [] if self.in_shards else self._gradients()  # shards were summed on their way here
 
     @property
     def in_shards(self) -> bool:
@@ -208,8 +248,9 @@ class Mechanism:
             for gradient in self._gradients():
                 gradient.div_(batch_size)
             return None
+        sensitivity = self.engine.sensitivity(self.plan.adjacency)
         stds = release_gradients(
-            self.engine.sensitivity(self.plan.adjacency),
+            sensitivity,
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
@@ -217,15 +258,17 @@ class Mechanism:
             step=step,
             groups_elsewhere=self.plan.num_groups - len(self.engine.groups),
         )
-        sizes = torch.tensor([sum(p.numel() for p in group.parameters) for group in self.engine.groups])
-        return float((stds.square() * sizes).sum().sqrt()) / batch_size
+        sizes = [sum(parameter.numel() for parameter in group) for group in sensitivity.groups]
+        return float((stds.square() * torch.tensor(sizes)).sum().sqrt()) / batch_size
+
+    # -- the account and the state ------------------------------------------------------------------------------------
 
     def spent(self) -> EpsilonReport:
-        """What the steps on the ledger cost, accounted anew; seconds, where this process has not composed as many."""
+        """What the steps on the ledger cost, accounted again from them; seconds, where this process has not before."""
         return self.plan.spent(self.executed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""
+        """Plans, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""
         return {
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
             "noise_key": self.noise.key,
@@ -233,13 +276,16 @@ class Mechanism:
             "noise_secure": self.noise.secure,
             "noise_drawn": self.noise.drawn,
             "plan": self.plan.to_dict(),
+            "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go back to after `step` steps (plan and key are the caller's)."""
         if self.thresholds is not None:
             self.thresholds.load_state_dict(state["thresholds"])
-        self._opened, self.executed = None, step
+        if self.engine is not None:
+            self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
+        self.executed = step
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:

@@ -4,8 +4,7 @@ Other examples of a batch are replaced, and an example's loss and norms must sta
 numbers of its own; and no buffer may change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
