@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
-from groupwise.clipping.trace import ClipPlan
-from groupwise.errors import UserError
 from tests.clipping.alone import looped
 from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn

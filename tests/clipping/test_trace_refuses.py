@@ -162,7 +162,7 @@ class RowByRow(nn.Module):
 
 def test_a_layer_that_runs_once_for_each_example_is_refused():
     model = RowByRow()
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="'b'.* used 4 times for 5"):
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'b'.* used 4 times for 5"):
         engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
 
 
@@ -242,10 +242,10 @@ def test_one_example_alone_shows_nothing(rows):
 def test_as_many_tokens_as_examples_are_refused(rows):
     """The trace sees those of an example that it replaces; the check, the sums of all."""
     model, x = Two(one_for_each), torch.randn(8, 3, 5)
-    with attach(model, flat(model), 1.0) as engine:
-        with pytest.raises(UserError, match="cannot be told|by a loop over single examples|among others"):
-            engine.trace(of_rows(model, x), rows)
-            verify(engine, of_rows(model, x), rows)
+    says = r"cannot be told|by a loop over single examples|among others"
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
+        engine.trace(of_rows(model, x), rows)
+        verify(engine, of_rows(model, x), rows)
 
 
 class Factors(nn.Module):
@@ -266,9 +266,9 @@ def test_constants_that_a_parameter_meets_one_after_the_other_are_refused_from_t
     x = torch.randn(6, 5)
     for many, refused in ((10, False), (14, True)):
         model = Factors(many)
-        with attach(model, flat(model), 1.0) as engine:
-            with pytest.raises(UserError, match="too deep") if refused else nullcontext():
-                engine.trace(of_rows(model, x), range(6))
+        found = pytest.raises(UserError, match="too deep") if refused else nullcontext()
+        with attach(model, flat(model), 1.0) as engine, found:
+            engine.trace(of_rows(model, x), range(6))
 
 
 class Put(nn.Module):
