@@ -20,7 +20,7 @@ from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UntracedCall, trace
-from groupwise.clipping.unchanged import unchanged
+from groupwise.clipping.unchanged import GivenGenerators, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -207,10 +207,11 @@ class ClippingEngine:
 
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
         with unchanged(self.model) as generators:
+            given = GivenGenerators(generators)
 
             def run(rows: list[int], recorder: Recorder) -> None:
                 generators.seed(0)
-                with self._patches.installed(), self._passes.forward(len(rows), recorder=recorder):
+                with self._patches.installed(), self._passes.forward(len(rows), recorder=recorder), given:
                     losses = losses_of(rows)
                 check_losses(losses, len(rows), traced=True)
 
