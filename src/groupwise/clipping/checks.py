@@ -70,22 +70,26 @@ class Attached:
     """
 
     def __init__(self, model: nn.Module, shards: bool) -> None:
-        self._model, self._shards = model, shards
-        self._known = {name: (p, p.requires_grad, p.shape, p.dtype) for name, p in model.named_parameters()}
+        self._shards = shards
+        self._known = [
+            (f"{name}.{local}" if name else local, module._parameters, local, p, p.requires_grad, p.shape, p.dtype)
+            for name, module in model.named_modules()
+            for local, p in module._parameters.items()
+            if p is not None
+        ]
 
     def check_same(self) -> None:
-        """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or got another shape or dtype.
+        """Refuse a parameter that was taken away, replaced, frozen, thawed, or got another shape or dtype.
+
+        One that was added since is refused where the losses reach it (`check_paths`).
 
         Raises:
             UserError: naming the parameter.
         """
-        seen = 0
-        for name, parameter in self._model.named_parameters():
-            known = self._known.get(name)
-            if known is None:
-                _refuse(name, "added or replaced")
-            before, trained, shape, dtype = known
-            seen += 1
+        for name, there, local, before, trained, shape, dtype in self._known:
+            parameter = there.get(local)
+            if parameter is None:
+                _refuse(name, "taken out of the model")
             if parameter.requires_grad != trained:
                 _refuse(name, "thawed" if parameter.requires_grad else "frozen")
             if not trained or self._shards:
@@ -94,9 +98,6 @@ class Attached:
                 _refuse(name, "replaced by another tensor", " (to change its values, copy them into it)")
             if parameter.shape != shape or parameter.dtype != dtype:
                 _refuse(name, f"made {parameter.dtype} of shape {tuple(parameter.shape)}")
-        if seen < len(self._known):
-            there = dict(self._model.named_parameters())
-            _refuse(next(name for name in self._known if name not in there), "taken out of the model, or tied,")
 
     def check_gradients(self) -> None:
         """Refuse a parameter that trains and has no gradient.
@@ -106,7 +107,7 @@ class Attached:
         """
         if self._shards:  # they may get their gradients later
             return
-        for name, (parameter, trained, _, _) in self._known.items():
+        for name, _, _, parameter, trained, _, _ in self._known:
             if trained and parameter.grad is None:
                 raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
 
@@ -135,7 +136,7 @@ def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
     raise UserError(f"Parameter {name!r} was {done} after attaching: detach(), then attach again{remedy}.")
 
 
-def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
+def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, leaves: bool = True) -> None:
     """Walk the autograd graph of the losses: only groups, or layers that clip by themselves, may lead to parameters.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
@@ -145,6 +146,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         losses: the per-example losses, (B,), or any other output of the model.
         names: names of the trainable parameters, by id.
         shards: parameters may be shards, and whole tensors that nobody can name while their layer runs.
+        leaves: other tensors may get a gradient, as what a pipeline's stage received.
 
     Raises:
         UserError: naming the parameter; reentrant checkpointing, inside which nothing can be seen.
@@ -182,6 +184,12 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
             raise UserError(
                 f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "
                 "gradient nobody clips: make it part of the model before attaching, or freeze it."
+            )
+        if isinstance(variable, Tensor) and not (leaves or shards):
+            raise UserError(
+                f"The losses use a tensor of shape {tuple(variable.shape)} that requires a gradient and is no parameter "
+                "of the model, so nobody would clip it: make it a torch.nn.Parameter of the model before attaching, or "
+                "detach it."
             )
         ours = kind == direct and node._forward_cls is DirectFunction
         following = node.next_functions[:2] if ours else node.next_functions  # probe and input
