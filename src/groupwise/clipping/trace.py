@@ -44,6 +44,8 @@ class CallSite:
 
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
         """The layout of an input of this shape in a batch of B examples; None where sizes do not tell one."""
+        if len(self.layouts) == 1 and not self.shared:  # the usual case, without a set
+            return _fitting(self.layouts[0], shape, examples)
         fits = {found for layout in self.layouts if (found := _fitting(layout, shape, examples)) is not None}
         if self.shared and self._is_shared(shape, examples):
             fits.add(SHARED)
