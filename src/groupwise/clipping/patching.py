@@ -117,11 +117,14 @@ class Patches:
         mask: Any = kwargs.get("attn_mask", args[5] if len(args) > 5 else None)
 
         each = _rows_met(copies, (leaf for leaf in tensors if leaf is not mask), axis)
+        guesses = each is not None and self.calls.traces  # where the batch is, may not be known yet
 
         def plain(leaf: Any, at: int) -> Any:
+            if guesses:
+                return leaf.like.detach() if _is_copy(leaf) else leaf
             if leaf is mask and _is_copy(leaf) and leaf.dim() == 2:  # (L, S), the same for all examples and heads
                 return leaf.rows.repeat_interleave(module.num_heads, 0)
-            return align(leaf, leaf.dim(), Layout(at, each), type(module).__name__) if _is_copy(leaf) else leaf
+            return align(leaf, leaf.dim(), Layout(at, each or 1), type(module).__name__) if _is_copy(leaf) else leaf
 
         first, rest = (args[:1], args[1:]) if recurrent else (args, ())
         args = (*tree_map(lambda t: plain(t, axis), first), *tree_map(lambda t: plain(t, 1), rest))
@@ -183,14 +186,14 @@ def _input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: 
     return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
 
 
-def _rows_met(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> int:
-    """How many rows an example has in the first input, like the copies, that holds the batch on that axis; else 1."""
+def _rows_met(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> int | None:
+    """How many rows an example has in the first input, like the copies, that holds the batch on that axis."""
     for x in inputs:
         if not _is_copy(x) and x.dim() == copies[0].dim() and x.is_floating_point():
             layout = copies[0].origin.layout_of(x)
             if layout is not None and layout.axis == axis:
                 return layout.each
-    return 1
+    return None
 
 
 def _is_copy(leaf: Any) -> bool:
