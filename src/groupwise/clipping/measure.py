@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import run_backward
+from groupwise.clipping.checks import check_losses
 from groupwise.clipping.cost_model import Formula
 from groupwise.clipping.engine import attach
 from groupwise.clipping.microbatches import NOT_NAMED
@@ -30,7 +31,7 @@ def gradient_norms(
     Args:
         model: whose parameters train.
         losses_of: numbers of examples -> one loss for each, (n,), through `model`.
-        examples: the numbers to measure, two or more; the longest first where lengths differ.
+        examples: the numbers to measure, the longest first where lengths differ.
         partition: groups; None is one a layer, `flat(model)` the whole gradient.
         microbatch: how many examples run at once.
         formula: "auto" raises norms of cancelling terms a little, in float32 (docs/sharp_edges.md, "Numbers");
@@ -45,12 +46,12 @@ def gradient_norms(
     groups = per_layer(model) if partition is None else partition
     found: list[Tensor] = []
     with unchanged(model), attach(model, groups, 1.0, formula=formula) as engine:
-        if len(examples):
+        if min(len(examples), microbatch) > 1:
             engine.trace(losses_of, examples)
         for start in range(0, len(examples), microbatch):
             rows = examples[start : start + microbatch]
-            with engine.forward(len(rows), NOT_NAMED):
-                losses = losses_of(rows)
+            losses = engine.losses(losses_of, rows)
+            check_losses(losses, len(rows))
             engine.check_output(losses)
             with engine.norms_of(NOT_NAMED, len(rows)):
                 run_backward(losses)
