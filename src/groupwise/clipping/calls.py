@@ -6,7 +6,7 @@ linear maps and embeddings inside a module. They are made when they are first us
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,11 @@ class LayerCalls:
 
         Raises:
             UntracedCall: the plan does not know it.
-            UserError: it is inside of `torch.func`.
+            UserError: it is inside of `torch.func`, or x is nested or sparse.
         """
         _refuse_transforms(label)
+        if x.is_nested or x.layout is not torch.strided:
+            _refuse_layout(label, x)
         return self.passes.forward_pass.find(label, x, meets)
 
     @property
@@ -248,3 +250,11 @@ def _refuse_transforms(label: str) -> None:
             "examples cannot be told apart: use it on the whole batch (derivatives by finite differences), or freeze "
             "it."
         )
+
+
+def _refuse_layout(label: str, x: Tensor) -> NoReturn:
+    nested = "pad them to the longest (torch.nested.to_padded_tensor), and give the model a mask"
+    raise UserError(
+        f"{label} got a {'nested' if x.is_nested else 'sparse'} tensor, whose examples are not told apart: "
+        f"{nested if x.is_nested else 'make it dense (to_dense)'}."
+    )
