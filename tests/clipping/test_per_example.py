@@ -391,9 +391,9 @@ def test_a_checkpointed_module_with_parameters_of_its_own(mode):
 def test_reentrant_checkpointing_is_refused(mode):
     make_partition, options = MODES[mode]
     model, x = Again(reentrant=True), torch.randn(4, 3, 5)
-    with attach(model, make_partition(model), 1.0, **options) as engine:
-        with pytest.raises(UserError, match="use_reentrant=False"):
-            clip(engine, rows_of(model, x), range(4))
+    refused = pytest.raises(UserError, match="use_reentrant=False")
+    with attach(model, make_partition(model), 1.0, **options) as engine, refused:
+        clip(engine, rows_of(model, x), range(4))
 
 
 def test_a_temperature_is_released_with_noise():

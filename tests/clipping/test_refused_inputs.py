@@ -92,9 +92,9 @@ def test_a_nested_tensor_is_refused(layout):
         return torch.stack([y.square().sum() for y in model(x).unbind()])
 
     for rows in ([0, 1], [1]):
-        with attach(model, flat(model), 1.0) as engine:
-            with pytest.raises(UserError, match=r"Layer '0' got a nested tensor, .* pad them to the longest"):
-                clip(engine, losses_of, rows)
+        refused = pytest.raises(UserError, match=r"Layer '0' got a nested tensor, .* pad them to the longest")
+        with attach(model, flat(model), 1.0) as engine, refused:
+            clip(engine, losses_of, rows)
 
 
 def vmapped(model: nn.Module, x: Tensor) -> Tensor:
@@ -138,9 +138,8 @@ def tangent(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
 def test_transforms_inside_of_forward_are_refused_where_they_meet_what_trains(done, make_partition):
     model, x = Transforms(done), torch.randn(6, 4)
-    with attach(model, make_partition(model), 1.0) as engine:
-        with pytest.raises(UserError, match=r"inside of torch\.func"):
-            clip_batch(engine, lambda x: model(x).sum(1), x)
+    with attach(model, make_partition(model), 1.0) as engine, pytest.raises(UserError, match=r"inside of torch\.func"):
+        clip_batch(engine, lambda x: model(x).sum(1), x)
     free = Transforms(lambda model, x: torch.vmap(torch.sin)(model.layer(x)))
     with attach(free, make_partition(free), 1.0) as engine:
         clip_batch(engine, lambda x: free(x).sum(1), x)
