@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from groupwise.clipping.unchanged import Generators
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.privacy.accountants import is_whole
@@ -194,13 +195,14 @@ class DatasetSums(Microbatches):
         return self.losses(self._model, self._read(rows))
 
     def losses_of_some(self, rows: Sequence[int]) -> LossesOf:
-        """The same for some of these examples, each of which is read once: what is random about it stays as it is."""
+        """The same for some of these examples, which are read once, past the generators: each is what it is in all
+        passes, and so are the masks of the model."""
         items: dict[int, Any] = {}
 
         def losses_of(some: Sequence[int]) -> Tensor:
-            for row in map(int, some):
-                if row not in items:
-                    items[row] = self._items([row])[0]
+            if not items:
+                with Generators(()).kept():
+                    items.update(zip(map(int, rows), self._items(rows), strict=True))
             return self.losses(self._model, self.loading.collate_fn([items[int(row)] for row in some]))
 
         return losses_of

@@ -20,7 +20,7 @@ from groupwise.private.data import DatasetSums, check_processes, length_of, prin
 from groupwise.private.seal import check_seal, sealed
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.reports import Progress
+from groupwise.training.progress import Progress
 
 TAKEN: WeakSet[nn.Module] = WeakSet()
 """Modules of the models that are private now."""
@@ -93,7 +93,7 @@ class Private:
         kind = type(self.model).__name__
         return f"<private training of a {kind}: {self.executed} of {self.plan.steps} steps, {self.plan.epsilon:g}-DP>"
 
-    # -- what was promised and spent -------------------------------------------------------------------------------------
+    # -- what was promised and spent -----------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
@@ -131,7 +131,7 @@ class Private:
         spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
         return f"{self.plan.statement()}{secret}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps."
 
-    # -- the loop --------------------------------------------------------------------------------------------------------
+    # -- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, count: int | None = None) -> Steps:
         """The steps that are left, or the next ``count`` of them, to loop over: each is taken when its turn comes.
@@ -196,7 +196,7 @@ class Private:
 
             reshard(self.core.model)
 
-    # -- what is refused -------------------------------------------------------------------------------------------------
+    # -- what is refused -----------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, *_: Any) -> None:
         if not self.core.running:
@@ -247,7 +247,7 @@ class Private:
             "private.state_dict(), and load it into a new one."
         )
 
-    # -- going on later --------------------------------------------------------------------------------------------------
+    # -- going on later ------------------------------------------------------------------------------------------------
 
     @property
     def _processes(self) -> str:
