@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.factors import starts_kernels, with_gone
+from groupwise.clipping.forward_pass import ForwardPass
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import FIRST, SHARED, Layout
+from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
@@ -45,7 +46,7 @@ class BackwardPass:
 class GroupPass:
     """One group in one forward and backward pass: the probe, what its layers handed in, and the sums so far."""
 
-    def __init__(self, group: ClippingGroup, forward_pass: "ForwardPass", passes: "OpenPasses") -> None:
+    def __init__(self, group: ClippingGroup, forward_pass: ForwardPass, passes: "OpenPasses") -> None:
         self.group, self.forward_pass, self._passes = group, forward_pass, passes
         self.batch = forward_pass.examples
         self.calls = 0
@@ -153,8 +154,8 @@ class GroupPass:
         current = self._passes.backward_pass
         if current is None:
             raise UserError(
-                "Return the losses and let the private step run the backward pass: loss.backward() inside of them would "
-                "not be clipped."
+                "Return the losses and let the private step run the backward pass: loss.backward() inside of them "
+                "would not be clipped."
             )
         return current
 
@@ -236,57 +237,6 @@ NOT_NAMED: Hashable = object()
 """The microbatch of an ordinary forward pass, which its backward pass follows at once."""
 
 
-class ForwardPass:
-    """One forward pass of B examples: looks its calls up in the plan, in their order.
-
-    Args:
-        examples: B.
-        plan: where the layers' inputs hold the examples.
-        recorder: notes the calls instead, in a pass of the trace.
-    """
-
-    def __init__(self, examples: int, plan: ClipPlan, recorder: Recorder | None = None) -> None:
-        self.examples, self.recorder = examples, recorder
-        self._plan = plan
-        self._counts: dict[str, int] = {}
-        self._seen: dict[tuple[str, torch.Size], Layout] = {}
-        self.ended = False
-        """Whether what runs now runs once more, inside the backward pass (checkpointing)."""
-
-    def find(self, label: str, x: Tensor, meets: bool) -> Layout:
-        """Where the input x of the next call of a layer or parameter holds the batch.
-
-        Raises:
-            UntracedCall: the plan does not know the call.
-        """
-        if self.examples == 1 and self.recorder is None:  # all rows are the one example's
-            return SHARED if x.dim() == 0 else Layout(0, len(x))
-        if self.ended:
-            return self._again(label, x)
-        nth = self._counts.get(label, 0)
-        self._counts[label] = nth + 1
-        if self.recorder is not None:
-            return self.recorder.note(label, nth, x, meets)
-        layout = self._plan.find(label, nth, x, self.examples)
-        if self._seen.setdefault((label, x.shape), layout) != layout:
-            self._seen[label, x.shape] = TWO
-        return layout
-
-    def _again(self, label: str, x: Tensor) -> Layout:
-        layout = self._seen.get((label, x.shape))
-        if layout is None or layout is TWO:
-            raise UserError(
-                f"{label} runs inside the backward pass on a tensor of shape {tuple(x.shape)}, which it did not get in "
-                "the forward pass, or got with the batch on several axes: use checkpointing with use_reentrant=False, "
-                "around this layer alone or not at all."
-            )
-        return layout
-
-
-TWO = Layout(axis=-1)
-"""Of calls of one layer, alike in shape, that hold the batch in two ways."""
-
-
 class OpenPasses:
     """The group passes of one engine that have run forward; `backward_pass` is the backward pass that runs, if any."""
 
@@ -342,7 +292,9 @@ class OpenPasses:
         return passes
 
     @contextmanager
-    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED, recorder: Recorder | None = None) -> Iterator[None]:
+    def forward(
+        self, examples: int, microbatch: Hashable = NOT_NAMED, recorder: Recorder | None = None
+    ) -> Iterator[None]:
         """What runs inside is a forward pass of B examples; a named one waits for `backward(..., microbatch)`, and the
         next one is waited for by an ordinary one. One that fails is forgotten.
 
@@ -387,7 +339,8 @@ class OpenPasses:
         try:
             if first is not None and first.batch != examples:
                 raise UserError(
-                    f"{first.batch} examples ran forward, and {examples} are said to run backward: give the same number."
+                    f"{first.batch} examples ran forward, and {examples} are said to run backward: give the same "
+                    "number."
                 )
             self.backward_pass = BackwardPass(phase, examples, self.open)
             with nullcontext() if first is None else self.running(first.forward_pass):
