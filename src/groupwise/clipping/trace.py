@@ -12,7 +12,7 @@ layers are found in one round of passes, and what their outputs meet in the next
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ ROUNDS = 12
 
 class UntracedCall(UserError):
     """A call that the plan does not know: trace again, with examples like those of this batch."""
+
+
+class UnevenPasses(UserError):
+    """A call's shape follows other things than the size of the batch: lengths of examples that are not in all passes,
+    or data that choose rows."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,13 @@ class ClipPlan:
 
 Call = tuple[str, int]
 """A layer or parameter, and the number of its call in a forward pass."""
-Refuse = Callable[[str, tuple[int, ...], str], NoReturn]
-"""(label, shape of the input, what is wrong) -> the error of a call that cannot be clipped."""
+
+
+class Refuse(Protocol):
+    """Raises the error of a call that cannot be clipped."""
+
+    def __call__(self, label: str, shape: tuple[int, ...], what: str, kind: type[UserError] = UserError, /) -> NoReturn:
+        """Of a layer or parameter: the shape of its input, what is wrong, and the class of the error."""
 
 
 @dataclass(frozen=True)
@@ -274,11 +284,40 @@ def _round(
     more, other = (Recorder(known, batches, fewer.seen, refuse) for _ in range(2))
     run(batches.more, more)
     run(batches.replaced, other)
+    try:
+        found = _sites(batches, fewer, more, other, refuse)
+    except UserError:
+        again = Recorder(known, batches, fewer.seen, refuse)
+        run(batches.more, again)
+        _check_repeats(more, again)
+        raise
+    return found, more.meets
+
+
+def _check_repeats(one: Recorder, two: Recorder) -> None:
+    """Of two passes on the same examples.
+
+    Raises:
+        UserError: a call got other numbers.
+    """
+    for call, seen in one.seen.items():
+        same = two.seen.get(call)
+        if same is None or same.shape != seen.shape or (same.rows is not None and _moved(seen.rows, same.rows)):
+            raise UserError(
+                f"The model gives other numbers when it runs again on the same examples and random numbers (first seen "
+                f"in what {call[0]} gets): no state may change from one forward pass to the next, nor randomness come "
+                "from a generator that cannot be seeded."
+            )
+
+
+def _sites(batches: Batches, fewer: Recorder, more: Recorder, other: Recorder, refuse: Refuse) -> ClipPlan:
+    """The plan that three passes show."""
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
         moved = other.seen.get((label, nth))
         if moved is None or moved.shape != seen.shape:
-            refuse(label, seen.shape, "gets another number of rows when one example is replaced: data choose them")
+            what = "gets another number of rows when one example is replaced: data choose them"
+            refuse(label, seen.shape, what, UnevenPasses)
         found[label, nth] = _site(label, seen, moved, len(batches.more), refuse)
     layouts = {layout for site in found.values() if site for layout in site.layouts}
     calls: dict[str, list[CallSite]] = {}
@@ -288,7 +327,7 @@ def _round(
     for label, nth in (*fewer.seen, *other.seen):
         if (label, nth) not in more.seen:
             refuse(label, fewer.seen[label, 0].shape, "is used more often in some batches than in others")
-    return ClipPlan({label: tuple(of) for label, of in calls.items()}), more.meets
+    return ClipPlan({label: tuple(of) for label, of in calls.items()})
 
 
 def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], batches: Batches, refuse: Refuse) -> int | None:
@@ -298,7 +337,7 @@ def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], batches: Ba
         refuse(label, more, f"gets {len(fewer)} axes for {few} examples")
     growing = [axis for axis, (n, m) in enumerate(zip(more, fewer, strict=True)) if n != m]
     if any(more[axis] * few != fewer[axis] * many for axis in growing):
-        refuse(label, more, f"gets shape {fewer} for {few} examples: data choose its rows")
+        refuse(label, more, f"gets shape {fewer} for {few} examples: data choose its rows", UnevenPasses)
     if len(growing) > 1:
         refuse(label, more, "has two axes that grow with the batch: examples are put beside each other")
     return growing[0] if growing else None
@@ -316,7 +355,8 @@ def _site(label: str, seen: Seen, other: Seen, examples: int, refuse: Refuse) ->
     grouped = moved <= set(range(REPLACED * each, (REPLACED + 1) * each))
     tiled = moved <= set(range(REPLACED, examples * each, examples))
     if not (grouped or tiled):
-        refuse(label, seen.shape, f"has rows {sorted(moved)[:6]} that follow example {REPLACED} of {examples}")
+        what = f"has rows {sorted(moved)[:6]} that follow example {REPLACED} of {examples}"
+        refuse(label, seen.shape, f"{what}: examples are mixed, or put in another order")
     if not moved and each > 1:  # no example's data are in it; the rows that repeat are each example's
         tiled = not _moved(seen.rows[:examples], seen.rows[:1].expand(examples, 2))
         grouped = not _moved(seen.rows[:each], seen.rows[each : 2 * each])

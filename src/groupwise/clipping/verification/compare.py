@@ -14,6 +14,7 @@ from groupwise.clipping.unchanged import kept_buffers
 from groupwise.clipping.verification.independence import (
     check_apart,
     check_draws,
+    check_trace,
     first_seen,
     moved_losses,
     moved_norms,
@@ -34,11 +35,11 @@ def verify(
     """Refuse a model whose examples influence each other, share randomness, or are clipped otherwise than by a loop.
 
     The model runs in training mode (but BatchNorm, and submodules in eval mode), a handful of times on `rows` examples
-    at most. First, every example must draw its own random numbers, and no buffer may change. Then some examples of a
-    batch are replaced, and the others must keep their losses and gradient norms. Then, with dropout masks at their
-    expectation, norms, counts and clipped sums of two batches of different sizes are compared with a loop over single
-    examples: one at the engine's thresholds, one at thresholds that clip about half of it. Gradients, thresholds,
-    counts, modes, buffers and generators are put back.
+    at most. First, every example must draw its own random numbers, and no buffer may change. An engine without a plan
+    is traced. Then some examples of a batch are replaced, and the others must keep their losses and gradient norms.
+    Then, with dropout masks at their expectation, norms, counts and clipped sums of two batches of different sizes are
+    compared with a loop over single examples: one at the engine's thresholds, one at thresholds that clip about half of
+    it. Gradients, thresholds, counts, modes, buffers and generators are put back.
 
     Args:
         engine: the attached engine.
@@ -62,7 +63,8 @@ def verify(
     runs = Runs(engine, losses_of)
     with runs.generators.kept(), kept_buffers(engine.model) as buffers, _kept(engine):
         check_draws(runs, batch, buffers)
-        check_apart(runs, batch, tolerance, loss_tolerance)
+        check_trace(runs, batch, loss_tolerance)
+        check_apart(runs, batch if len(some) > 1 else some, tolerance, loss_tolerance)
         worst, norms = _compare(runs, some, tolerance, loss_tolerance)
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))

@@ -4,7 +4,7 @@ Other examples of a batch are replaced, and an example's loss and norms must sta
 numbers of its own; and no buffer may change.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,36 @@ Run = Callable[[bool], Outcome]
 """One batch's forward pass, or both passes; draws calmed or not."""
 
 
+def check_trace(runs: Runs, batch: Sequence[int], loss_tolerance: float) -> None:
+    """Trace a batch where its engine knows no plan yet.
+
+    Raises:
+        UserError: what the trace refuses, in the words of `check_apart` where the losses show it: they name the layer
+            that mixes the examples, rather than the first one that is clipped after it.
+    """
+    if runs.engine.plan.calls or len(set(batch)) < 2:
+        return
+    try:
+        runs.engine.trace(runs.losses, batch)
+    except UserError:
+        pair = _comparable(runs, *[lambda calm: runs.plain(batch, calm)] * 2)
+        if pair is not None and bool(moved_losses(pair[0].losses, pair[1].losses, loss_tolerance).any()):
+            raise UserError(_not_a_function(runs, batch)) from None
+        for kept, other in _turns(batch):
+            pair = _comparable(runs, lambda calm: runs.plain(batch, calm), lambda calm, o=other: runs.plain(o, calm))  # type: ignore[misc]
+            if pair is not None:
+                _check_kept(runs, batch, other, kept, pair, 1.0, loss_tolerance)
+        raise
+
+
+def _turns(batch: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Rows that are kept, and the batch with all others replaced: every second row, then the others."""
+    for turn in (0, 1):
+        kept = list(range(len(batch)))[turn::2]
+        if kept:
+            yield kept, [i if row in kept else _another(batch, i) for row, i in enumerate(batch)]
+
+
 def check_apart(runs: Runs, batch: Sequence[int], tolerance: float, loss_tolerance: float) -> None:
     """Run a batch without and with the engine, then with every second row replaced, then with the others replaced.
 
@@ -47,11 +77,9 @@ def check_apart(runs: Runs, batch: Sequence[int], tolerance: float, loss_toleran
     pair = _comparable(runs, lambda calm: runs.plain(batch, calm), first)
     if pair is not None and bool(moved_losses(pair[0].losses, pair[1].losses, loss_tolerance).any()):
         raise UserError(_not_a_function(runs, batch))
-    for turn in (0, 1):
-        kept = list(range(len(batch)))[turn::2]
-        other = [i if row in kept else _another(batch, i) for row, i in enumerate(batch)]
+    for kept, other in _turns(batch):
         pair = _comparable(runs, first, lambda calm, other=other: runs.clipped(other, calm))  # type: ignore[misc]
-        if kept and pair is not None:
+        if pair is not None:
             _check_kept(runs, batch, other, kept, pair, tolerance, loss_tolerance)
 
 

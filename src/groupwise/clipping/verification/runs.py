@@ -74,12 +74,16 @@ class Runs:
 
     def clipped(self, examples: Sequence[int], calm: bool = False) -> Outcome:
         """The engine's forward and backward pass; clipped sums are added to .grad."""
-        self.generators.seed(0)
-        before = self.engine.counts
-        with self.drawing(calm) as draws:
-            losses = self.engine.clip(self.losses, examples)
-        norms = self.engine.per_example_norms.cpu()
-        return Outcome(losses, norms, self.engine.counts - before, draws.taken)
+        engine, before = self.engine, self.engine.counts
+        known = None
+        while known != engine.plan:  # a pass that was interrupted to trace an unknown call has drawn more
+            known = engine.plan
+            self.generators.seed(0)
+            with self.drawing(calm) as draws:
+                losses = engine.losses(self.losses, examples)
+                if known == engine.plan:
+                    engine.backward(losses)
+        return Outcome(losses.detach(), engine.per_example_norms.cpu(), engine.counts - before, draws.taken)
 
     def calm(self) -> Draws:
         """Inside, draws are calmed, those of backward passes too."""
