@@ -19,7 +19,7 @@ from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
-from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UntracedCall, trace
+from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UnevenPasses, UntracedCall, trace
 from groupwise.clipping.unchanged import GivenGenerators, unchanged
 from groupwise.errors import UserError
 
@@ -203,7 +203,10 @@ class ClippingEngine:
         Raises:
             UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
         """
-        return self._trace(losses_of, Batches.of(examples))
+        try:
+            return self._trace(losses_of, Batches.of(examples))
+        except UnevenPasses:  # sources and targets, say: the longest of each are other examples
+            return self._trace(losses_of, Batches.all_of(examples))
 
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
         with unchanged(self.model) as generators:
@@ -446,8 +449,8 @@ class ClippingEngine:
         self.detach()
 
 
-def _refuse_call(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
-    raise UserError(
+def _refuse_call(label: str, shape: tuple[int, ...], what: str, kind: type[UserError] = UserError) -> NoReturn:
+    raise kind(
         f"{label} (input {shape}) {what}; so it cannot be told which rows are an example's own, and no example's "
         "influence is bounded: compute each example's loss from that example alone, in the order of the batch; where "
         "data choose rows (experts, graphs), let every example have all of them, padded or masked (transformers: "
