@@ -187,9 +187,9 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, lea
             )
         if isinstance(variable, Tensor) and not (leaves or shards):
             raise UserError(
-                f"The losses use a tensor of shape {tuple(variable.shape)} that requires a gradient and is no parameter "
-                "of the model, so nobody would clip it: make it a torch.nn.Parameter of the model before attaching, or "
-                "detach it."
+                f"The losses use a tensor of shape {tuple(variable.shape)} that requires a gradient and is no "
+                "parameter of the model, so nobody would clip it: make it a torch.nn.Parameter of the model before "
+                "attaching, or detach it."
             )
         ours = kind == direct and node._forward_cls is DirectFunction
         following = node.next_functions[:2] if ours else node.next_functions  # probe and input
