@@ -1,6 +1,5 @@
 """`make_private` is the mechanism of `run.py` in a loop of one's own: the same bits, resumable, on replicas too."""
 
-import copy
 import math
 import random
 import subprocess
@@ -25,13 +24,10 @@ from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
 from groupwise.private.data import print_of
 from groupwise.private.make import MODES, settle_clip
-from groupwise.private.seal import seal_of
-from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.from_config import make_engine
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Alone
 from groupwise.training.task import Task
-from tests.pipeline.ranks import run_ranks
-from tests.private_use import DATA, Use, network
+from tests.private_use import Use
 
 EXAMPLES, BATCH, STEPS, MICROBATCH, SEED = 60, 24, 4, 7, 5
 
@@ -74,7 +70,8 @@ def start(task: Any, adam: bool = True, **options: Any) -> Private:
     settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": STEPS, "batch_size": BATCH, "accountant": "rdp"}
     settings |= {} if "clip" in options else {"quantile_budget": 0.1}
     own = {"noise_source": NoiseSource.from_seed(SEED), "microbatch": MICROBATCH}
-    return make_private(task.model, optimizer, task, **{"losses": task.losses, **settings, **own, **options})
+    given = {"data": task, "losses": task.losses, **settings, **own, **options}
+    return make_private(task.model, optimizer, **given)
 
 
 def go_on(private: Private, steps: int | None = None) -> int:

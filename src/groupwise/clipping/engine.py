@@ -20,7 +20,7 @@ from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UnevenPasses, UntracedCall, trace
-from groupwise.clipping.unchanged import GivenGenerators, unchanged
+from groupwise.clipping.unchanged import Generators, GivenGenerators, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -236,7 +236,7 @@ class ClippingEngine:
 
     def losses(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
         """The losses of a microbatch, (n,), for `backward`. A call of a layer that the plan does not know is traced on
-        these examples, once.
+        these examples, once; the masks are those of a plan that had known it.
 
         Args:
             losses_of: numbers of examples -> one loss for each of them, (n,), through the model.
@@ -245,6 +245,7 @@ class ClippingEngine:
         Raises:
             UserError: as `trace` does.
         """
+        to_the_beginning = Generators((self.groups[0].threshold.device,)).standing()
         try:
             with self.forward(len(examples)):
                 return losses_of(examples)
@@ -254,6 +255,7 @@ class ClippingEngine:
         known, self.plan = self.plan, ClipPlan()
         try:
             self._trace(losses_of, Batches.all_of(examples))
+            to_the_beginning()
             with self.forward(len(examples)):
                 return losses_of(examples)
         finally:

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,17 +53,30 @@ class Generators:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Afterwards all are as they were."""
-        host, numpy = host_states(), _numpy()
+        back = self.standing()
         try:
-            with torch.random.fork_rng(devices=self._cuda):
-                yield
+            yield
         finally:
-            random.setstate(host["random"])
-            if numpy is not None and "numpy.random" in host:
-                numpy.random.set_state(host["numpy.random"])
+            back()
             for generator, state in self._others.values():
                 generator.set_state(state)
             self._others.clear()
+
+    def standing(self) -> Callable[[], None]:
+        """Note where the default generators stand; what is returned puts them back there."""
+        host, on_cpu = host_states(), torch.get_rng_state()
+        recorded = bool(self._cuda) and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may ask then
+        on_gpus = {} if recorded else {index: torch.cuda.get_rng_state(index) for index in self._cuda}
+
+        def back() -> None:
+            random.setstate(host["random"])
+            if (numpy := _numpy()) is not None and "numpy.random" in host:
+                numpy.random.set_state(host["numpy.random"])
+            torch.set_rng_state(on_cpu)
+            for index, state in on_gpus.items():
+                torch.cuda.set_rng_state(state, index)
+
+        return back
 
     def add(self, generator: torch.Generator) -> None:
         """A generator of the model's own, before it is drawn from for the first time."""
