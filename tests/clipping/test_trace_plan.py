@@ -215,3 +215,34 @@ def test_outside_of_its_passes_the_model_is_the_plain_one():
         assert [dict(module.__dict__) for module in model.modules()] == plain
         with pytest.raises(UserError, match="No forward pass waits"):
             engine.backward(F.relu(model(x)).sum(1))
+
+
+NUMBERS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "slopes": lambda x: F.rrelu(x, training=True),
+    "poisson": lambda x: torch.poisson(x.abs()) + x,
+    "gamma": lambda x: torch._standard_gamma(x.abs() + 0.1) + x,
+    "binomial": lambda x: torch.binomial(x.detach().abs().ceil(), torch.full_like(x, 0.5)) + x,
+    "noise": lambda x: x + torch.randn_like(x),
+}
+
+
+class Random(nn.Module):
+    """Random numbers of which some follow what they meet, and others that are drawn after them."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.second, self.draw = nn.Linear(4, 6), nn.Linear(6, 2), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(self.draw(self.first(x)), 0.2))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_random_numbers_that_follow_values_are_not_taken_for_mixing(name):
+    model, x = Random(NUMBERS[name]), torch.randn(9, 4)
+    with attach(model, flat(model), 1.0) as engine:
+        for rows in (range(9), [3, 1], [8, 2, 5, 7, 0]):
+            engine.trace(of_rows(model, x), rows)
+            engine.clip(of_rows(model, x), rows)
+            assert engine.plan.calls["Layer 'second'"][0].layouts == (Layout(),)

@@ -18,9 +18,10 @@ from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
+from groupwise.clipping.randomness import FOLLOWING_VALUES, Draws, ModuleCalls
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UnevenPasses, UntracedCall, trace
-from groupwise.clipping.unchanged import Generators, GivenGenerators, unchanged
+from groupwise.clipping.unchanged import Generators, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -209,12 +210,11 @@ class ClippingEngine:
             return self._trace(losses_of, Batches.all_of(examples))
 
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
+        calls = ModuleCalls(self.model)
         with unchanged(self.model) as generators:
-            given = GivenGenerators(generators)
-
             def run(rows: list[int], recorder: Recorder) -> None:
                 generators.seed(0)
-                with self._patches.installed(), self._passes.forward(len(rows), recorder=recorder), given:
+                with self._patches.installed(), self._passes.forward(len(rows), recorder=recorder), Draws(calls, generators, FOLLOWING_VALUES):
                     losses = losses_of(rows)
                 check_losses(losses, len(rows), traced=True)
 

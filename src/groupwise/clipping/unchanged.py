@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -93,20 +92,6 @@ class Generators:
             numpy.random.seed(seed)
         for generator, _ in self._others.values():
             generator.manual_seed(seed)
-
-
-class GivenGenerators(TorchDispatchMode):
-    """Inside, a generator that an operation is given by hand becomes one of the `generators`."""
-
-    def __init__(self, generators: Generators) -> None:
-        super().__init__()
-        self._generators = generators
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, torch.Generator):
-                self._generators.add(value)
-        return func(*args, **(kwargs or {}))
 
 
 def host_states() -> dict[str, Any]:

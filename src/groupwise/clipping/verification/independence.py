@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from groupwise.clipping.randomness import FOLLOWING_VALUES, OUTSIDE, Draw, shared_draws
 from groupwise.clipping.unchanged import host_states, moved, same_values
-from groupwise.clipping.verification.randomness import FOLLOWING_VALUES, OUTSIDE, Draw, shared_draws
 from groupwise.clipping.verification.runs import Outcome, Runs
 from groupwise.errors import UserError
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from groupwise.clipping.engine import ClippingEngine
+from groupwise.clipping.randomness import Border, Draw, Draws, ModuleCalls
 from groupwise.clipping.unchanged import Generators
-from groupwise.clipping.verification.randomness import Border, Draw, Draws, ModuleCalls
 from groupwise.errors import UserError
 
 Losses = Callable[[Sequence[int]], Tensor]

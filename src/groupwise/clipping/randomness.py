@@ -4,7 +4,7 @@ Inside `Draws` every random operation of torch is noted, or gives its expectatio
 module whose code runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,12 +87,17 @@ class Draws(TorchDispatchMode):
         calls: tells the module that runs.
         generators: told of generators that an operation is given by hand.
         calm: give the expectation instead of random numbers (a dropout mask that keeps all, a slope in the middle), so
-            that an example meets the same numbers alone as among others. The model stays in training mode.
+            that an example meets the same numbers alone as among others. The model stays in training mode. If names of
+            operations are given, only what these draw, and what follows them does not depend on how often they drew.
         forced: a draw, and the number that it and its like give instead of random ones.
     """
 
     def __init__(
-        self, calls: ModuleCalls, generators: Generators, calm: bool = False, forced: tuple[Draw, float] | None = None
+        self,
+        calls: ModuleCalls,
+        generators: Generators,
+        calm: bool | Collection[str] = False,
+        forced: tuple[Draw, float] | None = None,
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
@@ -109,7 +114,8 @@ class Draws(TorchDispatchMode):
         if isinstance(given.get("generator"), torch.Generator):
             self._generators.add(given["generator"])
         name = func.overloadpacket.__name__
-        if self._calm and (change := _CHANGED.get(name) or ("dropout_p" in given and {"dropout_p": _nothing})):
+        calm = self._calm is True or (self._calm and name in self._calm)
+        if calm and (change := _CHANGED.get(name) or ("dropout_p" in given and {"dropout_p": _nothing})):
             given = given | {key: make(given) for key, make in change.items()}
             args, kwargs = _as_before(names, given, len(args))
         made = func(*args, **kwargs)
@@ -118,7 +124,9 @@ class Draws(TorchDispatchMode):
         self.taken.append(draw)
         if self._forced is not None and self._forced[0] == draw and isinstance(made, Tensor):
             made.fill_(self._forced[1])
-        if self._calm and not (name in _CHANGED or "dropout_p" in given):
+        if calm and self._calm is not True:
+            self._generators.seed(len(self.taken))
+        if calm and not (name in _CHANGED or "dropout_p" in given):
             if name in _EXPECTED and isinstance(made, Tensor):
                 expected = _EXPECTED[name](given)
                 made.copy_(expected) if isinstance(expected, Tensor) else made.fill_(expected)
@@ -203,5 +211,8 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "randint": lambda given: given.get("low", 0),
     "randint_like": lambda given: given.get("low", 0),
     "poisson": lambda given: given["self"],
+    "binomial": lambda given: given["count"] * given["prob"],
+    "_standard_gamma": lambda given: given["self"],
+    "_sample_dirichlet": lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
 }
 """Operations that give random numbers: what they give on average, or at least always."""
