@@ -180,7 +180,7 @@ def _clip(engine: ClippingEngine, subject: Subject, truth: Truth, examples: int)
     engine.reset()
     model.zero_grad()
     with buffers_kept(model), in_double():
-        engine.clip(partial(_losses_of, subject), range(examples))
+        engine.clip(partial(losses_of, subject), range(examples))
     sums = {name: parameter.grad for name, parameter in trained(model).items()}
     error, where = compare(sums, engine.per_example_norms, truth, groups, thresholds)
     if not error < TOLERANCE:
@@ -198,7 +198,7 @@ def _is_exact(architecture: Architecture, mode: Mode, known: Known) -> bool:
 def _check_first(engine: ClippingEngine, subject: Subject, verified: bool) -> UserError | None:
     """The trace, and the check that follows it, as every training begins: the refusal, or None."""
     examples = range(len(next(iter(subject.batch.values()))))
-    losses = partial(_losses_of, subject)
+    losses = partial(losses_of, subject)
     try:
         with in_double():
             engine.trace(losses, examples)
@@ -209,7 +209,8 @@ def _check_first(engine: ClippingEngine, subject: Subject, verified: bool) -> Us
     return None
 
 
-def _losses_of(subject: Subject, rows: Sequence[int]) -> Tensor:
+def losses_of(subject: Subject, rows: Sequence[int]) -> Tensor:
+    """The losses of these examples, (n,)."""
     return subject.losses(subject.model, _rows(subject, list(rows)))
 
 
@@ -248,8 +249,8 @@ def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
     """A step with dropout on, and thresholds that clip nobody: sums are finite, and everybody is counted."""
     subject = build(architecture, replace(SMALL, dropout=DROPOUT), torch.float64, known.frozen)
     with mode.attach(subject.model, 1e9) as engine, in_double():
-        engine.trace(partial(_losses_of, subject), range(SMALL.batch))
-        engine.clip(partial(_losses_of, subject), range(SMALL.batch))
+        engine.trace(partial(losses_of, subject), range(SMALL.batch))
+        engine.clip(partial(losses_of, subject), range(SMALL.batch))
         for name, parameter in trained(subject.model).items():
             if parameter.grad is None or not bool(torch.isfinite(parameter.grad).all()):
                 raise _Wrong(f"With dropout the sum of {name} is not finite.")
