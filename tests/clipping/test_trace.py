@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
 from tests.clipping.alone import looped
 from tests.clipping.traced import clip
@@ -102,13 +102,18 @@ def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode, batche
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_trace_is_enough_for_batches_of_other_sizes_and_lengths(name, monkeypatch):
+def test_one_trace_is_enough_for_batches_of_other_sizes_and_three_for_lengths(name, monkeypatch):
+    traced, real = [], ClippingEngine._trace
+    monkeypatch.setattr(ClippingEngine, "_trace", lambda *given: traced.append(1) or real(*given))
     model = Two(LAYOUTS[name])
     with attached(model, "layer") as engine:
         engine.trace(of_rows(model, torch.randn(6, 3, 5)), range(6))
-        monkeypatch.setattr(engine, "trace", None)
-        for batch, length in ((6, 3), (4, 7), (1, 3), (5, 2), (2, 3), (3, 1)):
+        for batch in (6, 4, 1, 5, 2):
+            assert_exact(engine, of_rows(model, torch.randn(batch, 3, 5)), range(batch))
+        assert len(traced) == 1
+        for batch, length in ((4, 7), (1, 3), (5, 2), (2, 3), (3, 1), (6, 5), (4, 6)):
             assert_exact(engine, of_rows(model, torch.randn(batch, length, 5)), range(batch))
+        assert len(traced) <= 3
 
 
 class MetTwice(nn.Module):

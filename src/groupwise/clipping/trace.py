@@ -22,6 +22,8 @@ from groupwise.errors import UserError
 
 MORE, FEWER, REPLACED = 5, 3, 1
 """Examples of the two batch sizes; the row that is replaced, not in the middle, so that reversed rows are seen."""
+LENGTHS = 3
+"""Numbers of rows an example that traces of a call have shown, from which on any number is taken."""
 ROUNDS = 12
 """Layers of shared inputs that may follow each other."""
 
@@ -50,8 +52,9 @@ class CallSite:
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
         """The layout of an input of this shape in a batch of B examples; None where sizes do not tell one."""
         if len(self.layouts) == 1 and not self.shared:  # the usual case, without a set
-            return _fitting(self.layouts[0], shape, examples)
-        fits = {found for layout in self.layouts if (found := _fitting(layout, shape, examples)) is not None}
+            return self.layouts[0] if _fits(self.layouts[0], shape, examples) else None
+        fits = {layout for layout in self.layouts if _fits(layout, shape, examples)}
+        fits |= {found for layout in self.layouts if (found := self._of_any_length(layout, shape, examples))}
         if self.shared and self._is_shared(shape, examples):
             fits.add(SHARED)
         return fits.pop() if len(fits) == 1 else None
@@ -63,23 +66,26 @@ class CallSite:
             for known in self.shared
         )
 
+    def _of_any_length(self, layout: Layout, shape: tuple[int, ...], examples: int) -> Layout | None:
+        """The layout with as many rows an example as a shape has, if traces have shown them in several numbers: they
+        follow the inputs' sizes then. Of rows that data choose, another number would hardly have been traced."""
+        rows = shape[layout.axis] if layout.axis < len(shape) else -1
+        if rows < 0 or rows % examples or len(self._like(layout)) < LENGTHS:
+            return None
+        return replace(layout, each=rows // examples)
+
     def joined(self, other: "CallSite") -> "CallSite":
         """What either has shown."""
-        new = (layout for layout in other.layouts if not any(_alike(layout, known) for known in self.layouts))
+        new = (layout for layout in other.layouts if layout not in self.layouts and len(self._like(layout)) < LENGTHS)
         return CallSite((*self.layouts, *new), self.shared | other.shared)
 
+    def _like(self, layout: Layout) -> list[Layout]:
+        """Those on the same axis in the same order, with whatever number of rows."""
+        return [known for known in self.layouts if (known.axis, known.order) == (layout.axis, layout.order)]
 
-def _alike(one: Layout, two: Layout) -> bool:
-    """Whether both have the rows on the same axis in the same order; how many they are may follow the inputs' sizes."""
-    return (one.axis, one.order, one.each == 1) == (two.axis, two.order, two.each == 1)
 
-
-def _fitting(layout: Layout, shape: tuple[int, ...], examples: int) -> Layout | None:
-    """The layout with as many rows an example as a shape has; one row stays one."""
-    rows = shape[layout.axis] if layout.axis < len(shape) else -1
-    if rows == examples * layout.each:
-        return layout
-    return None if rows < 0 or rows % examples or layout.each == 1 else replace(layout, each=rows // examples)
+def _fits(layout: Layout, shape: tuple[int, ...], examples: int) -> bool:
+    return layout.axis < len(shape) and shape[layout.axis] == examples * layout.each
 
 
 @dataclass(frozen=True)
