@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from groupwise import make_private
+from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 
 EXAMPLES, BATCH, MICROBATCH = 40, 20, 7
+Misuse = tuple[Callable[[], object], str]
+"""What is done, and what the refusal says."""
 X = torch.randn(EXAMPLES, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
 DATA = TensorDataset(X, Y)
@@ -54,3 +59,10 @@ class Use:
 
 def network(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *more, nn.Linear(8, 2))
+
+
+def refuses(do: Callable[[], object], told: str) -> None:
+    """The misuse is refused in one sentence."""
+    with pytest.raises(UserError, match=told) as caught:
+        do()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -88,9 +88,9 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(workers, loader, kind):
 
 
 class Texts:
-    """Texts of which few are long, and none of those that are traced: tokens, up to 4 in a row for each call of a layer.
+    """Texts of which few are long, and none of those that are traced: tokens, up to 4 of them for each call.
 
-    So a batch of longer texts calls the layer more often than the plan has seen.
+    So a batch of longer texts calls its layers more often than the plan has seen.
     """
 
     def __init__(self) -> None:

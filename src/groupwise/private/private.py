@@ -16,6 +16,7 @@ from torch import nn
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.private.arguments import check_parameters
 from groupwise.private.data import DatasetSums, check_processes, length_of, print_of
 from groupwise.private.seal import check_seal, sealed
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
@@ -86,6 +87,7 @@ class Private:
         self._modes = {module: module.training for module in core.model.modules()}
         self._closed = self._agreed = False
         self._process = os.getpid()
+        self._moved = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         TAKEN.update(core.model.modules())
 
     def __repr__(self) -> str:
@@ -183,6 +185,9 @@ class Private:
                 f"All {self.plan.steps} steps of the plan were taken, and one more would cost more than was promised: "
                 "plan more epochs or steps in make_private."
             )
+        core = self.core
+        if {id(p) for group in core.optimizer.param_groups for p in group["params"]} != self._moved:
+            check_parameters(core.model, core.optimizer)
         if length_of(self._sums.data) != self.plan.dataset_size:
             raise UserError(
                 f"The data had {self.plan.dataset_size} examples and have {length_of(self._sums.data)} now: the plan "

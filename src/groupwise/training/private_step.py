@@ -7,6 +7,7 @@ drawn batch is read from and how its clipped sums are formed (`BatchSums`), and 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -173,7 +174,8 @@ class PrivateStep:
             The losses, without their graph.
 
         Raises:
-            UserError: torch was seeded since the microbatch began; what `ClippingEngine.clip` refuses.
+            UserError: torch was seeded since the microbatch began; gradients or parameters were changed meanwhile; what
+                `ClippingEngine.clip` refuses.
         """
         exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
         if self.engine is None:
@@ -181,11 +183,23 @@ class PrivateStep:
             refuse_another_seed()
             losses.sum().backward()
             return losses.detach()
+        before = self._marks()
         losses = self.engine.losses(losses_of, rows)
         refuse_another_seed()
+        if self._marks() != before:
+            raise UserError(
+                "The losses changed gradients or weights of the model by themselves, past the clipping and the noise: "
+                "leave backward(), zero_grad() and changes of parameters out of them."
+            )
         with exact, self.engine.uncounted() if filler else nullcontext():
             self.engine.backward(losses * 0 if filler else losses)
         return losses.detach()
+
+    def _marks(self) -> list[Any]:
+        """Which gradients there are, and how often they and the parameters were changed in place."""
+        tensors: list[Any] = [tensor for p in self.trainable for tensor in (p, p.grad) if tensor is not None]
+        own = [tensor._local_tensor for tensor in tensors] if self.in_shards else tensors
+        return [*map(id, tensors), *(tensor._version for tensor in own)]
 
     @contextmanager
     def _alone_in_charge(self) -> Iterator[Callable[[], None]]:
@@ -230,7 +244,7 @@ class PrivateStep:
             counts = on_device.cpu()
         return counts
 
-    @property
+    @cached_property
     def in_shards(self) -> bool:
         """Does each process hold a part of every parameter (FSDP2), and gradients that are summed already?"""
         return any(hasattr(parameter, "to_local") for parameter in self.trainable)
