@@ -308,7 +308,8 @@ def _check_repeats(one: Recorder, two: Recorder) -> None:
     """
     for call, seen in one.seen.items():
         same = two.seen.get(call)
-        if same is None or same.shape != seen.shape or (same.rows is not None and _moved(seen.rows, same.rows)):
+        assert seen.rows is not None
+        if same is None or same.rows is None or same.shape != seen.shape or _moved(seen.rows, same.rows):
             raise UserError(
                 f"The model gives other numbers when it runs again on the same examples and random numbers (first seen "
                 f"in what {call[0]} gets): no state may change from one forward pass to the next, nor randomness come "
