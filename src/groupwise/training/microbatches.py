@@ -56,8 +56,8 @@ class Microbatches(ABC):
         if engine is not None:
             engine.masks_rows = private.in_shards  # others wait for messages: no batch is begun again there
         while True:
-            private.clear()
             try:
+                private.clear()
                 loss = self._through(private, step, share, drawn)
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
