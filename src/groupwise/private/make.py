@@ -158,6 +158,8 @@ def make_private(
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = min(ranks.gather(fits))
+        if is_sharded(model):
+            back_into_shards(model)  # the trace left the outermost parameters whole
         key = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         core = PrivateStep(
@@ -338,6 +340,13 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
 def is_sharded(model: nn.Module) -> bool:
     """Was `fully_shard` called on the model?"""
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
+
+
+def back_into_shards(model: nn.Module) -> None:
+    """Put all parameters back into shards, which a forward pass without a backward pass leaves whole."""
+    from groupwise.training.shards import reshard
+
+    reshard(model)
 
 
 def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks) -> Callable[[], None]:

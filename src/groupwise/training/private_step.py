@@ -198,8 +198,8 @@ class PrivateStep:
     def _marks(self) -> list[Any]:
         """Which gradients there are, and how often they and the parameters were changed in place."""
         tensors: list[Any] = [tensor for p in self.trainable for tensor in (p, p.grad) if tensor is not None]
-        own = [tensor._local_tensor for tensor in tensors] if self.in_shards else tensors
-        return [*map(id, tensors), *(tensor._version for tensor in own)]
+        own = [tensor._local_tensor for tensor in tensors] if self.in_shards else []  # may be changed as such
+        return [*map(id, tensors), *(tensor._version for tensor in (*tensors, *own))]
 
     @contextmanager
     def _alone_in_charge(self) -> Iterator[Callable[[], None]]:
