@@ -212,9 +212,14 @@ class ClippingEngine:
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
         calls = ModuleCalls(self.model)
         with unchanged(self.model) as generators:
+
             def run(rows: list[int], recorder: Recorder) -> None:
                 generators.seed(0)
-                with self._patches.installed(), self._passes.forward(len(rows), recorder=recorder), Draws(calls, generators, FOLLOWING_VALUES):
+                with (
+                    self._patches.installed(),
+                    self._passes.forward(len(rows), recorder=recorder),
+                    Draws(calls, generators, FOLLOWING_VALUES),
+                ):
                     losses = losses_of(rows)
                 check_losses(losses, len(rows), traced=True)
 
@@ -294,7 +299,8 @@ class ClippingEngine:
             )
         try:
             check_losses(losses, forward_pass.examples)
-            self.check_output(losses)
+            self._attached.check_same()
+            check_paths(losses, self._names, shards=self._direct, leaves=False)
         except UserError:
             self._passes.end()
             raise
