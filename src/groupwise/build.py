@@ -62,8 +62,8 @@ def build_trainer(
     if engine is not None:
         coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
-        engine.trace(task.losses_of, some)
-        verify(engine, task.losses_of, some[:CHECKED], rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
+        rows = min(CHECKED, max(2, microbatch or CHECKED))
+        verify(engine, task.losses_of, some[:CHECKED], rows=rows, most=microbatch or CHECKED, **coarse)
     make = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])

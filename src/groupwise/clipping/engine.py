@@ -21,7 +21,7 @@ from groupwise.clipping.precision import full_float32
 from groupwise.clipping.randomness import FOLLOWING_VALUES, Draws, ModuleCalls
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UnevenPasses, UntracedCall, trace
-from groupwise.clipping.unchanged import Generators, unchanged
+from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
@@ -204,16 +204,17 @@ class ClippingEngine:
         Raises:
             UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
         """
-        try:
-            return self._trace(losses_of, Batches.of(examples))
-        except UnevenPasses:  # sources and targets, say: the longest of each are other examples
-            return self._trace(losses_of, Batches.all_of(examples))
+        with moved_parameters(self.model):
+            try:
+                return self._trace(losses_of, Batches.of(examples))
+            except UnevenPasses:  # sources and targets, say: the longest of each are other examples
+                return self._trace(losses_of, Batches.all_of(examples))
 
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
         calls = ModuleCalls(self.model)
         with unchanged(self.model) as generators:
 
-            def run(rows: list[int], recorder: Recorder) -> None:
+            def run(rows: list[int], recorder: Recorder) -> Tensor:
                 generators.seed(0)
                 with (
                     self._patches.installed(),
@@ -222,6 +223,7 @@ class ClippingEngine:
                 ):
                     losses = losses_of(rows)
                 check_losses(losses, len(rows), traced=True)
+                return losses.detach()
 
             found = trace(run, batches, _refuse_call)
         self.plan = self.plan.joined(found)

@@ -78,6 +78,8 @@ class Draw:
     name: str
     place: str
     shapes: tuple[Shape, ...]
+    by_hand: bool = False
+    """Whether the operation was given a generator."""
 
 
 class Draws(TorchDispatchMode):
@@ -111,7 +113,8 @@ class Draws(TorchDispatchMode):
             return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        if isinstance(given.get("generator"), torch.Generator):
+        by_hand = isinstance(given.get("generator"), torch.Generator)
+        if by_hand:
             self._generators.add(given["generator"])
         name = func.overloadpacket.__name__
         calm = self._calm is True or (self._calm and name in self._calm)
@@ -120,7 +123,7 @@ class Draws(TorchDispatchMode):
             args, kwargs = _as_before(names, given, len(args))
         made = func(*args, **kwargs)
         shapes = tuple(tuple(t.shape) for t in tree_leaves(made) if isinstance(t, Tensor))
-        draw = Draw(name, self._calls.innermost, shapes)
+        draw = Draw(name, self._calls.innermost, shapes, by_hand)
         self.taken.append(draw)
         if self._forced is not None and self._forced[0] == draw and isinstance(made, Tensor):
             made.fill_(self._forced[1])

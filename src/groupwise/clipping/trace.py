@@ -1,8 +1,9 @@
 """Finds, before training, where every layer's input holds the examples: the trace of a few forward passes.
 
-The same examples run at two batch sizes: an axis that grows with the batch holds it. Then one example is replaced: its
-rows move, and no others. A row or a loss of another example that moves shows that examples are mixed, and by what
-layer. What is found is a `ClipPlan`, the layout of each call of each layer and of each tensor that meets a parameter
+The same examples run at two batch sizes: an axis that grows with the batch holds it. Then one example is replaced, and
+after it another: its rows move, and no others. A row or a loss of another example that moves shows that examples are
+mixed, and by what layer. Trainable parameters are moved a little meanwhile, so that none is a gate that is shut at
+first. What is found is a `ClipPlan`, the layout of each call of each layer and of each tensor that meets a parameter
 outside of a layer; a step only looks it up and compares sizes.
 
 An input that moves nowhere is shared by all examples, and what a layer makes of it has no batch axis either: such
@@ -20,8 +21,8 @@ from torch import Tensor
 from groupwise.clipping.layouts import FIRST, SHARED, Layout, Order
 from groupwise.errors import UserError
 
-MORE, FEWER, REPLACED = 5, 3, 1
-"""Examples of the two batch sizes; the row that is replaced, not in the middle, so that reversed rows are seen."""
+MORE, FEWER, REPLACED = 5, 3, (1, 3)
+"""Examples of the two batch sizes; the rows that are replaced, none in the middle, so that reversed rows are seen."""
 LENGTHS = 3
 """Numbers of rows an example that traces of a call have shown, from which on any number is taken."""
 ROUNDS = 12
@@ -44,10 +45,12 @@ class CallSite:
     Args:
         layouts: those with the batch on an axis.
         shared: shapes of inputs that all examples shared.
+        ranks: numbers of axes of the inputs.
     """
 
     layouts: tuple[Layout, ...] = ()
     shared: frozenset[tuple[int, ...]] = frozenset()
+    ranks: frozenset[int] = frozenset()
 
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
         """The layout of an input of this shape in a batch of B examples; None where sizes do not tell one."""
@@ -77,7 +80,7 @@ class CallSite:
     def joined(self, other: "CallSite") -> "CallSite":
         """What either has shown."""
         new = (layout for layout in other.layouts if layout not in self.layouts and len(self._like(layout)) < LENGTHS)
-        return CallSite((*self.layouts, *new), self.shared | other.shared)
+        return CallSite((*self.layouts, *new), self.shared | other.shared, self.ranks | other.ranks)
 
     def _like(self, layout: Layout) -> list[Layout]:
         """Those on the same axis in the same order, with whatever number of rows."""
@@ -109,6 +112,21 @@ class ClipPlan:
             )
         return found
 
+    def of_one(self, label: str, nth: int, x: Tensor) -> Layout:
+        """The layout in a pass of one example, whose all rows are: without the plan, but for the number of axes.
+
+        Raises:
+            UserError: an axis is there for several examples alone.
+        """
+        known = self.calls.get(label, ())
+        if nth < len(known) and x.dim() not in known[nth].ranks:
+            raise UserError(
+                f"{label} got a tensor of shape {tuple(x.shape)} in a microbatch of one example, and one of "
+                f"{' or '.join(map(str, sorted(known[nth].ranks)))} axes in others: keep the batch axis (squeeze(dim) "
+                "with a number, not squeeze())."
+            )
+        return SHARED if x.dim() == 0 else Layout(0, len(x))
+
     def joined(self, other: "ClipPlan") -> "ClipPlan":
         """What either knows."""
         calls = dict(self.calls)
@@ -124,6 +142,7 @@ class ClipPlan:
                 [
                     [[each.axis, each.each, each.order.name] for each in site.layouts],
                     [list(s) for s in sorted(site.shared)],
+                    sorted(site.ranks),
                 ]
                 for site in sites
             ]
@@ -139,8 +158,9 @@ class ClipPlan:
                     CallSite(
                         tuple(Layout(axis, each, Order[order]) for axis, each, order in layouts),
                         frozenset(map(tuple, shared)),
+                        frozenset(ranks),
                     )
-                    for layouts, shared in sites
+                    for layouts, shared, ranks in sites
                 )
                 for label, sites in state.items()
             }
@@ -170,11 +190,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Batches:
-    """Numbers of the examples of the passes: `more` and `fewer` of them, and `replaced`, with one other example."""
+    """Numbers of the examples of the passes: `more`, `fewer`, and `replaced`, with one other example each."""
 
     more: list[int]
     fewer: list[int]
-    replaced: list[int]
+    replaced: dict[int, list[int]]
+    """By the row of the example that is replaced."""
 
     @classmethod
     def of(cls, examples: Sequence[int]) -> "Batches":
@@ -185,8 +206,11 @@ class Batches:
         """
         some = _different(examples)
         more = [some[i % len(some)] for i in range(MORE)]
-        other = some[MORE] if len(some) > MORE else next(i for i in reversed(some) if i != more[REPLACED])
-        return cls(more, more[:FEWER], [other if row == REPLACED else i for row, i in enumerate(more)])
+        replaced = {}
+        for row in REPLACED:
+            other = some[MORE] if len(some) > MORE else next(i for i in reversed(some) if i != more[row])
+            replaced[row] = [*more[:row], other, *more[row + 1 :]]
+        return cls(more, more[:FEWER], replaced)
 
     @classmethod
     def all_of(cls, examples: Sequence[int]) -> "Batches":
@@ -196,7 +220,9 @@ class Batches:
             UserError: there is one alone.
         """
         some = _different(examples)
-        return cls([*some, some[REPLACED]], some, [some[0], some[0], *some[2:], some[REPLACED]])
+        more = [*some, *(some[row] for row in REPLACED if row < len(some)), *some[1:][: len(some) == 2]]
+        rows = [row for row in REPLACED if row < len(some)]
+        return cls(more, some, {row: [*more[:row], some[0], *more[row + 1 :]] for row in rows})
 
 
 def _different(examples: Sequence[int]) -> list[int]:
@@ -257,16 +283,31 @@ def _rows(x: Tensor, axis: int | None) -> Tensor:
 
 def _moved(one: Tensor, two: Tensor) -> set[int]:
     """Rows whose numbers differ by more than rounding."""
-    scale = torch.maximum(one[:, 1:], two[:, 1:]).amax() if len(one) else one.new_ones(())
+    scale = torch.maximum(one[:, 1:], two[:, 1:])
     return set(((one - two).abs() > 1e-6 * scale).any(1).nonzero().flatten().tolist())
 
 
-def trace(run: "Callable[[list[int], Recorder], None]", batches: Batches, refuse: Refuse) -> ClipPlan:
-    """The plan of a model, from three forward passes, and three more for each layer of shared inputs.
+LEAST_LOSS = 0.1
+"""A loss has the rounding of the numbers that it comes from, however small it is: smaller ones are compared as this."""
+
+
+def moved_losses(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
+    """Which losses (n,) differ by more than a share of themselves; two that are not finite are alike."""
+    before, after = before.double().cpu(), after.double().cpu()
+    apart = (before - after).abs() > tolerance * after.abs().clamp_min(LEAST_LOSS)
+    return apart | (before.isfinite() != after.isfinite())
+
+
+Run = Callable[[list[int], Recorder], Tensor]
+"""Computes the losses (n,) of some examples, always with the same random numbers, and has calls noted."""
+
+
+def trace(run: Run, batches: Batches, refuse: Refuse) -> ClipPlan:
+    """The plan of a model, from four forward passes, and four more for each layer of shared inputs.
 
     Args:
-        run: computes the losses (n,) of some examples, always with the same random numbers, and has calls noted.
-        batches: of its passes.
+        run: takes a pass.
+        batches: of the passes.
         refuse: makes an error of what is wrong with a call.
 
     Raises:
@@ -281,23 +322,40 @@ def trace(run: "Callable[[list[int], Recorder], None]", batches: Batches, refuse
     raise UserError("Layers of inputs that all examples share follow each other too deep to be traced: freeze them.")
 
 
-def _round(
-    run: "Callable[[list[int], Recorder], None]", batches: Batches, known: ClipPlan, refuse: Refuse
-) -> tuple[ClipPlan, bool]:
-    """What three forward passes show, while calls are looked up in `known`; and whether a parameter met a tensor."""
+def _round(run: Run, batches: Batches, known: ClipPlan, refuse: Refuse) -> tuple[ClipPlan, bool]:
+    """What four forward passes show, while calls are looked up in `known`; and whether a parameter met a tensor."""
     fewer = Recorder(known, batches, None, refuse)
     run(batches.fewer, fewer)
-    more, other = (Recorder(known, batches, fewer.seen, refuse) for _ in range(2))
-    run(batches.more, more)
-    run(batches.replaced, other)
+    more = Recorder(known, batches, fewer.seen, refuse)
+    before, after, others = run(batches.more, more), dict[int, Tensor](), dict[int, Recorder]()
+    for row, rows in batches.replaced.items():
+        others[row] = Recorder(known, batches, fewer.seen, refuse)
+        after[row] = run(rows, others[row])
     try:
-        found = _sites(batches, fewer, more, other, refuse)
+        found = _sites(batches, fewer, more, others, refuse)
+        _check_losses_keep(batches, before, after)
     except UserError:
         again = Recorder(known, batches, fewer.seen, refuse)
         run(batches.more, again)
         _check_repeats(more, again)
         raise
     return found, more.meets
+
+
+def _check_losses_keep(batches: Batches, before: Tensor, after: Mapping[int, Tensor]) -> None:
+    """Refuse losses (n,) that moved with an example that is not theirs.
+
+    Raises:
+        UserError: naming an example.
+    """
+    for row, losses in after.items():
+        for other in moved_losses(before, losses, 1e-3).nonzero().flatten().tolist():
+            if other != row:
+                raise UserError(
+                    f"Example {batches.more[other]} has loss {float(before[other]):.6g} among some examples and "
+                    f"{float(losses[other]):.6g} among others: a layer or the loss mixes the examples of a batch, so "
+                    "no example's influence is bounded: compute each loss from its own example alone."
+                )
 
 
 def _check_repeats(one: Recorder, two: Recorder) -> None:
@@ -317,21 +375,27 @@ def _check_repeats(one: Recorder, two: Recorder) -> None:
             )
 
 
-def _sites(batches: Batches, fewer: Recorder, more: Recorder, other: Recorder, refuse: Refuse) -> ClipPlan:
-    """The plan that three passes show."""
+def _sites(
+    batches: Batches, fewer: Recorder, more: Recorder, others: Mapping[int, Recorder], refuse: Refuse
+) -> ClipPlan:
+    """The plan that the passes show; `others` by the row of the example that was replaced."""
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
-        moved = other.seen.get((label, nth))
-        if moved is None or moved.shape != seen.shape:
-            what = "gets another number of rows when one example is replaced: data choose them"
-            refuse(label, seen.shape, what, UnevenPasses)
+        moved: dict[int, set[int]] = {}
+        for row, other in others.items():
+            there = other.seen.get((label, nth))
+            if there is None or there.shape != seen.shape:
+                what = "gets another number of rows when one example is replaced: data choose them"
+                refuse(label, seen.shape, what, UnevenPasses)
+            assert seen.rows is not None and there.rows is not None
+            moved[row] = _moved(seen.rows, there.rows)
         found[label, nth] = _site(label, seen, moved, len(batches.more), refuse)
     layouts = {layout for site in found.values() if site for layout in site.layouts}
     calls: dict[str, list[CallSite]] = {}
     for (label, nth), site in found.items():
         site = site or _like_others(label, more.seen[label, nth], len(batches.more), layouts, refuse)
         calls.setdefault(label, []).append(site)
-    for label, nth in (*fewer.seen, *other.seen):
+    for label, nth in (*fewer.seen, *(call for other in others.values() for call in other.seen)):
         if (label, nth) not in more.seen:
             refuse(label, fewer.seen[label, 0].shape, "is used more often in some batches than in others")
     return ClipPlan({label: tuple(of) for label, of in calls.items()})
@@ -350,26 +414,30 @@ def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], batches: Ba
     return growing[0] if growing else None
 
 
-def _site(label: str, seen: Seen, other: Seen, examples: int, refuse: Refuse) -> CallSite | None:
-    """From the input's rows before and after an example was replaced; None where they do not tell the order."""
-    assert seen.rows is not None and other.rows is not None
-    moved = _moved(seen.rows, other.rows)
+def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int, refuse: Refuse) -> CallSite | None:
+    """From the input's rows that moved with each example that was replaced; None where they do not tell the order."""
+    assert seen.rows is not None
+    rank = frozenset({len(seen.shape)})
     if seen.axis is None:
-        if moved:
+        if any(moved.values()):
             refuse(label, seen.shape, "has no axis for the batch and follows the examples")
-        return CallSite(shared=frozenset({seen.shape}))
+        return CallSite(shared=frozenset({seen.shape}), ranks=rank)
     each = len(seen.rows) // examples
-    grouped = moved <= set(range(REPLACED * each, (REPLACED + 1) * each))
-    tiled = moved <= set(range(REPLACED, examples * each, examples))
+    grouped = all(rows <= set(range(row * each, (row + 1) * each)) for row, rows in moved.items())
+    tiled = all(rows <= set(range(row, examples * each, examples)) for row, rows in moved.items())
     if not (grouped or tiled):
-        what = f"has rows {sorted(moved)[:6]} that follow example {REPLACED} of {examples}"
+        row, rows = next((row, rows) for row, rows in moved.items() if rows)
+        what = f"has rows {sorted(rows)[:6]} that follow example {row} of {examples}"
         refuse(label, seen.shape, f"{what}: examples are mixed, or put in another order")
-    if not moved and each > 1:  # no example's data are in it; the rows that repeat are each example's
+    if each > 1 and not any(moved.values()):  # no example's data are in it; the rows that repeat are each example's
         tiled = not _moved(seen.rows[:examples], seen.rows[:1].expand(examples, 2))
         grouped = not _moved(seen.rows[:each], seen.rows[each : 2 * each])
         if grouped == tiled:
             return None
-    return CallSite((Layout(seen.axis, each, Order.GROUPED if grouped or each == 1 else Order.TILED),))
+    elif each > 1 and grouped and tiled:
+        refuse(label, seen.shape, f"has {each} rows for each example, too few of which follow it to tell their order")
+    order = Order.GROUPED if grouped or each == 1 else Order.TILED
+    return CallSite((Layout(seen.axis, each, order),), ranks=rank)
 
 
 def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout], refuse: Refuse) -> CallSite:
@@ -379,4 +447,4 @@ def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout], re
     orders = {layout.order for layout in layouts if layout.each == each}
     if len(orders) != 1:
         refuse(label, seen.shape, f"has {each} rows for each example that hold nothing of it")
-    return CallSite((Layout(seen.axis, each, orders.pop()),))
+    return CallSite((Layout(seen.axis, each, orders.pop()),), ranks=frozenset({len(seen.shape)}))

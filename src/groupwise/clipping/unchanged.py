@@ -18,6 +18,30 @@ def unchanged(model: nn.Module) -> "Iterator[Generators]":
         yield generators
 
 
+MOVED = 0.05
+"""Of the mean size of a parameter's numbers, and of 1/√n for n of them: by how much it is moved."""
+
+
+@contextmanager
+def moved_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, trainable parameters differ a little from what they are, so that no zero hides what lies behind it (a
+    gate that is shut at first, an adapter's second factor); afterwards they are what they were, to the bit."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trainable]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in trainable:
+                own = getattr(p, "_local_tensor", p)  # of a shard, what is here
+                size = MOVED * (own.abs().mean() + max(p.numel(), 1) ** -0.5) if own.numel() else 0.0
+                own.add_(torch.randn(own.shape, generator=generator).to(own) * size)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(trainable, before, strict=True):
+                p.copy_(value)
+
+
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Copies of the buffers by name; afterwards the model's own hold the same again."""

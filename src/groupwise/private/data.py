@@ -301,10 +301,11 @@ def examples_to_trace(data: Any, size: int, most: int = 6) -> list[int]:
     """
     some = list(dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist()))
     sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
-    first = max(some, key=lambda row: sizes[row])
+    some.sort(key=lambda row: -sizes[row])  # the largest, then the smallest, then between them, from all over the data
     if len(some) < 2:
         raise UserError("data has one example, and two are needed to see that they keep apart: give more.")
-    return [first, *(row for row in some if row != first)][:most]
+    between = some[1:-1]
+    return [some[0], some[-1], *between[:: max(1, len(between) // (most - 2))]][:most]
 
 
 def _numel(leaf: Any) -> int:

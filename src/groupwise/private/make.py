@@ -152,12 +152,13 @@ def make_private(
         with secret_randomness(source.child("trace"), 0, device=device):
             rows = examples_to_trace(dataset, dataset_size)
             losses_of = sums.losses_of_some(rows)
-            engine.trace(losses_of, rows)
-            if not is_sharded(model):  # single examples need a whole model
-                verify(engine, losses_of, rows[:CHECKED])
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = min(ranks.gather(fits))
+            if is_sharded(model):  # single examples need a whole model
+                engine.trace(losses_of, rows)
+            else:
+                verify(engine, losses_of, rows[:CHECKED], most=sums.size)
         if is_sharded(model):
             back_into_shards(model)  # the trace left the outermost parameters whole
         key = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))

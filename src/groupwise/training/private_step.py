@@ -139,7 +139,9 @@ class PrivateStep:
             if self.engine is not None and self.thresholds is not None:
                 self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
             self.clear()
+            before = self._fixed()
             loss = self.sums.add(self, step, drawn)  # lines 6-11
+            self._check_fixed(before)
             counts = self._sum_over_replicas()
             begin_release()
             self.executed += 1  # whatever comes now: this noise is never added to other gradients
@@ -186,6 +188,7 @@ class PrivateStep:
         before = self._marks()
         losses = self.engine.losses(losses_of, rows)
         refuse_another_seed()
+        self._refuse_hooks()
         if self._marks() != before:
             raise UserError(
                 "The losses changed gradients or weights of the model by themselves, past the clipping and the noise: "
@@ -210,13 +213,7 @@ class PrivateStep:
         """
         if self.running:
             raise UserError("A private step was begun inside another one: take it when that has ended.")
-        for parameter in self.trainable:
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                name = next((name for name, other in self.model.named_parameters() if other is parameter), "")
-                raise UserError(
-                    f"Parameter {name!r} has a hook, which sees clipped sums without noise and may change them: remove "
-                    "it."
-                )
+        self._refuse_hooks()
         released, own = [False], {id(parameter) for parameter in self.trainable}
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -233,6 +230,34 @@ class PrivateStep:
         finally:
             self.running = False
             hook.remove()
+
+    def _refuse_hooks(self) -> None:
+        for parameter in self.trainable:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                name = next((name for name, other in self.model.named_parameters() if other is parameter), "")
+                raise UserError(
+                    f"Parameter {name!r} has a hook, which sees clipped sums without noise and may change them: remove "
+                    "it."
+                )
+
+    def _fixed(self) -> dict[str, tuple[int, int]]:
+        """Which buffers and frozen parameters there are, and how often each was changed in place; no step does."""
+        frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
+        return {name: (id(tensor), tensor._version) for name, tensor in (*self.model.named_buffers(), *frozen)}
+
+    def _check_fixed(self, before: dict[str, tuple[int, int]]) -> None:
+        """Refuse buffers and frozen parameters that a step's losses changed.
+
+        Raises:
+            UserError: naming one.
+        """
+        if self.engine is None or (after := self._fixed()) == before:
+            return
+        name = next(name for name in (*before, *after) if before.get(name) != after.get(name))
+        raise UserError(
+            f"{name!r}, a buffer or frozen parameter, was changed by the losses, so it carries what it saw past all "
+            "clipping and noise: put its module into eval mode for good, or use one without running state."
+        )
 
     def _sum_over_replicas(self) -> Tensor:
         """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""

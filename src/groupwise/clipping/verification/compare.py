@@ -10,18 +10,24 @@ from torch import Tensor
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.partition import batch_norms
 from groupwise.clipping.reference import Reference, clipped_sums
-from groupwise.clipping.unchanged import kept_buffers
+from groupwise.clipping.trace import moved_losses
+from groupwise.clipping.unchanged import kept_buffers, moved_parameters
 from groupwise.clipping.verification.independence import (
     check_apart,
     check_draws,
+    check_many,
     check_trace,
     first_seen,
-    moved_losses,
     moved_norms,
     slack,
 )
 from groupwise.clipping.verification.runs import Losses, Runs
 from groupwise.errors import UserError
+
+SMALL = 1e-3
+"""Of a group's whole sum: a parameter's share below this has the rounding of the others."""
+MANY = 64
+"""Examples among which those that are compared run once."""
 
 
 def verify(
@@ -31,6 +37,7 @@ def verify(
     tolerance: float = 0.05,
     loss_tolerance: float = 1e-3,
     rows: int = 5,
+    most: int = 64,
 ) -> float:
     """Refuse a model whose examples influence each other, share randomness, or are clipped otherwise than by a loop.
 
@@ -50,7 +57,8 @@ def verify(
             relative to its group's clipped norms. It is wide because float32 itself is. What this check is for (a use
             left out of a norm, a wrong axis) is off by far more.
         loss_tolerance: largest relative change allowed in a loss when the rest of its batch changes.
-        rows: how many examples fit into memory at once.
+        rows: how many examples fit into memory at once with gradients.
+        most: how many examples a microbatch may have; as many run once, up to 64.
 
     Returns:
         The largest relative error of a clipped sum.
@@ -61,10 +69,12 @@ def verify(
     some = list(dict.fromkeys(examples))[: max(1, rows)]
     batch = list(islice(cycle(some), max(2, rows)))
     runs = Runs(engine, losses_of)
-    with runs.generators.kept(), kept_buffers(engine.model) as buffers, _kept(engine):
+    model = engine.model
+    with runs.generators.kept(), moved_parameters(model), kept_buffers(model) as buffers, _kept(engine):
         check_draws(runs, batch, buffers)
         check_trace(runs, batch, loss_tolerance)
         check_apart(runs, batch if len(some) > 1 else some, tolerance, loss_tolerance)
+        check_many(runs, some, min(most, MANY), loss_tolerance)
         worst, norms = _compare(runs, some, tolerance, loss_tolerance)
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
@@ -162,16 +172,18 @@ def _check_counts(engine: ClippingEngine, found: Tensor, truth: Tensor, toleranc
 
 
 def _check_sums(engine: ClippingEngine, truth: Reference, tolerance: float) -> float:
-    """Errors are relative to Σ_i factor_i·‖g_k^(i)‖: a sum that cancels is no scale."""
+    """Errors are relative to Σ_i factor_i·‖g^(i)‖ over the parameter itself: a sum that cancels is no scale, and in a
+    large group a small layer's own error would not show."""
     names = {id(p): name for name, p in engine.model.named_parameters()}
     off = slack(truth.norms, tolerance)
     worst = 0.0
     for k, group in enumerate(engine.groups):
         finite = truth.norms[k].isfinite()
         factors = group.factors(truth.norms[k].to(group.threshold).square()).to(truth.norms)
-        scale = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / tolerance
+        whole = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / tolerance
         for parameter in group.parameters:
             name = names[id(parameter)]
+            scale = min(whole, truth.sizes[name] + SMALL * whole)
             error = float((parameter.grad - truth.sums[name]).norm()) / scale  # type: ignore[operator]
             worst = max(worst, error)
             if not error <= tolerance:

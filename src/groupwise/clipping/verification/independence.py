@@ -6,6 +6,7 @@ numbers of its own; and no buffer may change.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from groupwise.clipping.randomness import FOLLOWING_VALUES, OUTSIDE, Draw, shared_draws
+from groupwise.clipping.trace import moved_losses
 from groupwise.clipping.unchanged import host_states, moved, same_values
 from groupwise.clipping.verification.runs import Outcome, Runs
 from groupwise.errors import UserError
@@ -20,8 +22,6 @@ from groupwise.errors import UserError
 NEGLIGIBLE = 1e-5
 """Of an example's whole gradient: a group's share below this is what rounding leaves of nothing (a bias in front of a
 normalisation, say), and is not compared."""
-LEAST_LOSS = 0.1
-"""A loss has the rounding of the numbers that it comes from, however small it is: smaller ones are compared as this."""
 
 Run = Callable[[bool], Outcome]
 """One batch's forward pass, or both passes; draws calmed or not."""
@@ -83,13 +83,6 @@ def check_apart(runs: Runs, batch: Sequence[int], tolerance: float, loss_toleran
             _check_kept(runs, batch, other, kept, pair, tolerance, loss_tolerance)
 
 
-def moved_losses(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
-    """Which losses (n,) differ by more than a share of themselves; two that are not finite are alike."""
-    before, after = before.double().cpu(), after.double().cpu()
-    apart = (before - after).abs() > tolerance * after.abs().clamp_min(LEAST_LOSS)
-    return apart | (before.isfinite() != after.isfinite())
-
-
 def slack(norms: Tensor, tolerance: float) -> Tensor:
     """By how much the norms (K, n) of n examples may be off; the last is what rounding may add to a norm of 0."""
     return tolerance * norms + 1e-12 + NEGLIGIBLE * norms.nan_to_num(0, 0, 0).norm(dim=0)
@@ -104,11 +97,10 @@ def moved_norms(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
 def first_seen(one: Sequence[int], other: Sequence[int], kept: Sequence[int], runs: Runs, calm: bool) -> str:
     """Where the kept rows of two batches part in a forward pass, as an insertion into a sentence; or nothing."""
     taken = []
-    with torch.no_grad():
-        for batch in (one, other):
-            prints = Fingerprints(len(batch), kept)
-            runs.plain(batch, calm, prints.take)
-            taken.append(prints)
+    for batch in (one, other):
+        prints = Fingerprints(len(batch), kept)
+        runs.plain(batch, calm, prints.take)
+        taken.append(prints)
     place = taken[0].first_difference(taken[1], 1e-4)
     return "" if place is None else f" (first seen in {place})"
 
@@ -121,6 +113,25 @@ def _comparable(runs: Runs, one: Run, two: Run) -> tuple[Outcome, Outcome] | Non
         return a, b
     a, b = one(True), two(True)
     return None if runs.uncalmed else (a, b)
+
+
+def check_many(runs: Runs, examples: Sequence[int], most: int, loss_tolerance: float) -> None:
+    """Run examples among as many as a microbatch may have: what mixes many alone (the hardest eight, say) shows here.
+
+    Raises:
+        UserError: an example's loss is another among more.
+    """
+    many = list(islice(cycle(examples), most))
+    few, more = runs.plain(examples, calm=True), runs.plain(many, calm=True)
+    if most <= len(examples) or runs.uncalmed:
+        return
+    for row in moved_losses(few.losses, more.losses[: len(examples)], loss_tolerance).nonzero().flatten().tolist():
+        a, b = float(few.losses[row]), float(more.losses[row])
+        raise UserError(
+            f"Example {examples[row]} has loss {a:.6g} among {len(examples)} examples and {b:.6g} among {most}: a "
+            "layer or the loss mixes the examples of a batch, so no example's influence is bounded: compute each loss "
+            "from its own example alone."
+        )
 
 
 def _another(batch: Sequence[int], example: int) -> int:
@@ -206,19 +217,18 @@ def check_draws(runs: Runs, batch: Sequence[int], buffers: dict[str, Tensor]) ->
     """
     half = list(batch[:2])
     host = _Host(runs)
-    with torch.no_grad():
-        runs.generators.seed(0)
-        with runs.drawing(border=host.look) as some:
-            host.begin()
-            runs.losses(half)
-            host.look()
-        check_buffers(runs.model, buffers)
-        if host.drawn:
-            runs.losses(half)
-        halves = host_states()
-        runs.generators.seed(0)
-        with runs.drawing() as twice:
-            runs.losses(half + half)
+    runs.generators.seed(0)
+    with runs.drawing(border=host.look) as some:
+        host.begin()
+        runs.losses(half)
+        host.look()
+    check_buffers(runs.model, buffers)
+    if host.drawn:
+        runs.losses(half)
+    halves = host_states()
+    runs.generators.seed(0)
+    with runs.drawing() as twice:
+        runs.losses(half + half)
     if host.drawn and moved(halves, host_states()):  # not twice as many draws for twice as many rows
         generator, place = host.drawn
         raise UserError(
@@ -232,6 +242,11 @@ def check_draws(runs: Runs, batch: Sequence[int], buffers: dict[str, Tensor]) ->
             f"alone: {REMEDY}."
         )
     runs.uncalmed = runs.uncalmed or host.drawn is not None
+    if given := next((draw for draw in some.taken if draw.by_hand), None):
+        raise UserError(
+            f"torch.{given.name.strip('_')} draws in {given.place} from a generator that it is given, which the run's "
+            "secret key does not seed: leave generator= out."
+        )
     for draw in dict.fromkeys(shared_draws(some.taken, twice.taken)):
         if _without_effect(runs, half, draw):
             continue
@@ -248,8 +263,8 @@ def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
     losses = []
     for value in (0.0, 0.5, 1 - 2**-24):
         runs.generators.seed(0)
-        with torch.no_grad(), runs.drawing(forced=(draw, value)):
-            losses.append(runs.losses(examples))
+        with runs.drawing(forced=(draw, value)):
+            losses.append(runs.losses(examples).detach())
     return all(torch.equal(losses[0], other) for other in losses[1:])
 
 
