@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
-
-from tqdm import tqdm
+from typing import Any, TextIO
 
 
 class Progress:
@@ -38,9 +36,7 @@ class Progress:
         self._began = self._last_line = clock()
         self._examples = 0
         self._note = ""
-        self._bar = None
-        if self._stream.isatty():
-            self._bar = tqdm(total=steps, initial=start, file=self._stream, unit="step", dynamic_ncols=True)
+        self._bar = _bar(steps, start, self._stream) if self._stream.isatty() else None
 
     def update(self, step: int, examples: int, note: str = "") -> None:
         """``step`` steps are done, the last of them on ``examples`` examples; ``note`` (accuracy, say) stays
@@ -80,6 +76,15 @@ class Progress:
         if self._epsilon is not None:
             parts.insert(0, f"ε {self._epsilon(self._step):.2f} of {self._target:g}")
         return "  ".join([*parts, self._note] if self._note else parts)
+
+
+def _bar(steps: int, start: int, stream: TextIO) -> Any:
+    """None where tqdm is not installed, as it is of an extra: then there are lines."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=steps, initial=start, file=stream, unit="step", dynamic_ncols=True)
 
 
 def _duration(seconds: float) -> str:

@@ -74,11 +74,12 @@ def verify(
         check_draws(runs, batch, buffers)
         check_trace(runs, batch, loss_tolerance)
         check_apart(runs, batch if len(some) > 1 else some, tolerance, loss_tolerance)
-        check_many(runs, some, min(most, MANY), loss_tolerance)
         worst, norms = _compare(runs, some, tolerance, loss_tolerance)
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
-        return max(worst, _compare(runs, some[:fewer][::-1], tolerance, loss_tolerance)[0])
+        worst = max(worst, _compare(runs, some[:fewer][::-1], tolerance, loss_tolerance)[0])
+        check_many(runs, some, min(most, MANY), loss_tolerance)
+        return worst
 
 
 @contextmanager

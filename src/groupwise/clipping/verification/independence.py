@@ -121,16 +121,18 @@ def check_many(runs: Runs, examples: Sequence[int], most: int, loss_tolerance: f
     Raises:
         UserError: an example's loss is another among more.
     """
+    if most <= len(examples):
+        return
     many = list(islice(cycle(examples), most))
     few, more = runs.plain(examples, calm=True), runs.plain(many, calm=True)
-    if most <= len(examples) or runs.uncalmed:
+    if runs.uncalmed:
         return
     for row in moved_losses(few.losses, more.losses[: len(examples)], loss_tolerance).nonzero().flatten().tolist():
         a, b = float(few.losses[row]), float(more.losses[row])
+        place = first_seen(examples, many, range(len(examples)), runs, calm=True)
         raise UserError(
             f"Example {examples[row]} has loss {a:.6g} among {len(examples)} examples and {b:.6g} among {most}: a "
-            "layer or the loss mixes the examples of a batch, so no example's influence is bounded: compute each loss "
-            "from its own example alone."
+            f"layer or the loss mixes the examples of a batch{place}, so no example's influence is bounded: compute each loss from its own example alone."
         )
 
 
