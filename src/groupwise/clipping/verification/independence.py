@@ -132,7 +132,8 @@ def check_many(runs: Runs, examples: Sequence[int], most: int, loss_tolerance: f
         place = first_seen(examples, many, range(len(examples)), runs, calm=True)
         raise UserError(
             f"Example {examples[row]} has loss {a:.6g} among {len(examples)} examples and {b:.6g} among {most}: a "
-            f"layer or the loss mixes the examples of a batch{place}, so no example's influence is bounded: compute each loss from its own example alone."
+            f"layer or the loss mixes the examples of a batch{place}, so no example's influence is bounded: compute "
+            "each loss from its own example alone."
         )
 
 
