@@ -20,7 +20,7 @@ from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.randomness import FOLLOWING_VALUES, Draws, ModuleCalls
 from groupwise.clipping.rules.base import RuleContext
-from groupwise.clipping.trace import Batches, ClipPlan, Recorder, UnevenPasses, UntracedCall, trace
+from groupwise.clipping.trace import Batches, ClipPlan, Recorder, Run, UnevenPasses, UntracedCall, confirm, trace
 from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
@@ -210,7 +210,19 @@ class ClippingEngine:
             except UnevenPasses:  # sources and targets, say: the longest of each are other examples
                 return self._trace(losses_of, Batches.all_of(examples))
 
+    def confirm(self, losses_of: Callable[[Sequence[int]], Tensor], rows: list[int], replaced: list[int]) -> None:
+        """Refuse a plan that does not hold for a batch of another size: see `groupwise.clipping.trace.confirm`."""
+        with self._tracing(losses_of) as run:
+            confirm(run, self.plan, rows, replaced, _refuse_call)
+
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
+        with self._tracing(losses_of) as run:
+            self.plan = self.plan.joined(trace(run, batches, _refuse_call))
+        return self.plan
+
+    @contextmanager
+    def _tracing(self, losses_of: Callable[[Sequence[int]], Tensor]) -> Iterator[Run]:
+        """Inside, what is given takes passes that have their calls noted, each with the same random numbers."""
         calls = ModuleCalls(self.model)
         with unchanged(self.model) as generators:
 
@@ -225,9 +237,7 @@ class ClippingEngine:
                 check_losses(losses, len(rows), traced=True)
                 return losses.detach()
 
-            found = trace(run, batches, _refuse_call)
-        self.plan = self.plan.joined(found)
-        return self.plan
+            yield run
 
     # -- one microbatch -------------------------------------------------------------------------------------------
 

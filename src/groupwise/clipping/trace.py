@@ -271,6 +271,68 @@ class Recorder:
         return SHARED if known[nth].shared else known[nth].layouts[0]
 
 
+class Confirmer(Recorder):
+    """Notes the inputs of calls where a plan says that they hold the examples.
+
+    Args:
+        plan: a whole one.
+        examples: B.
+    """
+
+    def __init__(self, plan: ClipPlan, examples: int) -> None:
+        self._plan, self._examples = plan, examples
+        self.layouts: dict[Call, Layout] = {}
+        self.rows: dict[Call, Tensor] = {}
+
+    def note(self, label: str, nth: int, x: Tensor, meets: bool) -> Layout:
+        """A layer or parameter gets x in its `nth` call; returns where the batch is.
+
+        Raises:
+            UntracedCall: the plan does not know it.
+        """
+        layout = self.layouts[label, nth] = self._plan.find(label, nth, x, self._examples)
+        self.rows[label, nth] = _rows(x.detach(), None if layout.shared else layout.axis)
+        return layout
+
+
+def confirm(run: "Run", plan: ClipPlan, rows: list[int], replaced: list[int], refuse: Refuse) -> None:
+    """Refuse a plan that is not that of a batch, of any size, when one of its examples is replaced.
+
+    Args:
+        run: takes a pass.
+        plan: what other passes have shown.
+        rows: numbers of the examples of the batch.
+        replaced: the same with one other example.
+        refuse: makes an error of what is wrong with a call.
+
+    Raises:
+        UserError: another example's rows move; naming the layer or parameter.
+        UntracedCall: the plan does not know a call.
+    """
+    one, two = Confirmer(plan, len(rows)), Confirmer(plan, len(rows))
+    run(rows, one)
+    run(replaced, two)
+    at = next(row for row, (a, b) in enumerate(zip(rows, replaced, strict=True)) if a != b)
+    for (label, nth), layout in one.layouts.items():
+        before, after = one.rows[label, nth], two.rows.get((label, nth))
+        same = after is not None and after.shape == before.shape
+        moved = _moved(before, after) if same else set(range(len(before)))  # type: ignore[arg-type]
+        if not moved <= _rows_of(layout, at, len(rows)):
+            what = f"has rows {sorted(moved)[:6]} that follow example {at} of {len(rows)}"
+            refuse(
+                label, tuple(before.shape[:1]), f"{what}, and among fewer examples others: they are mixed, or reordered"
+            )
+
+
+def _rows_of(layout: Layout, example: int, examples: int) -> set[int]:
+    """The numbers of an example's rows."""
+    if layout.shared:
+        return set()
+    if layout.order is Order.TILED:
+        return set(range(example, examples * layout.each, examples))
+    return set(range(example * layout.each, (example + 1) * layout.each))
+
+
 def _rows(x: Tensor, axis: int | None) -> Tensor:
     """A random projection of each row and its norm, (rows, 2) on the CPU; the whole is one row where axis is None."""
     x = torch.view_as_real(x) if x.is_complex() else x
@@ -423,8 +485,10 @@ def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int, 
             refuse(label, seen.shape, "has no axis for the batch and follows the examples")
         return CallSite(shared=frozenset({seen.shape}), ranks=rank)
     each = len(seen.rows) // examples
-    grouped = all(rows <= set(range(row * each, (row + 1) * each)) for row, rows in moved.items())
-    tiled = all(rows <= set(range(row, examples * each, examples)) for row, rows in moved.items())
+    grouped, tiled = (
+        all(rows <= _rows_of(Layout(seen.axis, each, order), row, examples) for row, rows in moved.items())
+        for order in (Order.GROUPED, Order.TILED)
+    )
     if not (grouped or tiled):
         row, rows = next((row, rows) for row, rows in moved.items() if rows)
         what = f"has rows {sorted(rows)[:6]} that follow example {row} of {examples}"

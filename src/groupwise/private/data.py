@@ -1,7 +1,8 @@
 """Reads the examples that were drawn, with torch's DataLoader; what a dataset draws at random follows the key."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Real
@@ -123,7 +124,7 @@ def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any
         UserError: naming the argument.
     """
     for name, value, least in (("microbatch", microbatch, 1), ("num_workers", num_workers, 0)):
-        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore[arg-type]
+        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
             raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
     for name, value, takes in (("collate_fn", collate_fn, "a list of examples"), ("order", order, "examples' numbers")):
         if value is not None and not callable(value):
@@ -242,8 +243,11 @@ class DatasetSums(Microbatches):
 
         again = self.losses_of_some(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
-        def losses_of(some: Sequence[int]) -> Tensor:
-            return self.losses(self._model, batch) if some is rows else again(some)
+        def losses_of(some: Any) -> Tensor:
+            if some is not rows:
+                return again(some)
+            own = copy(batch) if isinstance(batch, MutableMapping | list) else batch  # losses may pop their labels
+            return self.losses(self._model, own)
 
         return private.clip(losses_of, rows, filler)  # type: ignore[arg-type]
 

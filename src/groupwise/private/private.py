@@ -72,7 +72,8 @@ class Steps:
 class Private:
     """What `make_private` returns: the one way in which its model may learn from its data.
 
-    Example:
+    Example::
+
         for step in private.steps():
             scheduler.step()
         print(private.statement())

@@ -3,9 +3,9 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ CPU_MOST = 256
 
 
 def choose_microbatch(
-    losses_of: Callable[[Sequence[int] | np.ndarray], Tensor],
+    losses_of: Callable[[Any], Tensor],
     model: nn.Module,
     device: torch.device,
     examples: np.ndarray,

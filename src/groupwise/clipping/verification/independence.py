@@ -5,6 +5,7 @@ numbers of its own; and no buffer may change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import cycle, islice
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from groupwise.clipping.randomness import FOLLOWING_VALUES, OUTSIDE, Draw, shared_draws
-from groupwise.clipping.trace import moved_losses
+from groupwise.clipping.trace import UntracedCall, moved_losses
 from groupwise.clipping.unchanged import host_states, moved, same_values
 from groupwise.clipping.verification.runs import Outcome, Runs
 from groupwise.errors import UserError
@@ -124,6 +125,9 @@ def check_many(runs: Runs, examples: Sequence[int], most: int, loss_tolerance: f
     if most <= len(examples):
         return
     many = list(islice(cycle(examples), most))
+    if len(examples) > 1 and runs.engine.plan.calls:
+        with suppress(UntracedCall):  # it will be traced when it comes
+            runs.engine.confirm(runs.losses, many, [*many[:-1], _another(examples, many[-1])])
     few, more = runs.plain(examples, calm=True), runs.plain(many, calm=True)
     if runs.uncalmed:
         return
