@@ -247,7 +247,7 @@ def build_pipeline_trainer(
         rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))
         losses = alone(stage, some, device)
         engine.trace(losses, range(some.examples))
-        verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, **coarse)
+        verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
     microbatch = config.train.microbatch
     if microbatch is None and state is None:
         two = feed.microbatches(examples[:2], min(2, len(feed)))[0]

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.clip_plan import CallSite, ClipPlan, UntracedCall
 from groupwise.clipping.layouts import SHARED, Layout, Order
-from groupwise.clipping.trace import CallSite, ClipPlan, UntracedCall
 from groupwise.errors import UserError
 from tests.clipping.test_trace import assert_exact, of_rows
 
@@ -148,7 +148,7 @@ def test_a_plan_goes_through_a_checkpoint():
             engine.trace(texts(model, lengths), range(len(lengths)))
         state = engine.plan.state_dict()
         assert state["Layer 'places'"] == [[[], [[5], [8]], [1]]]
-        assert state["Layer 'words'"] == [[[[0, 1, "GROUPED"]], []]]
+        assert state["Layer 'words'"] == [[[[0, 1, "GROUPED"]], [], [2]]]
         again = ClipPlan.from_state_dict(state)
         assert again == engine.plan
     with attach(model, flat(model), 0.3) as engine:

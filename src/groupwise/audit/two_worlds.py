@@ -275,7 +275,7 @@ def _clipped_sum(trainer: Trainer, examples: np.ndarray) -> Tensor:
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
     trainer.private.clear()
     for start in range(0, len(examples), trainer.microbatch):
-        engine.clip(trainer.task.losses_of, examples[start : start + trainer.microbatch])
+        engine.clip(trainer.task.losses_of, examples[start : start + trainer.microbatch].tolist())
     sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.task.model.parameters()]
     return torch.cat([own.flatten() for own in sums]).double()
 

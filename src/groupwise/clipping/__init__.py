@@ -12,6 +12,7 @@
 True
 """
 
+from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.cost_model import Rates
 from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.factors import Sensitivity, automatic_factors, clip_factors
@@ -20,7 +21,6 @@ from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per
 from groupwise.clipping.reference import explain
 from groupwise.clipping.rules import LayerRule, register_rule
 from groupwise.clipping.rules.ws_conv import WSConv2d
-from groupwise.clipping.trace import ClipPlan, UntracedCall
 from groupwise.clipping.verification import verify
 
 __all__ = [

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
+from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.cost_model import Choices, Formula, Rates
-from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, weighing
-from groupwise.clipping.groups import build_groups, one_each, share_thresholds
+from groupwise.clipping.factors import ClipRule, clip_factors, weighing
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
@@ -20,14 +20,15 @@ from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.randomness import FOLLOWING_VALUES, Draws, ModuleCalls
 from groupwise.clipping.rules.base import RuleContext
-from groupwise.clipping.trace import Batches, ClipPlan, Recorder, Run, UnevenPasses, UntracedCall, confirm, trace
+from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
+from groupwise.clipping.trace import Batches, Recorder, Run, UnevenPasses, confirm, trace
 from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
 
 
-class ClippingEngine:
+class ClippingEngine(ThresholdsAndCounts):
     """Makes backward passes of `model` clip per-example gradients group by group, until it is detached.
 
     After `engine.backward(losses)` every trainable parameter's .grad has grown by
@@ -67,12 +68,9 @@ class ClippingEngine:
         check_options(norms, partition, formula)
         layers = find_layers(model)
         check_partition(layers, partition)
-        self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
-        self.model, self.partition, self.norms = model, partition, norms
-        self.groups = build_groups(layers, partition, clip_rule, self._context, direct)
-        self._tables = share_thresholds(self.groups)
-        self._counts = Counts(len(partition), self.groups[0].threshold)
-        self.squared_norms: dict[int, Tensor] = {}
+        context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
+        super().__init__(model, layers, partition, clip_rule, context, direct)
+        self.norms = norms
         self._passes = OpenPasses()
         self._checked = False
         self._attached = Attached(model, shards=direct)
@@ -83,100 +81,10 @@ class ClippingEngine:
         self._patches = Patches(model, layers, self.groups, calls, direct)
         warn_of_copies(layers)
 
-    @property
-    def thresholds(self) -> Tensor:
-        """C_k that clips, (K,)."""
-        return torch.stack([group.threshold for group in self.groups])
-
-    @property
-    def count_thresholds(self) -> Tensor:
-        """The thresholds that counts are taken at, (K,)."""
-        return self._counts.at.clone()
-
-    def set_thresholds(
-        self, clip: float | Sequence[float] | Tensor, count: Sequence[float] | Tensor | None = None
-    ) -> None:
-        """Set the thresholds that clip and, where they differ, those that the counts are taken at; both (K,).
-
-        Raises:
-            UserError: not one finite positive number a group.
-        """
-        values = one_each(len(self.groups), clip)
-        self._counts.set_thresholds(values, values if count is None else one_each(len(self.groups), count))
-        for table, wide, groups in self._tables:
-            table.copy_(values[groups])
-            wide.copy_(table)
-
-    def sensitivity(self, relation: str) -> Sensitivity:
-        """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
-
-        It tells the thresholds that clipped, of several the largest. .grad must have been cleared when the batch began.
-
-        Args:
-            relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
-
-        Raises:
-            UserError: a relation for which no bound is proven; sums that are `spoiled`.
-        """
-        if self.spoiled:
-            raise UserError("A norm is not finite and masks_rows was False: begin the batch again with True.")
-        if relation not in RELATIONS:
-            raise UserError(
-                f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
-            )
-        return Sensitivity(relation, tuple(group.parameters for group in self.groups), self._counts.clipped)
-
-    @property
-    def counts(self) -> Tensor:
-        """b̄_k: how many examples since `reset` had ‖g_k‖ <= the count threshold, (K,) float64 on the CPU."""
-        return self._counts.within.double()
-
-    @property
-    def examples(self) -> int:
-        """Examples since `reset`."""
-        return self._counts.examples
-
-    @property
-    def nonfinite(self) -> int:
-        """Examples left out since `reset` because a norm was not finite (the most over groups)."""
-        return int(self._counts.left_out.max())
-
-    @property
-    def masks_rows(self) -> bool:
-        """Whether rows of examples that are left out become zeros first (0 · NaN is NaN), which copies all rows on a
-        GPU; a CPU looks. Who can begin a batch again sets it to False, and to True for one that was `spoiled`."""
-        return self.groups[0].masks
-
-    @masks_rows.setter
-    def masks_rows(self, masks: bool) -> None:
-        for group in self.groups:
-            group.masks = masks
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
-        return self._counts.spoiled
-
-    @property
-    def products_reused(self) -> int:
-        """How often a layer took XXᵀ from the layer before, which had the same input."""
-        return self._context.products.reused
-
-    @property
-    def per_example_norms(self) -> Tensor:
-        """‖g_k^(i)‖ of the last microbatch, (K, B); not private."""
-        return torch.stack([self.squared_norms[k] for k in range(len(self.groups))]).clamp_min(0).sqrt()
-
     def reset(self) -> None:
         """Begin a logical batch: forget counts, examples and waiting microbatches (.grad is the caller's to clear)."""
         self._passes.forget()
         self._counts.reset()
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
-        with self._counts.kept():
-            yield
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
@@ -324,10 +232,6 @@ class ClippingEngine:
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
 
-    def repeated(self, examples: int) -> None:
-        """Note that a CUDA graph of `backward` ran, recorded with this `masks_rows` and gradients in this memory."""
-        self._counts.repeated(examples, self.masks_rows)
-
     def _ghost_norms(self, losses: Tensor) -> Tensor:
         """First pass: only squared norms; the graph stays for the second."""
         group_pass = self._passes.open.get(0)
@@ -343,10 +247,6 @@ class ClippingEngine:
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
         self._passes.backward_pass = current
         return current
-
-    def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
-        self.squared_norms = squared_norms
-        self._counts.add(squared_norms, examples)
 
     @contextmanager
     def _backward(self, phase: Phase, examples: int, *microbatch: Hashable) -> Iterator[BackwardPass]:
@@ -434,23 +334,6 @@ class ClippingEngine:
             current.factors = None if factors is None else weighing(factors)
             yield
             self._check_reached(current)
-
-    def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
-        """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
-        return self.groups[group].factors(squared_norms).to(self.groups[group].threshold.dtype)
-
-    def count_norms(self, squared_norms: Tensor) -> None:
-        """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.
-
-        Raises:
-            UserError: not one row a group.
-        """
-        if squared_norms.dim() != 2 or len(squared_norms) != len(self.groups):
-            raise UserError(
-                f"Squared norms of shape {tuple(squared_norms.shape)} were given for {len(self.groups)} groups: give "
-                "one row a group, one column an example."
-            )
-        self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
 
     def _check_reached(self, current: BackwardPass) -> None:
         check_groups(self.groups, current, self._direct)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.layouts import SHARED, Layout
-from groupwise.clipping.trace import ClipPlan, Recorder
+from groupwise.clipping.trace import Recorder
 from groupwise.errors import UserError
 
 

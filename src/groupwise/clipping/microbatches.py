@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.factors import starts_kernels, with_gone
 from groupwise.clipping.forward_pass import ForwardPass
 from groupwise.clipping.groups import ClippingGroup, Member
@@ -23,7 +24,7 @@ from groupwise.clipping.precision import no_autocast, refuse_float16
 from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
-from groupwise.clipping.trace import ClipPlan, Recorder
+from groupwise.clipping.trace import Recorder
 from groupwise.errors import UserError
 
 

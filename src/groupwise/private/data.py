@@ -204,7 +204,7 @@ class DatasetSums(Microbatches):
             if not items:
                 with Generators(()).kept():
                     items.update(zip(map(int, rows), self._items(rows), strict=True))
-            return self.losses(self._model, self.loading.collate_fn([items[int(row)] for row in some]))
+            return self.losses(self._model, self.loading.collate_fn([_own(items[int(row)]) for row in some]))
 
         return losses_of
 
@@ -246,8 +246,7 @@ class DatasetSums(Microbatches):
         def losses_of(some: Any) -> Tensor:
             if some is not rows:
                 return again(some)
-            own = copy(batch) if isinstance(batch, MutableMapping | list) else batch  # losses may pop their labels
-            return self.losses(self._model, own)
+            return self.losses(self._model, _own(batch))
 
         return private.clip(losses_of, rows, filler)  # type: ignore[arg-type]
 
@@ -287,6 +286,11 @@ def _pinned(batch: Any) -> Any:
     return tree_map(
         lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) and torch.cuda.is_available() else leaf, batch
     )
+
+
+def _own(value: Any) -> Any:
+    """A copy of a dict or list, for who may take labels out of it."""
+    return copy(value) if isinstance(value, MutableMapping | list) else value
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from groupwise.clipping.clip_plan import UntracedCall
 from groupwise.clipping.randomness import FOLLOWING_VALUES, OUTSIDE, Draw, shared_draws
-from groupwise.clipping.trace import UntracedCall, moved_losses
+from groupwise.clipping.trace import moved_losses
 from groupwise.clipping.unchanged import host_states, moved, same_values
 from groupwise.clipping.verification.runs import Outcome, Runs
 from groupwise.errors import UserError
