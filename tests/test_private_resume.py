@@ -123,6 +123,20 @@ def texts(**options: Any) -> Private:
     return start(task, collate_fn=Texts.collate, **options)
 
 
+def test_who_takes_examples_or_their_batch_apart_may_be_traced_again():
+    def popping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return Texts.losses(model, batch.pop("tokens"))
+
+    whole, task = texts(), Texts()
+    data = [{"tokens": row} for row in task.rows]
+    read = type("Read", (), {"__len__": lambda _: 60, "__getitem__": lambda _, row: dict(data[row])})()
+    collate = lambda rows: {"tokens": Texts.collate([row.pop("tokens") for row in rows])}  # noqa: E731
+    popped = start(task, data=read, losses=popping, collate_fn=collate)
+    go_on(whole)
+    go_on(popped)
+    same(popped, whole)
+
+
 def test_a_plan_that_grew_goes_on_to_the_same_bits():
     """Whether it grew before the state was taken or after, or all of it is known from the beginning."""
     whole = texts()
