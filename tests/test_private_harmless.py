@@ -156,6 +156,20 @@ def test_a_call_that_is_refused_leaves_the_model_as_it_was():
     assert Use(model).train().private.executed == 3
 
 
+def test_an_optimizer_that_steps_in_the_check_before_training_is_refused_and_moves_nothing():
+    model = network()
+    before = [parameter.clone() for parameter in model.parameters()]
+    inside = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def losses(model, batch):
+        inside.step()
+        return cross_entropy(model, batch)
+
+    with pytest.raises(UserError, match="An optimizer stepped inside"):
+        Use(model, losses=losses)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
 def test_between_steps_and_after_detach_the_model_is_a_plain_one():
     use = Use()
     for _ in use.private.steps(1):

@@ -189,8 +189,11 @@ def hooked_behind() -> None:
 
 REFUSED: dict[str, Misuse] = {
     "data that grow or shrink afterwards": (grown, "have 41 now"),
-    "examples that mix in the model": (lambda: Use(Mixing()), "rows .* that follow example 1 of 5"),
-    "a `collate_fn` that mixes examples (mixup)": (lambda: Use(collate_fn=mixup), "that follow example 1 of 5"),
+    "examples that mix in the model": (
+        lambda: Use(Mixing()),
+        "mixes the examples of a batch .first seen in the input of layer .inner",
+    ),
+    "a `collate_fn` that mixes examples (mixup)": (lambda: Use(collate_fn=mixup), "mixes the examples of a batch"),
     "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "among others: .* mixes the examples"),
     "torch seeded while the losses are made": (
         lambda: in_the_losses(seeded),

@@ -26,7 +26,7 @@ from groupwise.private.private import TAKEN, Private
 from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.plain import plain
-from groupwise.training.private_step import PrivateStep
+from groupwise.training.private_step import PrivateStep, optimizers_held
 from groupwise.training.ranks import Alone, Ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -147,9 +147,10 @@ def make_private(
         if not agreed.noise_multiplier:
             warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
         source = noise_source or NoiseSource.fresh()
-        device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        device = trainable[0].device
         sums = DatasetSums(model, dataset, losses, loading, order, microbatch or 1)
-        with secret_randomness(source.child("trace"), 0, device=device):
+        with secret_randomness(source.child("trace"), 0, device=device), optimizers_held(trainable):
             rows = examples_to_trace(dataset, dataset_size)
             losses_of = sums.losses_of_some(rows)
             if microbatch is None:

@@ -214,22 +214,12 @@ class PrivateStep:
         if self.running:
             raise UserError("A private step was begun inside another one: take it when that has ended.")
         self._refuse_hooks()
-        released, own = [False], {id(parameter) for parameter in self.trainable}
-
-        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if not released[0] and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                raise UserError(
-                    "An optimizer stepped inside of a private step, on gradients that have no noise yet: leave "
-                    "optimizer.step() out of the losses and of hooks, as the private step calls it."
-                )
-
-        hook = register_optimizer_step_pre_hook(refuse)
         self.running = True
         try:
-            yield lambda: released.__setitem__(0, True)
+            with optimizers_held(self.trainable) as let_go:
+                yield let_go
         finally:
             self.running = False
-            hook.remove()
 
     def _refuse_hooks(self) -> None:
         for parameter in self.trainable:
@@ -325,6 +315,29 @@ class PrivateStep:
         if self.engine is not None:
             self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
         self.executed = step
+
+
+@contextmanager
+def optimizers_held(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Inside, no optimizer moves these parameters until what is yielded was called: their gradients have no noise yet.
+
+    Raises:
+        UserError: one steps.
+    """
+    held, own = [True], {id(parameter) for parameter in parameters}
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if held[0] and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise UserError(
+                "An optimizer stepped inside of a private step, on gradients that have no noise yet: leave "
+                "optimizer.step() out of the losses and of hooks, as the private step calls it."
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield lambda: held.__setitem__(0, False)
+    finally:
+        hook.remove()
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:

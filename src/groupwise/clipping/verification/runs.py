@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from groupwise.clipping.checks import check_losses
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.randomness import Border, Draw, Draws, ModuleCalls
 from groupwise.clipping.unchanged import Generators
-from groupwise.errors import UserError
 
 Losses = Callable[[Sequence[int]], Tensor]
 
@@ -47,13 +47,10 @@ class Runs:
         """As `losses_of`, (n,).
 
         Raises:
-            UserError: another shape.
+            UserError: they are not one number for each example.
         """
         losses = self._losses_of(examples)
-        if losses.shape != (len(examples),):
-            raise UserError(
-                f"The loss must be one value per example: {len(examples)} examples gave shape {tuple(losses.shape)}."
-            )
+        check_losses(losses, len(examples), traced=True)
         return losses
 
     @contextmanager
