@@ -82,6 +82,17 @@ def weights_in_the_losses(model: nn.Module, x: Tensor, y: Tensor) -> None:
         model[0].bias.add_(x.mean())
 
 
+def buffer_in_the_losses() -> None:
+    model = network()
+    model.register_buffer("seen", torch.zeros(()))
+    in_the_losses(lambda model, x, y: model.seen.add_(x.sum()), model)
+
+
+def frozen_in_the_losses() -> None:
+    model = network(nn.Linear(8, 8).requires_grad_(False))
+    in_the_losses(lambda model, x, y: model[2].bias.mul_(x.mean()), model)
+
+
 def data_in_a_penalty(model: nn.Module, x: Tensor, y: Tensor) -> None:
     next(model.parameters()).sum().mul(x.sum()).backward()
 
@@ -226,6 +237,8 @@ REFUSED: dict[str, Misuse] = {
         "changed gradients or weights",
     ),
     "weights that the losses change": (lambda: in_the_losses(weights_in_the_losses), "changed gradients or weights"),
+    "a buffer that the losses change": (buffer_in_the_losses, "'seen', a buffer or frozen parameter, was changed"),
+    "frozen weights that the losses change": (frozen_in_the_losses, "'2.bias', a buffer or frozen parameter, was"),
     "another optimizer that steps in the losses": (lambda: stepping(fused=False), "stepped inside of a private step"),
     "the same by one kernel (`fused=True`)": (lambda: stepping(fused=True), "stepped inside of a private step"),
     "`optimizer.step()` in the losses": (optimizer_in_the_losses, "stepped inside of a private step"),
