@@ -17,6 +17,7 @@ from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
 from groupwise.training.graphs import WARM_UP, MicrobatchGraphs, recorder_of
 from groupwise.training.ranks import Alone
+from tests.checked import only_traced
 from tests.tapes import Tape
 from tests.training.test_step import ADAPTIVE_FLAT, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
 
@@ -78,7 +79,7 @@ def whole(task, clip, *more):
     engine = make_engine(made.model, config.clip)
     plan = plan_run(config, made.train_size, None if engine is None else len(engine.groups))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("groupwise.build.verify", lambda *_, **__: 0.0)  # both runs are of one engine, right or wrong
+        patch.setattr("groupwise.build.verify", only_traced)  # both runs are of one engine, right or wrong
         return build_trainer(config, made, engine, plan, CPU, Alone(), None)
 
 
