@@ -150,7 +150,7 @@ def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -
     with mode.attach(subject.model, 1.0, partition) as engine:
         refusal = _check_first(engine, subject, verified=truth is None or size is SQUARE)
         if refusal is not None:
-            alarm = truth is not None and _is_exact(architecture, mode, known)
+            alarm = size is SQUARE and truth is not None and _is_exact(architecture, mode, known)
             raise _FalseAlarm(told(refusal, 600)) if alarm else refusal
         if truth is None:
             raise _Wrong("Its examples mix, and nobody refused it.")
