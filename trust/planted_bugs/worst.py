@@ -187,6 +187,8 @@ class Worst:
         )
         torch.manual_seed(0)
         gradients = torch.cat([self.others, self.canary.unsqueeze(0)])
+        if len(gradients) == 1:  # another one for the trace, which is never drawn
+            gradients = gradients.repeat(2, 1, 1, 1)
         task = Given(gradients, self.dropout)
         engine = make_engine(task.model, self.clip)
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
