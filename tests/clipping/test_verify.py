@@ -265,7 +265,7 @@ def test_a_loss_may_move_by_a_thousandth_among_others(alone, together, refused):
 
 def test_one_loss_for_all_is_found():
     engine, losses_of = attached(nn.Tanh())
-    with pytest.raises(UserError, match="examples gave shape"):
+    with pytest.raises(UserError, match="one value per example"):
         verify(engine, lambda examples: losses_of(examples).mean(), [0, 3])
 
 

@@ -289,7 +289,7 @@ def test_the_host_waits_for_the_counts_alone(python) -> None:
         assert row["passed"]["waits"] == {"clipping/factors.py:Counts._on_host": 1}
         uploads = {
             "clipping/factors.py:Counts.set_thresholds": 1,
-            "clipping/engine.py:ClippingEngine.set_thresholds": 1,
+            "clipping/thresholds_and_counts.py:ThresholdsAndCounts.set_thresholds": 1,
             "training/task.py:to_device": row["microbatches"],
         }
         assert row["passed"]["uploads"] == uploads

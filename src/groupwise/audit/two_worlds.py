@@ -192,8 +192,6 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     if setting.design == "search":
         setting, claimed = _with_noise_for_a_search(setting)
     trainer, other = (_trainer(setting, 2 * setting.seed + world) for world in (0, 1))
-    if trainer.task.train_size < 2:
-        raise UserError("An audit needs an example, and another one beside it: give data.train_limit=2 or more.")
     public = setting.design == "masks"
     stds = _by_entry(trainer)
     canary = int(_everybody(trainer)[0]) if public else _loudest(trainer, stds)
@@ -222,6 +220,8 @@ def _trainer(setting: Setting, noise_seed: int) -> Trainer:
     config = replace(setting.config, debug=DebugConfig(noise_seed=noise_seed))
     cpu = torch.device("cpu")
     task = make_task(config, cpu)
+    if task.train_size < 2:
+        raise UserError("An audit needs an example, and another one beside it: give data.train_limit=2 or more.")
     engine = make_engine(task.model, config.clip)
     assert engine is not None, "options refuses clip=none"
     plan = plan_run(config, task.train_size, len(engine.groups))

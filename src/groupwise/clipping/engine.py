@@ -1,7 +1,7 @@
 """Attaches a partition to a model, runs backward passes that clip, and gives the model back as it was."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, NoReturn
 
 import torch
@@ -112,7 +112,7 @@ class ClippingEngine(ThresholdsAndCounts):
         Raises:
             UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
         """
-        with moved_parameters(self.model):
+        with nullcontext() if self._direct else moved_parameters(self.model):  # what is whole of shards would stay
             try:
                 return self._trace(losses_of, Batches.of(examples))
             except UnevenPasses:  # sources and targets, say: the longest of each are other examples

@@ -32,9 +32,8 @@ def moved_parameters(model: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for p in trainable:
-                own = getattr(p, "_local_tensor", p)  # of a shard, what is here
-                size = MOVED * (own.abs().mean() + max(p.numel(), 1) ** -0.5) if own.numel() else 0.0
-                own.add_(torch.randn(own.shape, generator=generator).to(own) * size)
+                size = MOVED * (p.abs().mean() + p.numel() ** -0.5) if p.numel() else 0.0
+                p.add_(torch.randn(p.shape, generator=generator).to(p) * size)
         yield
     finally:
         with torch.no_grad():
