@@ -147,8 +147,8 @@ def test_a_plan_goes_through_a_checkpoint():
         for lengths in ([5, 3, 4, 2, 5, 1], [8, 1]):
             engine.trace(texts(model, lengths), range(len(lengths)))
         state = engine.plan.state_dict()
-        assert state["Layer 'places'"] == [[[], [[5], [8]], [1]]]
-        assert state["Layer 'words'"] == [[[[0, 1, "GROUPED"]], [], [2]]]
+        assert state["Layer 'places'"] == [[[], [[5], [8]]]]
+        assert state["Layer 'words'"] == [[[[0, 1, "GROUPED"]], []]]
         again = ClipPlan.from_state_dict(state)
         assert again == engine.plan
     with attach(model, flat(model), 0.3) as engine:

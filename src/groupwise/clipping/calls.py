@@ -155,6 +155,8 @@ class LayerCalls:
         """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
+        if self.batch == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
+            return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
         layout = layout or self.find(member.label, x)
         if layout.shared:
             return self._without_batch(group, member, x, values)
@@ -235,6 +237,12 @@ class GroupOrigin:
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:
     return GroupOrigin(calls, group, f"The output of layer {member.name!r}")
+
+
+def _lacks_batch(rule: LayerRule, x: Tensor) -> bool:
+    if rule.features_last:
+        return x.dim() == 1 and x.is_floating_point()
+    return rule.has_batch(x.dim() + 1) and not rule.has_batch(x.dim())
 
 
 def _refuse_transforms(label: str) -> None:

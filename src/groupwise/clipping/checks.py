@@ -5,6 +5,7 @@ A parameter's gradient may come from its group (or from a layer that clips by it
 
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -136,7 +137,11 @@ def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
     raise UserError(f"Parameter {name!r} was {done} after attaching: detach(), then attach again{remedy}.")
 
 
-def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, leaves: bool = True) -> None:
+Leaves = dict[int, "ref[Tensor]"]
+"""Tensors that are no parameters and get a gradient, by their id."""
+
+
+def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, known: Leaves | None = None) -> Leaves:
     """Walk the autograd graph of the losses: only groups, or layers that clip by themselves, may lead to parameters.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
@@ -146,12 +151,16 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, lea
         losses: the per-example losses, (B,), or any other output of the model.
         names: names of the trainable parameters, by id.
         shards: parameters may be shards, and whole tensors that nobody can name while their layer runs.
-        leaves: other tensors may get a gradient, as what a pipeline's stage received.
+        known: what the last pass returned. A tensor that no pass makes for itself learns, and nobody clips it.
+
+    Returns:
+        The other tensors that get a gradient: inputs, say, or what a pipeline's stage received.
 
     Raises:
         UserError: naming the parameter; reentrant checkpointing, inside which nothing can be seen.
     """
     group, direct = GroupFunction.__name__ + "Backward", DirectFunction.__name__ + "Backward"
+    leaves: Leaves = {}
     seen: set[Any] = set()
     stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
     while stack:
@@ -185,12 +194,16 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, lea
                 f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "
                 "gradient nobody clips: make it part of the model before attaching, or freeze it."
             )
-        if isinstance(variable, Tensor) and not (leaves or shards):
-            raise UserError(
-                f"The losses use a tensor of shape {tuple(variable.shape)} that requires a gradient and is no "
-                "parameter of the model, so nobody would clip it: make it a torch.nn.Parameter of the model before "
-                "attaching, or detach it."
-            )
+        if isinstance(variable, Tensor):
+            before = (known or {}).get(id(variable))
+            if before is not None and before() is variable:
+                raise UserError(
+                    f"Pass after pass the losses use one tensor of shape {tuple(variable.shape)} that requires a "
+                    "gradient and is no parameter of the model, so nobody would clip it: make it a torch.nn.Parameter "
+                    "of the model before attaching, or detach it."
+                )
+            leaves[id(variable)] = ref(variable)
         ours = kind == direct and node._forward_cls is DirectFunction
         following = node.next_functions[:2] if ours else node.next_functions  # probe and input
         stack.extend((next_node, kind) for next_node, _ in following)
+    return leaves

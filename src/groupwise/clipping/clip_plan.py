@@ -25,12 +25,10 @@ class CallSite:
     Args:
         layouts: those with the batch on an axis.
         shared: shapes of inputs that all examples shared.
-        ranks: numbers of axes of the inputs.
     """
 
     layouts: tuple[Layout, ...] = ()
     shared: frozenset[tuple[int, ...]] = frozenset()
-    ranks: frozenset[int] = frozenset()
 
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
         """The layout of an input of this shape in a batch of B examples; None where sizes do not tell one."""
@@ -60,7 +58,7 @@ class CallSite:
     def joined(self, other: "CallSite") -> "CallSite":
         """What either has shown."""
         new = (layout for layout in other.layouts if layout not in self.layouts and len(self._like(layout)) < LENGTHS)
-        return CallSite((*self.layouts, *new), self.shared | other.shared, self.ranks | other.ranks)
+        return CallSite((*self.layouts, *new), self.shared | other.shared)
 
     def _like(self, layout: Layout) -> list[Layout]:
         """Those on the same axis in the same order, with whatever number of rows."""
@@ -92,21 +90,6 @@ class ClipPlan:
             )
         return found
 
-    def of_one(self, label: str, nth: int, x: Tensor) -> Layout:
-        """The layout in a pass of one example, whose all rows are: without the plan, but for the number of axes.
-
-        Raises:
-            UserError: an axis is there for several examples alone.
-        """
-        known = self.calls.get(label, ())
-        if nth < len(known) and x.dim() not in known[nth].ranks:
-            raise UserError(
-                f"{label} got a tensor of shape {tuple(x.shape)} in a microbatch of one example, and one of "
-                f"{' or '.join(map(str, sorted(known[nth].ranks)))} axes in others: keep the batch axis (squeeze(dim) "
-                "with a number, not squeeze())."
-            )
-        return SHARED if x.dim() == 0 else Layout(0, len(x))
-
     def joined(self, other: "ClipPlan") -> "ClipPlan":
         """What either knows."""
         calls = dict(self.calls)
@@ -122,7 +105,6 @@ class ClipPlan:
                 [
                     [[each.axis, each.each, each.order.name] for each in site.layouts],
                     [list(s) for s in sorted(site.shared)],
-                    sorted(site.ranks),
                 ]
                 for site in sites
             ]
@@ -138,9 +120,8 @@ class ClipPlan:
                     CallSite(
                         tuple(Layout(axis, each, Order[order]) for axis, each, order in layouts),
                         frozenset(map(tuple, shared)),
-                        frozenset(ranks),
                     )
-                    for layouts, shared, ranks in sites
+                    for layouts, shared in sites
                 )
                 for label, sites in state.items()
             }

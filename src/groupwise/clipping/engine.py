@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
+from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import ClipRule, clip_factors, weighing
@@ -73,6 +73,7 @@ class ClippingEngine(ThresholdsAndCounts):
         self.norms = norms
         self._passes = OpenPasses()
         self._checked = False
+        self._leaves: Leaves = {}
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._direct = direct
@@ -220,7 +221,7 @@ class ClippingEngine(ThresholdsAndCounts):
         try:
             check_losses(losses, forward_pass.examples)
             self._attached.check_same()
-            check_paths(losses, self._names, shards=self._direct, leaves=False)
+            self._leaves = check_paths(losses, self._names, self._direct, self._leaves)
         except UserError:
             self._passes.end()
             raise

@@ -32,12 +32,12 @@ class ForwardPass:
         Raises:
             UntracedCall: the plan does not know the call.
         """
+        if self.examples == 1 and self.recorder is None:  # all rows are the one example's
+            return SHARED if x.dim() == 0 else Layout(0, len(x))
         if self.ended:
             return self._again(label, x)
         nth = self._counts.get(label, 0)
         self._counts[label] = nth + 1
-        if self.examples == 1 and self.recorder is None:
-            return self._plan.of_one(label, nth, x)
         if self.recorder is not None:
             return self.recorder.note(label, nth, x, meets)
         layout = self._plan.find(label, nth, x, self.examples)
@@ -46,8 +46,6 @@ class ForwardPass:
         return layout
 
     def _again(self, label: str, x: Tensor) -> Layout:
-        if self.examples == 1:
-            return SHARED if x.dim() == 0 else Layout(0, len(x))
         layout = self._seen.get((label, x.shape))
         if layout is None or layout is TWO:
             raise UserError(

@@ -344,11 +344,10 @@ def _axis(label: str, more: tuple[int, ...], fewer: tuple[int, ...], batches: Ba
 def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int, refuse: Refuse) -> CallSite | None:
     """From the input's rows that moved with each example that was replaced; None where they do not tell the order."""
     assert seen.rows is not None
-    rank = frozenset({len(seen.shape)})
     if seen.axis is None:
         if any(moved.values()):
             refuse(label, seen.shape, "has no axis for the batch and follows the examples")
-        return CallSite(shared=frozenset({seen.shape}), ranks=rank)
+        return CallSite(shared=frozenset({seen.shape}))
     each = len(seen.rows) // examples
     grouped, tiled = (
         all(rows <= _rows_of(Layout(seen.axis, each, order), row, examples) for row, rows in moved.items())
@@ -366,7 +365,7 @@ def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int, 
     elif each > 1 and grouped and tiled:
         refuse(label, seen.shape, f"has {each} rows for each example, too few of which follow it to tell their order")
     order = Order.GROUPED if grouped or each == 1 else Order.TILED
-    return CallSite((Layout(seen.axis, each, order),), ranks=rank)
+    return CallSite((Layout(seen.axis, each, order),))
 
 
 def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout], refuse: Refuse) -> CallSite:
@@ -376,4 +375,4 @@ def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout], re
     orders = {layout.order for layout in layouts if layout.each == each}
     if len(orders) != 1:
         refuse(label, seen.shape, f"has {each} rows for each example that hold nothing of it")
-    return CallSite((Layout(seen.axis, each, orders.pop()),), ranks=frozenset({len(seen.shape)}))
+    return CallSite((Layout(seen.axis, each, orders.pop()),))
