@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from groupwise.private.arguments import check_kinds, check_parameters, unknown_s
 from groupwise.private.data import DatasetSums, Order, check_loading, examples_to_trace, length_of, taken_apart
 from groupwise.private.private import TAKEN, Private
 from groupwise.training.from_config import make_engine, make_thresholds
-from groupwise.training.memory import choose_microbatch
+from groupwise.training.memory import choose_microbatch, in_halves
 from groupwise.training.plain import plain
 from groupwise.training.private_step import PrivateStep, optimizers_held
 from groupwise.training.ranks import Alone, Ranks
@@ -159,7 +160,8 @@ def make_private(
             if is_sharded(model):  # single examples need a whole model
                 engine.trace(losses_of, rows)
             else:
-                verify(engine, losses_of, rows[:CHECKED], most=sums.size)
+                check = partial(verify, engine, losses_of, rows[:CHECKED])
+                in_halves(sums.size, lambda most: check(most=most), "checking", alone=True)
         if is_sharded(model):
             back_into_shards(model)  # the trace left the outermost parameters whole
         key = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
