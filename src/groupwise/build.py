@@ -63,8 +63,11 @@ def build_trainer(
         coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
         rows = min(CHECKED, max(2, microbatch or CHECKED))
-        check = partial(verify, engine, task.losses_of, some[:CHECKED], rows=rows, **coarse)
-        in_halves(microbatch or CHECKED, lambda most: check(most=most), "checking", alone=True)
+
+        def check(most: int, engine: ClippingEngine = engine) -> None:
+            verify(engine, task.losses_of, some[:CHECKED], rows=rows, most=most, **coarse)
+
+        in_halves(microbatch or CHECKED, check, "checking", alone=True)
     make = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
