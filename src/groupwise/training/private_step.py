@@ -5,7 +5,7 @@ drawn batch is read from and how its clipped sums are formed (`BatchSums`), and 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -106,6 +106,8 @@ class PrivateStep:
     keeps_gradients: bool = False
     running: bool = field(init=False, default=False)
     """Whether a step runs: its noise is not there yet, or its thresholds have not moved."""
+    _rewind: Callable[[], None] | None = field(init=False, default=None)
+    """Puts the generators of the microbatch that runs back to its beginning."""
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -158,10 +160,13 @@ class PrivateStep:
         if self.engine is not None:
             self.engine.reset()
 
-    def microbatch(self, step: int, start: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def microbatch(self, step: int, start: int) -> Iterator[None]:
         """Inside, masks are those of the microbatch that begins at `start` in this process's share, and secret."""
         process = self.ranks.replica * self.ranks.stages + self.ranks.stage
-        return secret_randomness(self.noise, step, start, process=process, device=self.device)
+        with secret_randomness(self.noise, step, start, process=process, device=self.device) as self._rewind:
+            yield
+        self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
         """Add the clipped sums of a microbatch to the gradients; the backward pass on a GPU is without TF32.
@@ -186,7 +191,7 @@ class PrivateStep:
             (losses * 0 if filler else losses).sum().backward()
             return losses.detach()
         before = self._marks()
-        losses = self.engine.losses(losses_of, rows)
+        losses = self.engine.losses(losses_of, rows, self._rewind)
         refuse_another_seed()
         self._refuse_hooks()
         if self._marks() != before:
