@@ -4,7 +4,7 @@
 drawn batch is read from and how its clipped sums are formed (`BatchSums`), and in nothing else.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -236,7 +236,12 @@ class PrivateStep:
                 )
 
     def _fixed(self) -> dict[str, tuple[int, int]]:
-        """Which buffers and frozen parameters there are, and how often each was changed in place; no step does."""
+        """Which buffers and frozen parameters there are, and how often each was changed in place; no private step does.
+
+        {} without an engine, where nothing is to be private.
+        """
+        if self.engine is None:
+            return {}
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         return {name: (id(tensor), tensor._version) for name, tensor in (*self.model.named_buffers(), *frozen)}
 
@@ -246,7 +251,7 @@ class PrivateStep:
         Raises:
             UserError: naming one.
         """
-        if self.engine is None or (after := self._fixed()) == before:
+        if (after := self._fixed()) == before:
             return
         name = next(name for name in (*before, *after) if before.get(name) != after.get(name))
         raise UserError(
@@ -267,7 +272,7 @@ class PrivateStep:
     @cached_property
     def in_shards(self) -> bool:
         """Does each process hold a part of every parameter (FSDP2), and gradients that are summed already?"""
-        return any(hasattr(parameter, "to_local") for parameter in self.trainable)
+        return are_shards(self.trainable)
 
     def _gradients(self) -> list[Tensor]:
         for parameter in self.trainable:
@@ -320,6 +325,11 @@ class PrivateStep:
         if self.engine is not None:
             self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
         self.executed = step
+
+
+def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
+    """Was `fully_shard` called on the model of these parameters?"""
+    return any(hasattr(parameter, "to_local") for parameter in parameters)
 
 
 @contextmanager
