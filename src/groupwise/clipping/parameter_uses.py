@@ -1,7 +1,7 @@
 """Leads the uses of single parameters to their groups: by a module itself, and by a module's re-expressed forward.
 
 A parameter that a module reads becomes a `PerExample` whose products with `F.linear` and `F.embedding` go by the rules
-of such layers. A module that is said anew in plain operations gets its weights from `ModuleWeights`, and each product
+of such layers. A module that is rewritten in plain operations gets its weights from `ModuleWeights`, and each product
 becomes a linear layer or an embedding of a group.
 """
 
