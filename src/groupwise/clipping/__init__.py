@@ -13,7 +13,7 @@ True
 """
 
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
-from groupwise.clipping.cost_model import Rates
+from groupwise.clipping.norm_methods import Rates
 from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.factors import Sensitivity, automatic_factors, clip_factors
 from groupwise.clipping.measure import gradient_norms

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from groupwise.clipping.groups import Member, factors_together
+from groupwise.clipping.groups import Member, clip_factors_of
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass
-from groupwise.clipping.norm_terms import RowTerms, squares_together
+from groupwise.clipping.norm_terms import RowTerms, joined_sums, squares_together
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import autocast, no_autocast
-from groupwise.clipping.rules.base import IndexedSum
+from groupwise.clipping.rules.base import add_up
+from groupwise.clipping.rules.embedding import EmbeddingRule
+from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.errors import UserError
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
@@ -108,26 +110,27 @@ def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
 
 def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     """Factors from the norms, and with them the sums that are due."""
-    factors = factors_together([each.group for each in passes], squares)
-    same: dict[Hashable, list[tuple[GroupPass, Member, RowTerms, Tensor]]] = {}
+    if not passes:
+        return
+    factors = clip_factors_of([each.group for each in passes], squares)
+    joined: dict[int, list[tuple[GroupPass, Member, RowTerms, Tensor]]] = {}
     for each, weights in zip(passes, factors, strict=True):
-        indexed: list[tuple[Member, IndexedSum]] = []
+        embeddings: list[LayerCall] = []
         while each.due:  # what a layer kept is freed as soon as its sum is made
-            member, finish = each.due.pop(0)
-            if isinstance(finish, RowTerms) and finish.joined:
-                same.setdefault(finish.key, []).append((each, member, finish, weights))
-            elif isinstance(finish, IndexedSum):
-                indexed.append((member, finish))
+            call, rows = each.due.pop(0)
+            if rows is not None and rows.joined is not None:
+                joined.setdefault(id(rows.joined[0]), []).append((each, call.member, rows, weights))
+            elif rows is not None:
+                each.add(call.member, add_up([(weights, rows.gradients)]))
+            elif isinstance(call.rule, EmbeddingRule):
+                embeddings.append(call)
             else:
-                each.add(member, finish(weights))
-        for member, finish in indexed:  # they need not be made whole where the parameter has a sum already
-            each.add_rows(member, finish, weights)
-    for rows in same.values():
-        terms, weighing = [finish for _, _, finish, _ in rows], [weights for _, _, _, weights in rows]
-        sums = RowTerms.sums_of(terms, weighing) or [
-            finish(weights) for finish, weights in zip(terms, weighing, strict=True)
-        ]
-        for (each, member, _, _), total in zip(rows, sums, strict=True):
+                each.add_weighted(call, weights)
+        for call in embeddings:  # they need not be made whole where the parameter has a sum already
+            each.add_weighted(call, weights)
+    for some in joined.values():
+        sums = joined_sums([rows for _, _, rows, _ in some], [weights for _, _, _, weights in some])
+        for (each, member, _, _), total in zip(some, sums, strict=True):
             each.add(member, total)
 
 

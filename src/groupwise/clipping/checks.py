@@ -10,7 +10,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import DirectFunction, GroupFunction
-from groupwise.clipping.cost_model import Formula
+from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.microbatches import BackwardPass
 from groupwise.clipping.partition import Partition

@@ -11,8 +11,8 @@ from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
-from groupwise.clipping.cost_model import Choices, Formula, Rates
-from groupwise.clipping.factors import ClipRule, clip_factors, weighing
+from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
+from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
@@ -68,7 +68,7 @@ class ClippingEngine(ThresholdsAndCounts):
         check_options(norms, partition, formula)
         layers = find_layers(model)
         check_partition(layers, partition)
-        context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
+        context = RuleContext(save_memory=norms == "ghost", methods=NormMethods(formula, rates))
         super().__init__(model, layers, partition, clip_rule, context, direct)
         self.norms = norms
         self._passes = OpenPasses()
@@ -250,7 +250,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def _second_pass(self, squares: Tensor) -> BackwardPass:
         """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
-        factors = weighing(self.factors(squares), self.masks_rows)
+        factors = self.factors(squares)
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
         self._passes.backward_pass = current
         return current
@@ -264,7 +264,7 @@ class ClippingEngine(ThresholdsAndCounts):
                 with self._patches.installed():  # for what runs once more (checkpointing)
                     yield current
         finally:
-            self._context.clear()
+            self._context.products.clear()
 
     def check_output(self, output: Tensor) -> None:
         """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.
@@ -338,7 +338,7 @@ class ClippingEngine(ThresholdsAndCounts):
             raise UserError(f"Factors clip one group; this engine has {len(self.groups)}: use backward_of.")
         self._attached.check_same()
         with self._backward(Phase.SUMS, examples, microbatch) as current:
-            current.factors = None if factors is None else weighing(factors)
+            current.factors = None if factors is None else with_drop_mask(factors)
             yield
             self._check_reached(current)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import ClipPlan
-from groupwise.clipping.factors import starts_kernels, with_gone
 from groupwise.clipping.forward_pass import ForwardPass
-from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.groups import MOST_KEPT, ClippingGroup, Member, clip_factors_of
 from groupwise.clipping.layouts import FIRST, Layout
-from groupwise.clipping.norm_terms import Terms
+from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
-from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, clipped_sum, numbers
+from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.clipping.trace import Recorder
@@ -60,7 +60,8 @@ class GroupPass:
         """Whether the group has closed, or its losses never came."""
         self.joint_calls: list[LayerCall] = []
         """Calls of parameters that are used more than once."""
-        self.due: list[tuple[Member, Finish]] = []
+        self.due: list[tuple[LayerCall, RowTerms | None]] = []
+        """Calls whose sums wait for the factors, and their per-example gradients, where these are kept."""
         self.sums: list[Tensor | None] = [None] * len(group.inputs)
         self.squares: list[Tensor] = []
         """Squared norms that factors were formed from, one part of the batch after the other."""
@@ -92,20 +93,15 @@ class GroupPass:
         self.received = True
         self.recomputed.note(current.phase, (g, *saved))
         rule, saved, g = self._examples_first(member, layout, saved, g)
-        given = (saved, g, member.wanted, member.context)
         if current.phase is Phase.SUMS:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
             return
-        alone = current.phase is Phase.CLIP and self.calls == 1
-        if alone and not (self.waits and rule.defers(*given)):
-            self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted, member.context))
-            self.done = True
-            return
+        call = LayerCall(rule, member, saved, g)
         if any(place is not None and overlap(self.uses[place]) for place in member.places):
-            self.joint_calls.append(LayerCall(rule, member, saved, g))
+            self.joint_calls.append(call)
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
                 return
-        self._report(rule, member, given)
+        self._report(call)
 
     def _examples_first(
         self, member: Member, layout: Layout, saved: Saved, g: Tensor
@@ -131,12 +127,16 @@ class GroupPass:
         self.received = True
         self.recomputed.note(current.phase, (g, *saved))
         if current.phase is Phase.NORMS:
-            self.terms.append(member.rule.norm_terms(saved, g, member.wanted, member.context))
+            self.terms.append(member.rule.squared_norms(saved, g, member.wanted, member.context))
             return (None,) * len(member.wanted)
         if current.phase is Phase.SUMS:
             return member.rule.weighted_sum(saved, g, current.factors, member.wanted, member.context)
         self.done = True
-        return member.rule.clipped_sum(saved, g, self.clip, member.wanted, member.context)
+        rule, wanted = member.rule, member.wanted
+        if rule.materializes(saved, g, wanted, member.context):
+            return clipped_sum(rule, saved, g, self.clip, wanted)
+        squares = squares_together([[rule.squared_norms(saved, g, wanted, member.context)]])[0]
+        return rule.weighted_sum(saved, g, self.clip(squares), wanted, member.context)
 
     def _current(self) -> BackwardPass:
         """The backward pass that runs, if this group's calls can take part in it."""
@@ -163,10 +163,7 @@ class GroupPass:
     def clip(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
-        factors = self.group.factors(squares)
-        if not starts_kernels(factors):
-            return factors
-        return with_gone(factors.to(self.group.threshold.dtype), self.group.masks)
+        return clip_factors_of([self.group], [squares])[0]
 
     def begin_closing(self) -> bool:
         """Whether the group takes part in the backward pass that runs, of which it is marked as closed.
@@ -198,18 +195,31 @@ class GroupPass:
         with no_autocast(calls[0].g.device.type):
             calls, stacked = stack_calls(calls)
             for call in stacked:
-                self._report(call.rule, call.member, (call.saved, call.g, call.member.wanted, call.member.context))
+                self._report(call)
             if len(crossing := cross_terms(calls, self.batch)):
                 self.terms += crossing
 
-    def _report(self, rule: LayerRule, member: Member, given: tuple[Saved, Tensor, Wanted, RuleContext]) -> None:
-        """Add a call's squared norms to the group's, and to what is due its sum, unless norms are all that is asked."""
+    def _report(self, call: LayerCall) -> None:
+        """Take a call's squared norms, and what makes its sum once the factors are known."""
+        rule, (saved, g), member = call.rule, (call.saved, call.g), call.member
+        given = saved, g, member.wanted, member.context
         if self.running.phase is Phase.NORMS:
-            self.terms.append(rule.norm_terms(*given))
+            self.terms.append(rule.squared_norms(*given))
             return
-        for terms, finish in rule.book_keep_all(*given):
-            self.terms.append(terms)
-            self.due.append((member, finish))
+        kept = numbers(*(saved[i] for i in rule.batched), g)
+        if rule.materializes(*given):
+            formed = rule.count(g) * rule.size(member.wanted)
+            if self.calls == 1 and not (self.waits and min(formed, kept) <= MOST_KEPT):
+                self.add(member, clipped_sum(rule, saved, g, self.clip, member.wanted))
+                self.done = True
+                return
+            if formed <= kept:
+                rows = RowTerms(rule.per_example_gradients(saved, g, member.wanted))
+                self.terms.append(rows)
+                self.due.append((call, rows))
+                return
+        self.terms.append(rule.squared_norms(*given))
+        self.due.append((call, None))
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""
@@ -223,16 +233,16 @@ class GroupPass:
                 else:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
 
-    def add_rows(self, member: Member, finish: IndexedSum, factors: Tensor) -> None:
-        """Add a sum in few rows to that of another use of the parameter, if there is one."""
+    def add_weighted(self, call: LayerCall, factors: Tensor) -> None:
+        """Add the sum of a call to those of its group; one in few rows is added to what another use has there."""
+        rule, member = call.rule, call.member
         place, part = member.places[0], member.rows_of(0)
         known = None if place is None else self.sums[place]
-        if known is None:
-            self.add(member, finish(factors))
-            return
-        indices, rows = finish.rows(factors)
-        (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
-
+        if known is not None and isinstance(rule, EmbeddingRule):
+            indices, rows = rule.weighted_rows(call.saved, call.g, factors)
+            (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
+        else:
+            self.add(member, rule.weighted_sum(call.saved, call.g, factors, member.wanted, member.context))
 
 NOT_NAMED: Hashable = object()
 """The microbatch of an ordinary forward pass, which its backward pass follows at once."""

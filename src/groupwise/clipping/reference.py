@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.cost_model import Decision
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.factors import ClipRule, clip_factors
 from groupwise.clipping.groups import Member
@@ -95,21 +93,10 @@ def explain(engine: ClippingEngine) -> str:
 
 
 def _row(member: Member) -> tuple[str, ...]:
-    name, kind = member.name or "(model)", type(member.rule.module).__name__
-    last = member.context.choices.last
-    if last is None:
+    name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.context.methods
+    if methods.last is None:
         return (name, kind, "", "one way", "no choice to make")
-    decision = member.context.choices[last]
-    return (name, kind, _arrow(last), decision.chosen, _why(decision))
-
-
-def _arrow(key: tuple[Any, ...]) -> str:
-    return " -> ".join("×".join(map(str, sizes)) for sizes in key[:2])
-
-
-def _why(decision: Decision) -> str:
-    costs = sorted(decision.seconds.items(), key=lambda item: item[0] != decision.chosen)
-    text = ", ".join(
-        f"{name} {1e3 * seconds:.2f} ms and {decision.work[name].bytes / 1e6:.1f} MB" for name, seconds in costs
-    )
-    return text + (" (forced)" if decision.forced else "")
+    arrow = " -> ".join("×".join(map(str, sizes)) for sizes in methods.last[:2])
+    costs = sorted(methods.costs[methods.last].items(), key=lambda item: item[0] != methods[methods.last])
+    text = ", ".join(f"{name} {1e6 * seconds:.1f} µs an example" for name, seconds in costs)
+    return (name, kind, arrow, methods[methods.last], text)

@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from groupwise.clipping.cost_model import CHUNK_FLOATS, OuterProducts
+from groupwise.clipping.gram import CHUNK_FLOATS, OuterProducts
 from groupwise.clipping.groups import Member
 from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_of_squares, upcast
 from groupwise.clipping.rules.base import LayerRule, Saved

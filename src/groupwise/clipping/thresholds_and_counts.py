@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity
-from groupwise.clipping.groups import build_groups, one_each, share_thresholds
+from groupwise.clipping.groups import build_groups, clip_factors_of, one_each, share_thresholds
 from groupwise.clipping.partition import Layer, Partition
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.errors import UserError
@@ -62,9 +62,8 @@ class ThresholdsAndCounts:
         """
         values = one_each(len(self.groups), clip)
         self._counts.set_thresholds(values, values if count is None else one_each(len(self.groups), count))
-        for table, wide, groups in self._tables:
+        for table, groups in self._tables:
             table.copy_(values[groups])
-            wide.copy_(table)
 
     def sensitivity(self, relation: str) -> Sensitivity:
         """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
@@ -134,7 +133,7 @@ class ThresholdsAndCounts:
 
     def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
         """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
-        return self.groups[group].factors(squared_norms).to(self.groups[group].threshold.dtype)
+        return clip_factors_of([self.groups[group]], [squared_norms])[0]
 
     def count_norms(self, squared_norms: Tensor) -> None:
         """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.

@@ -1,14 +1,12 @@
 """Holds the layer rules, one file a kind of layer; importing the package registers the built-in ones."""
 
 from groupwise.clipping.rules import (  # noqa: F401
-    computed_weight,
     conv,
     conv_transpose,
     embedding,
     group_norm,
     linear,
     normalization,
-    ws_conv,
 )
 from groupwise.clipping.rules.attention import ATTENTION
 from groupwise.clipping.rules.base import LayerRule, find_rule, register_rule

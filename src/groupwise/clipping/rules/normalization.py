@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.precision import upcast
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
-from groupwise.clipping.rules.per_example import PerExampleRule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 from groupwise.errors import UserError
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
@@ -31,7 +30,7 @@ LONGEST = 4096
 
 
 @register_rule
-class LayerNormRule(PerExampleRule):
+class LayerNormRule(LayerRule):
     """`nn.LayerNorm` over the trailing axes `normalized_shape`."""
 
     layer_type: ClassVar[type[nn.Module]] = nn.LayerNorm
@@ -85,7 +84,7 @@ class Form(NamedTuple):
     """Half-precision inputs give half-precision outputs, though the weight is float32."""
 
 
-class _RMSNorm(PerExampleRule):
+class _RMSNorm(LayerRule):
     """The mathematics: weight (*shape), over the trailing axes of x that have its shape."""
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
