@@ -1,10 +1,10 @@
 """Puts clipping inside autograd: layers report squared norms, and their group returns clipped sums as gradients.
 
 A group's `GroupFunction` runs just before the group's first layer and gives a probe, B zeros, to all its layers. So its
-backward runs once the backward pass has left the first layer, when every member has added its squared norms to the
-probe's gradient. It then closes the group (norms, factors and sums, at once for groups that close together) and returns
-the clipped sums as the parameters' gradients: microbatch accumulation, hooks and reductions on gradients need no
-special case. The norms of all groups go to the engine, which counts them at once.
+backward runs once the backward pass has left the first layer, when every layer has reported its squared norms. It then
+closes the group (norms, factors and sums, at once for groups that close together) and adds the clipped sums to the
+parameters' gradients. The parameters themselves are no part of the graph, so that a gradient which autograd finds for
+one bypasses its group, and is refused.
 
 Where parameters are shards that become whole tensors only while their layer runs (FSDP2), a group has nothing whole to
 return: `DirectFunction` returns a layer's gradients itself. That takes a norm which one layer knows, or two backward
@@ -54,20 +54,20 @@ def probe_of(group_pass: GroupPass, device: torch.device) -> Tensor | None:
     """The probe (B,) of a group's pass, made when it is first asked for; None when the pass is over."""
     if group_pass.probe is None and not group_pass.over:
         passes = group_pass.passes_together()
-        inputs = [parameter for each in passes for parameter in each.group.inputs]
-        for each, probe in zip(passes, GroupFunction.apply(passes, device, *inputs), strict=True):
+        anchors = [each.group.anchor for each in passes]
+        for each, probe in zip(passes, GroupFunction.apply(passes, device, *anchors), strict=True):
             each.probe = probe
     return group_pass.probe
 
 
 class GroupFunction(torch.autograd.Function):
-    """From the parameters of groups that close together to a probe each, B zeros.
+    """From the anchors of groups that close together to a probe each, B zeros.
 
-    Its backward runs when the layers of all of them have reported; it closes the groups and returns the clipped sums.
+    Its backward runs when the layers of all of them have reported; it closes the groups.
     """
 
     @staticmethod
-    def forward(ctx: Any, passes: list[GroupPass], device: torch.device, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, passes: list[GroupPass], device: torch.device, *anchors: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes
         ctx.set_materialize_grads(False)  # layers report to their groups, so that probes have none
         return torch.zeros(len(passes), passes[0].batch, device=device).unbind()
@@ -77,11 +77,12 @@ class GroupFunction(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         passes: list[GroupPass] = ctx.passes
         with no_autocast(passes[0].group.threshold.device.type):
-            return None, None, *close(passes)
+            close(passes)
+        return (None,) * (2 + len(passes))
 
 
-def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
-    """The layers of groups that close together have reported: form factors, and the clipped sums of all their inputs.
+def close(passes: Sequence[GroupPass]) -> None:
+    """The layers of groups that close together have reported: form factors, and add the clipped sums to .grad.
 
     Raises:
         UserError: see `GroupPass.begin_closing`.
@@ -95,7 +96,8 @@ def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
             _add_sums(waiting, squares)
         current.squared_norms |= {each.group.index: rows for each, rows in zip(waiting, squares, strict=True)}
         current.squared_norms |= {each.group.index: _joined(each.squares) for each in there if each.done}
-    return [total for each in passes for total in each.take_sums()]
+    for each in passes:
+        each.end()
 
 
 def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
+from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
@@ -26,6 +27,8 @@ from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
+WALKS = 2
+"""Backward passes whose graph is walked, so that a message can say how a tensor that nobody clips is used."""
 
 
 class ClippingEngine(ThresholdsAndCounts):
@@ -74,8 +77,11 @@ class ClippingEngine(ThresholdsAndCounts):
         self._passes = OpenPasses()
         self._checked = False
         self._leaves: Leaves = {}
+        self._walks = WALKS
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        trained = {} if direct else {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._gradients = ClippedGradients(trained)
         self._direct = direct
         self.set_thresholds(thresholds)
         calls = LayerCalls(self.groups, self._passes, self._context)
@@ -227,7 +233,9 @@ class ClippingEngine(ThresholdsAndCounts):
         try:
             check_losses(losses, forward_pass.examples)
             self._attached.check_same()
-            self._leaves = check_paths(losses, self._names, self._direct, self._leaves)
+            if self._direct or self._walks:
+                self._walks -= 1
+                self._leaves = check_paths(losses, self._names, self._direct, self._leaves)
         except UserError:
             self._passes.end()
             raise
@@ -252,6 +260,7 @@ class ClippingEngine(ThresholdsAndCounts):
         """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
         factors = self.factors(squares)
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
+        current.gradients = self._gradients
         self._passes.backward_pass = current
         return current
 
@@ -261,7 +270,8 @@ class ClippingEngine(ThresholdsAndCounts):
         try:
             with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
                 self._counts.begin_clipping(self.masks_rows)
-                with self._patches.installed():  # for what runs once more (checkpointing)
+                current.gradients = self._gradients
+                with self._gradients.collected(), self._patches.installed():  # for what runs once more (checkpointing)
                     yield current
         finally:
             self._context.products.clear()
@@ -344,7 +354,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def _check_reached(self, current: BackwardPass) -> None:
         check_groups(self.groups, current, self._direct)
-        self._attached.check_gradients()
+        self._gradients.check()
         self._checked = True
 
     def detach(self) -> None:

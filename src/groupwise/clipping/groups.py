@@ -47,8 +47,10 @@ class ClippingGroup:
     """Where its trainable parameters are found: a module, and the name inside it."""
     names: tuple[str, ...]
     """Their names in the whole model."""
-    inputs: tuple[Tensor, ...]
-    """What its function returns gradients for: the parameters, or a stand-in where layers return them."""
+    inputs: tuple[nn.Parameter, ...]
+    """The parameters whose sums it forms; none where layers return them."""
+    anchor: Tensor
+    """What leads from the group to autograd's graph: a leaf that gets no gradient."""
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
@@ -222,7 +224,8 @@ def _build_group(
         tuple(members),
         tuple(homes),
         tuple(names),
-        (torch.zeros((), dtype=dtype, device=device, requires_grad=True),) if direct else tuple(parameters),
+        () if direct else tuple(parameters),
+        torch.zeros((), dtype=dtype, device=device, requires_grad=True),
         clip_rule,
         torch.empty((), dtype=dtype, device=device),
     )

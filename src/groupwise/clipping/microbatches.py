@@ -15,6 +15,7 @@ from torch import Tensor
 
 from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.forward_pass import ForwardPass
+from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.groups import MOST_KEPT, ClippingGroup, Member, clip_factors_of
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
@@ -40,6 +41,8 @@ class BackwardPass:
     """Ghost, second pass: by what rows are multiplied, or None; 0 for examples left out."""
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
+    gradients: ClippedGradients = field(default_factory=ClippedGradients)
+    """The parameters' gradients, to which the clipped sums are added."""
     reported: set[str] = field(default_factory=set)
     """Layers that returned their gradients themselves."""
 
@@ -182,10 +185,12 @@ class GroupPass:
         current.closed.add(self.group.index)
         return True
 
-    def take_sums(self) -> list[Tensor | None]:
-        """What the group returns as the gradients of `group.inputs`; the pass is over."""
-        sums, self.sums, self.over, self.probe = self.sums, [], True, None
-        return sums or [None] * len(self.group.inputs)
+    def end(self) -> None:
+        """The pass is over: its sums go to the parameters' gradients."""
+        for parameter, total in zip(self.group.inputs, self.sums, strict=True):
+            if total is not None:
+                self.running.gradients.add(parameter, total)
+        self.sums, self.over, self.probe = [None] * len(self.sums), True, None
 
     def report_joint(self) -> None:
         """Add what the layers' own reports miss of the joint norms of parameters that are used more than once."""
