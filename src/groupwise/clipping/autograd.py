@@ -27,7 +27,6 @@ from groupwise.clipping.norm_terms import RowTerms, joined_sums, squares_togethe
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import autocast, no_autocast
 from groupwise.clipping.rules.base import add_up
-from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.errors import UserError
 
@@ -124,7 +123,7 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
                 joined.setdefault(id(rows.joined[0]), []).append((each, call.member, rows, weights))
             elif rows is not None:
                 each.add(call.member, add_up([(weights, rows.gradients)]))
-            elif isinstance(call.rule, EmbeddingRule):
+            elif call.rule.indexed:
                 embeddings.append(call)
             else:
                 each.add_weighted(call, weights)

@@ -147,7 +147,21 @@ class LayerCalls:
     def enter(self, group: ClippingGroup, member: Member, device: torch.device) -> tuple[GroupPass, Tensor | None]:
         """The group's pass for a call, and its probe."""
         group_pass = self.passes.pass_of(group, member)
-        return group_pass, probe_of(group_pass, device)
+        return group_pass, group_pass.probe if group_pass.probe is not None else probe_of(group_pass, device)
+
+    def layer(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Any:
+        """What stands in place of a layer's forward."""
+        if not torch.is_grad_enabled():
+            return type(module).forward(module, *args, **kwargs)
+        x, values = input_of(module, member, args, kwargs), member.rule.values()
+        for place, value in zip(member.places, values, strict=True):
+            if place is not None and value is not None and not isinstance(value, nn.Parameter):
+                raise UserError(
+                    f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
+                    f"{group.names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
+                    "module (torch.nn.utils.parametrize)."
+                )
+        return self.run(group, member, x, values)
 
     def run(
         self, group: ClippingGroup, member: Member, x: Tensor, values: Values, layout: Layout | None = None
@@ -155,7 +169,7 @@ class LayerCalls:
         """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
-        if self.batch == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
+        if self.passes.forward_pass.examples == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
             _refuse_transforms(member.label)
             return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
         layout = layout or self.find(member.label, x)
@@ -166,9 +180,13 @@ class LayerCalls:
                 f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this "
                 "type of layer is clipped with the batch on its first axis."
             )
-        inputs, values = autocast(member.rule.autocast, x, values)
+        return self._apply(group, member, layout, x, values)
+
+    def _apply(self, group: ClippingGroup, member: Member, layout: Layout, x: Tensor, values: Values) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x, values = autocast(member.rule.autocast, x, values)
         group_pass, probe = self.enter(group, member, x.device)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, x)
         return y
 
     def run_direct(self, group: ClippingGroup, member: Member, x: Tensor, parameters: Values) -> Tensor:
@@ -190,9 +208,7 @@ class LayerCalls:
         if each:
             rows = (rows[:, :1] if alike else rows).flatten(0, 1)
         layout = FIRST if each < 2 or alike else Layout(0, each)
-        inputs, values = autocast(member.rule.autocast, rows, values)
-        group_pass, probe = self.enter(group, member, rows.device)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
+        y = self._apply(group, member, layout, rows, values)
         y = y.unflatten(0, (batch, -1)) if each else y
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 
@@ -234,6 +250,16 @@ class GroupOrigin:
                 "other, in which its copies are not told apart: put each example's rows together, or freeze it."
             )
         return None if layout.shared else layout
+
+
+def input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A layer's input, as its rule takes it; other arguments are refused."""
+    if len(args) + len(kwargs) != 1:
+        raise UserError(
+            f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
+            "and it is clipped for calls with its input alone: leave the others out, or freeze it."
+        )
+    return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:

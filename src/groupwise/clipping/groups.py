@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class Member:
     rows: tuple[slice | None, ...] = ()
     """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
 
-    @property
+    @cached_property
     def label(self) -> str:
         """What messages call it."""
         return f"Layer {self.name!r}"

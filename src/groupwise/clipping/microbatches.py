@@ -22,7 +22,6 @@ from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, clipped_sum, numbers
-from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.clipping.trace import Recorder
@@ -92,31 +91,22 @@ class GroupPass:
 
     def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> None:
         """Take a layer's activations and output gradients, for its norms and sums."""
-        current = self._current()
-        self.received = True
+        current, rule = self._current(), member.rule
         self.recomputed.note(current.phase, (g, *saved))
-        rule, saved, g = self._examples_first(member, layout, saved, g)
+        if layout != FIRST and rule.features_last:
+            batched = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
+            saved, g = tuple(batched), layout.examples_first(g)
+        elif layout != FIRST:
+            rule = FoldedRule(rule, layout)
         if current.phase is Phase.SUMS:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
             return
         call = LayerCall(rule, member, saved, g)
-        if any(place is not None and overlap(self.uses[place]) for place in member.places):
+        if self.calls > 1 and any(place is not None and overlap(self.uses[place]) for place in member.places):
             self.joint_calls.append(call)
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
                 return
         self._report(call)
-
-    def _examples_first(
-        self, member: Member, layout: Layout, saved: Saved, g: Tensor
-    ) -> tuple[LayerRule, Saved, Tensor]:
-        """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
-        rule = member.rule
-        if layout == FIRST:
-            return rule, saved, g
-        if not rule.features_last:
-            return FoldedRule(rule, layout), saved, g
-        arranged = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
-        return rule, tuple(arranged), layout.examples_first(g)
 
     def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> Gradients:
         """The same for a layer that returns its gradients itself, one a parameter."""
@@ -127,7 +117,6 @@ class GroupPass:
                 "use a layer for each, or do without direct=True."
             )
         current.reported.add(member.name)
-        self.received = True
         self.recomputed.note(current.phase, (g, *saved))
         if current.phase is Phase.NORMS:
             self.terms.append(member.rule.squared_norms(saved, g, member.wanted, member.context))
@@ -146,6 +135,7 @@ class GroupPass:
         current = self.running
         if self.over:
             raise UserError("These losses come from a forward pass that is over: call backward before the next one.")
+        self.received = True
         return current
 
     @property
@@ -211,8 +201,8 @@ class GroupPass:
         if self.running.phase is Phase.NORMS:
             self.terms.append(rule.squared_norms(*given))
             return
-        kept = numbers(*(saved[i] for i in rule.batched), g)
         if rule.materializes(*given):
+            kept = numbers(*(saved[i] for i in rule.batched), g)
             formed = rule.count(g) * rule.size(member.wanted)
             if self.calls == 1 and not (self.waits and min(formed, kept) <= MOST_KEPT):
                 self.add(member, clipped_sum(rule, saved, g, self.clip, member.wanted))
@@ -243,7 +233,7 @@ class GroupPass:
         rule, member = call.rule, call.member
         place, part = member.places[0], member.rows_of(0)
         known = None if place is None else self.sums[place]
-        if known is not None and isinstance(rule, EmbeddingRule):
+        if known is not None and rule.indexed:
             indices, rows = rule.weighted_rows(call.saved, call.g, factors)
             (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
         else:
@@ -292,8 +282,8 @@ class OpenPasses:
                 )
             group_pass.recomputed.on = True
             return group_pass
-        refuse_float16(member.label, group.threshold.device.type)
         if group_pass is None:
+            refuse_float16(member.label, group.threshold.device.type)
             group_pass = self.open[group.index] = GroupPass(group, self.forward_pass, self)
         group_pass.note(member)
         return group_pass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from groupwise.clipping.calls import LayerCalls, Values
+from groupwise.clipping.calls import LayerCalls, input_of
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import Layout
 from groupwise.clipping.parameter_uses import ModuleWeights, ParameterUse
@@ -69,7 +69,7 @@ class Patches:
                     raise UserError(
                         f"Layer {layer.name!r} has its forward replaced already: take off what wraps it first."
                     )
-                run = self._run_direct if direct else self._run_layer
+                run = self._run_direct if direct else calls.layer
                 forward = partial(run, layer.module, *members[layer.name])
             if forward is not None:
                 self._attributes.append((layer.module.__dict__, "forward", torch.compiler.disable(forward)))
@@ -146,22 +146,6 @@ class Patches:
             refuse_batch_statistics(name, module)
         return forward(*args, **kwargs)
 
-    # -- layers ---------------------------------------------------------------------------------------------------
-
-    def _run_layer(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return type(module).forward(module, *args, **kwargs)
-        rule, x = member.rule, _input_of(module, member, args, kwargs)
-        values: Values = rule.values()
-        for place, value in zip(member.places, values, strict=True):
-            if place is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                raise UserError(
-                    f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
-                    f"{group.names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
-                    "module (torch.nn.utils.parametrize)."
-                )
-        return self.calls.run(group, member, x, values)
-
     def _run_direct(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
@@ -173,17 +157,7 @@ class Patches:
                     f"Layer {member.name!r} got its {name} in {parameter.dtype}, in which a clipped sum may outgrow "
                     "its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
                 )
-        return self.calls.run_direct(group, member, _input_of(module, member, args, kwargs), parameters)
-
-
-def _input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A layer's input, as its rule takes it; other arguments are refused."""
-    if len(args) + len(kwargs) != 1:
-        raise UserError(
-            f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
-            "and it is clipped for calls with its input alone: leave the others out, or freeze it."
-        )
-    return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
+        return self.calls.run_direct(group, member, input_of(module, member, args, kwargs), parameters)
 
 
 def _rows_met(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> int | None:

@@ -59,6 +59,8 @@ class LayerRule(ABC):
     """Whether the layer works on the last axis alone, so that all others may come in any order and number."""
     stacks: ClassVar[bool] = False
     """Whether several calls can become one (`stack`)."""
+    indexed: ClassVar[bool] = False
+    """Whether sums are numbers in few rows of the parameter (`weighted_rows`)."""
     claims: ClassVar[str] = ""
     """A module inside of the layer whose parameters are the layer's own."""
 
@@ -135,6 +137,10 @@ class LayerRule(ABC):
             factors = torch.ones(self.count(g), dtype=torch.promote_types(g.dtype, torch.float32), device=g.device)
         parts = iter(factors.split(self.chunk(g, wanted)))
         return add_up((next(parts), rows) for rows in self.gradient_chunks(saved, g, wanted))
+
+    def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum as indices (n,) of rows and what is added there, (n, ...); an index may come several times."""
+        raise NotImplementedError
 
     # -- examples -------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class EmbeddingRule(LayerRule):
     autocast: ClassVar = "keep"
     features_last: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
+    indexed: ClassVar[bool] = True
     module: nn.Embedding
 
     def refuse(self) -> str | None:
