@@ -91,7 +91,7 @@ class ClippingEngine(ThresholdsAndCounts):
     def reset(self) -> None:
         """Begin a logical batch: forget counts, examples and waiting microbatches (.grad is the caller's to clear)."""
         self._passes.forget()
-        self._counts.reset()
+        self._reset_counts()
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class ClippingEngine(ThresholdsAndCounts):
         """Inside, layers report; afterwards the passes that took part are over."""
         try:
             with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
-                self._counts.begin_clipping(self.masks_rows)
+                self._begin_clipping()
                 current.gradients = self._gradients
                 with self._gradients.collected(), self._patches.installed():  # for what runs once more (checkpointing)
                     yield current
@@ -313,7 +313,7 @@ class ClippingEngine(ThresholdsAndCounts):
             self._check_reached(current)
             norms, present = current.squared_norms, examples - absent
             if absent:
-                self._counts.check_fillers(norms, absent, wait=first)
+                self._check_fillers(norms, absent, wait=first)
                 norms = {k: squares[:present] for k, squares in norms.items()}
             self._count(norms, present)
 

@@ -1,8 +1,7 @@
 """Turns per-example norms and a threshold into clip factors and counts, and says how far one example moves the sums."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -191,101 +190,3 @@ class Sensitivity:
     def total(self) -> float:
         """(Σ_k C_k²)^½: how far it moves all groups together."""
         return float(self.thresholds.square().sum().sqrt())
-
-
-class Counts:
-    """Counts on the device of the norms, so that nothing waits for a value.
-
-    Args:
-        groups: K.
-        like: a tensor on the device, with the dtype, that thresholds have.
-    """
-
-    def __init__(self, groups: int, like: Tensor) -> None:
-        self.examples = 0
-        self.at = torch.ones(groups, dtype=like.dtype, device=like.device)
-        """The thresholds that counts are taken at, (K,)."""
-        self._table = torch.zeros(2, groups, dtype=torch.int64, device=like.device)
-        self._within, self._left_out = self._table.unbind()
-        self._read: Tensor | None = None
-        self._unmasked = False
-        self._clip = torch.ones(groups, dtype=torch.float64)
-        self._clipped: Tensor | None = None
-
-    def set_thresholds(self, clip: Tensor, count: Tensor) -> None:
-        """The thresholds that clip from now on, and those that counts are taken at, (K,) float64 both."""
-        self._clip = clip
-        self.at.copy_(count)
-
-    def begin_clipping(self, masks: bool = True) -> None:
-        """A backward pass with the thresholds in force adds to the parameters' gradients; whether it `masks` rows."""
-        self._unmasked |= not masks and is_async_device(self._table)
-        self._clipped = self._clip if self._clipped is None else torch.maximum(self._clipped, self._clip)
-
-    @property
-    def clipped(self) -> Tensor:
-        """The largest thresholds (K,) that clipped since `reset`; those in force, if none did."""
-        return (self._clip if self._clipped is None else self._clipped).clone()
-
-    @property
-    def within(self) -> Tensor:
-        """How many norms were within the thresholds, (K,) on the CPU."""
-        return self._on_host()[0]
-
-    @property
-    def left_out(self) -> Tensor:
-        """How many were not finite, (K,) on the CPU."""
-        return self._on_host()[1]
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether an example was left out since `reset`, while rows were not masked."""
-        return self._unmasked and bool(self.left_out.any())
-
-    def _on_host(self) -> Tensor:
-        """The host waits for the device once, whatever is asked."""
-        if self._read is None:
-            self._read = self._table.cpu()
-        return self._read
-
-    def add(self, squared_norms: Mapping[int, Tensor], examples: int) -> None:
-        """Count the squared norms (examples,) of all K groups at once."""
-        squares = self._stack(squared_norms)
-        norms = squares.clamp_min(0).sqrt_()
-        self._read = None
-        self._within += (norms <= self.at.to(norms.dtype).unsqueeze(1)).sum(1)
-        self._left_out += (~(squares.to(self.at.dtype).abs() < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
-        self.examples += examples
-
-    def repeated(self, examples: int, masks: bool) -> None:
-        """What `begin_clipping` and `add` did on the device was done again, for as many other examples."""
-        self.begin_clipping(masks)
-        self._read = None
-        self.examples += examples
-
-    def check_fillers(self, squared_norms: Mapping[int, Tensor], absent: int, wait: bool) -> None:
-        """Refuse a filler with a gradient: an example that is there twice moves a sum by twice the threshold.
-
-        On other devices than a CPU it looks only if it may `wait`.
-        """
-        tails = self._stack({k: squares[-absent:] for k, squares in squared_norms.items()})
-        if (wait or not is_async_device(tails)) and bool(((tails > LEAST_SQUARE) & (tails < math.inf)).any()):
-            raise UserError(f"The last {absent} examples of the microbatch are fillers: multiply their losses by 0.")
-
-    def reset(self) -> None:
-        """Begin again."""
-        self.examples, self._clipped, self._read, self._unmasked = 0, None, None, False
-        self._table.zero_()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """What is counted inside is forgotten."""
-        before, table = (self.examples, self._clipped, self._read, self._unmasked), self._table.clone()
-        try:
-            yield
-        finally:
-            self.examples, self._clipped, self._read, self._unmasked = before
-            self._table.copy_(table)
-
-    def _stack(self, squared_norms: Mapping[int, Tensor]) -> Tensor:
-        return torch.stack([squared_norms[k].to(self._table.device) for k in range(len(self._within))])

@@ -11,8 +11,6 @@ from groupwise.clipping.precision import batched_product, keeps_half, longest_su
 
 LEAST_SPLIT = 1 << 22
 """Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""
-LONG = 16
-"""How many times as many numbers rows have as their inner products, if these are kept for the rows' lengths."""
 CHUNK_FLOATS = 1 << 24
 """Numbers that the inner products, or gradients, of one chunk of examples may hold, so as not to fill the memory."""
 
@@ -47,48 +45,26 @@ def self_products(x: Tensor) -> Tensor:
 
 
 class InputProducts:
-    """XXᵀ of the last input asked for: layers that read the same input (query, key, value) share it.
-
-    Of long output gradients GGᵀ is noted as well: the lengths of their rows are in it, which cross terms ask for.
-    """
+    """XXᵀ of the last input asked for: layers that read the same input (query, key, value) share it."""
 
     def __init__(self) -> None:
-        self._inputs: _Known | None = None
-        self._long: _Known | None = None
+        self._known: tuple[tuple[object, ...], StorageWeakRef, Tensor] | None = None
         self.reused = 0
 
     def of(self, x: Tensor) -> Tensor:
         """XXᵀ (B, T, T) of x (B, T, d); not to be changed."""
-        if self._inputs is not None and self._inputs.is_of(x):
-            self.reused += 1
-            return self._inputs.products
+        if self._known is not None:
+            key, storage, products = self._known
+            if key == _key(x) and not storage.expired():  # while it lives, no other tensor can have its address
+                self.reused += 1
+                return products
         products = self_products(x)
-        self._inputs = _Known(x, products)
+        self._known = _key(x), StorageWeakRef(x.untyped_storage()), products
         return products
-
-    def note(self, g: Tensor, products: Tensor) -> None:
-        """GGᵀ (B, T, T) of g (B, T, p) is kept until the next one, if it is much smaller."""
-        self._long = _Known(g, products) if LONG * products.numel() < g.numel() else None
-
-    def lengths(self, g: Tensor) -> Tensor | None:
-        """‖row‖ (B, T) of the g that was noted last; None if it is another."""
-        if self._long is None or not self._long.is_of(g):
-            return None
-        return self._long.products.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt_()
 
     def clear(self) -> None:
         """Let go of what is held."""
-        self._inputs = self._long = None
-
-
-class _Known:
-    """Products of a tensor that is not kept alive; while it lives, no other tensor can have its address."""
-
-    def __init__(self, of: Tensor, products: Tensor) -> None:
-        self._key, self._alive, self.products = _key(of), StorageWeakRef(of.untyped_storage()), products
-
-    def is_of(self, t: Tensor) -> bool:
-        return self._key == _key(t) and not self._alive.expired()
+        self._known = None
 
 
 def _key(t: Tensor) -> tuple[object, ...]:
@@ -106,10 +82,8 @@ def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: InputProducts | None = 
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
         return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
-    xx, gg = self_products(x) if shared is None else shared.of(x), self_products(g)
-    if shared is not None:
-        shared.note(g, gg)
-    return GramTerms(xx, gg, bias, max(x.shape[1], x.shape[2], g.shape[2]))
+    xx = self_products(x) if shared is None else shared.of(x)
+    return GramTerms(xx, self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:
@@ -123,8 +97,6 @@ class OuterProducts:
 
     left: Tensor
     right: Tensor
-    lengths: Tensor | None = None
-    """‖left_t‖ (B, T), if it is known."""
 
     def inner(self, other: "OuterProducts") -> Tensor:
         """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,), not under-stated."""
@@ -135,7 +107,7 @@ class OuterProducts:
         """Σ_t ‖l_t‖‖r_t‖, (B,): what the inner products are made of, before anything cancels."""
         lengths = _lengths(self.right)
         if self.left.is_floating_point():
-            lengths = lengths * (_lengths(self.left) if self.lengths is None else self.lengths)
+            lengths = lengths * _lengths(self.left)
         return lengths.sum(1)
 
 

@@ -65,6 +65,7 @@ class ClippingGroup:
         """Its trainable parameters as they are now (shards, between two passes under FSDP2)."""
         return tuple(module.get_parameter(name) for module, name in self.homes)
 
+
 MOST_TOGETHER = 32
 """Groups that close together."""
 MOST_WAITING = 1 << 17

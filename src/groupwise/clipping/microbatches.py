@@ -94,7 +94,9 @@ class GroupPass:
         current, rule = self._current(), member.rule
         self.recomputed.note(current.phase, (g, *saved))
         if layout != FIRST and rule.features_last:
-            batched = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
+            batched = (
+                layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
+            )
             saved, g = tuple(batched), layout.examples_first(g)
         elif layout != FIRST:
             rule = FoldedRule(rule, layout)
@@ -238,6 +240,7 @@ class GroupPass:
             (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
         else:
             self.add(member, rule.weighted_sum(call.saved, call.g, factors, member.wanted, member.context))
+
 
 NOT_NAMED: Hashable = object()
 """The microbatch of an ordinary forward pass, which its backward pass follows at once."""

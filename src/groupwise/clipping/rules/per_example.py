@@ -70,6 +70,4 @@ class FoldedRule(LayerRule):
         """(B, *shape) for each wanted parameter."""
         parts = list(self.inner.gradient_chunks(saved, g, wanted))
         gradients = [[each for each in of_one if each is not None] for of_one in zip(*parts, strict=True)]
-        return tuple(
-            self.layout.examples_first(upcast(torch.cat(rows))).sum(1) if rows else None for rows in gradients
-        )
+        return tuple(self.layout.examples_first(upcast(torch.cat(rows))).sum(1) if rows else None for rows in gradients)

@@ -59,5 +59,3 @@ class WSConv2d(nn.Conv2d):
         if self.gain is not None:
             weight = weight * self.gain.view(-1, 1, 1, 1)
         return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
-
