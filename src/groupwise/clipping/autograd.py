@@ -11,7 +11,7 @@ return: `DirectFunction` returns a layer's gradients itself. That takes a norm w
 passes.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar

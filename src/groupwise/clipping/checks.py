@@ -10,10 +10,10 @@ from weakref import ref
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import DirectFunction, GroupFunction
-from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.gradients import refuse_bypass
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.microbatches import BackwardPass
+from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError

@@ -11,10 +11,10 @@ from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
-from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
-from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
+from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
+from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.precision import LEAST_SQUARE, in_memory_order
-from groupwise.errors import UserError
+from groupwise.clipping.precision import in_memory_order
 
 LARGE = 1 << 20
 """Numbers of rows that are not copied on a GPU to be masked."""

@@ -21,7 +21,7 @@ from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
-from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, clipped_sum, numbers
+from groupwise.clipping.rules.base import Gradients, Saved, clipped_sum, numbers
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.clipping.trace import Recorder

@@ -91,7 +91,8 @@ class OneRowTerms(Terms):
     @classmethod
     def squares_of(cls, terms: Sequence["OneRowTerms"]) -> Tensor:
         """Products, each raised by what is too small to have a square."""
-        left, right = (torch.stack(rows).double().square_() for rows in zip(*((t.left, t.right) for t in terms)))
+        left = torch.stack([term.left for term in terms]).double().square_()
+        right = torch.stack([term.right for term in terms]).double().square_()
         x, g = terms[0].floors
         return left.add_(x + terms[0].bias) * right.add_(g)
 

@@ -139,7 +139,7 @@ class LayerRule(ABC):
         return add_up((next(parts), rows) for rows in self.gradient_chunks(saved, g, wanted))
 
     def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum as indices (n,) of rows and what is added there, (n, ...); an index may come several times."""
+        """The weighted sum as indices (n,) of rows, some several times, and what is added there, (n, ...)."""
         raise NotImplementedError
 
     # -- examples -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from groupwise.clipping.rules.base import (
 from groupwise.clipping.rules.geometry import Geometry
 
 GROUPED_FLOATS = 3 << 16
-"""Weights that a CPU's kernel for many groups of channels keeps in its cache; with more it is up to four times slower."""
+"""Weights that a CPU's kernel for many groups of channels keeps in its cache; it is up to four times slower with more."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

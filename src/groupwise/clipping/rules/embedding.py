@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.factors import scale_rows
+from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.precision import raised, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
 

@@ -6,16 +6,11 @@ is ⟨G, ŵ⟩, where a is 1, or 0 where eps holds s fixed. As ŵ has mean 0 (an
 (gain·s)²·(‖G‖² - (ΣG)²/K - a·⟨G, ŵ⟩²): three numbers a filter, and the map is linear, so sums go through it once.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 
 STANDARDIZATION_EPS = 1e-4
 CACHED = ("cpu",)
