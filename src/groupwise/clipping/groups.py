@@ -68,10 +68,11 @@ class ClippingGroup:
 
 MOST_TOGETHER = 32
 """Groups that close together."""
-MOST_WAITING = 1 << 17
-"""Parameters of a group that closes with others on a CPU, whose caches are cold for more by then."""
-MOST_KEPT = 1 << 24
-"""Numbers that a layer may keep until the groups that close with its own are there."""
+
+
+def most_kept(like: Tensor) -> int:
+    """Numbers that a layer keeps until the groups that close with its own are there: few in a CPU's cold caches."""
+    return 1 << 24 if is_async_device(like) else 1 << 17
 
 
 def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
@@ -104,8 +105,8 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
 
 
 def _may_wait(group: ClippingGroup) -> bool:
-    """Whether its sums may wait for those of other groups: a GPU has fast memory for them, a CPU little."""
-    return is_async_device(group.threshold) or numbers(*group.inputs) <= MOST_WAITING
+    """Whether its sums may wait for those of other groups."""
+    return is_async_device(group.threshold) or numbers(*group.inputs) <= most_kept(group.threshold)
 
 
 def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:

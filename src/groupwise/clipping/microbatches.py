@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.forward_pass import ForwardPass
 from groupwise.clipping.gradients import ClippedGradients
-from groupwise.clipping.groups import MOST_KEPT, ClippingGroup, Member, clip_factors_of
+from groupwise.clipping.groups import ClippingGroup, Member, clip_factors_of, most_kept
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.phases import Phase, Recomputed
@@ -126,11 +126,8 @@ class GroupPass:
         if current.phase is Phase.SUMS:
             return member.rule.weighted_sum(saved, g, current.factors, member.wanted, member.context)
         self.done = True
-        rule, wanted = member.rule, member.wanted
-        if rule.materializes(saved, g, wanted, member.context):
-            return clipped_sum(rule, saved, g, self.clip, wanted)
-        squares = squares_together([[rule.squared_norms(saved, g, wanted, member.context)]])[0]
-        return rule.weighted_sum(saved, g, self.clip(squares), wanted, member.context)
+        forms = member.rule.materializes(saved, g, member.wanted, member.context)
+        return self._clipped_sum(LayerCall(member.rule, member, saved, g), forms)
 
     def _current(self) -> BackwardPass:
         """The backward pass that runs, if this group's calls can take part in it."""
@@ -203,20 +200,26 @@ class GroupPass:
         if self.running.phase is Phase.NORMS:
             self.terms.append(rule.squared_norms(*given))
             return
-        if rule.materializes(*given):
-            kept = numbers(*(saved[i] for i in rule.batched), g)
-            formed = rule.count(g) * rule.size(member.wanted)
-            if self.calls == 1 and not (self.waits and min(formed, kept) <= MOST_KEPT):
-                self.add(member, clipped_sum(rule, saved, g, self.clip, member.wanted))
-                self.done = True
-                return
-            if formed <= kept:
-                rows = RowTerms(rule.per_example_gradients(saved, g, member.wanted))
-                self.terms.append(rows)
-                self.due.append((call, rows))
-                return
-        self.terms.append(rule.squared_norms(*given))
-        self.due.append((call, None))
+        kept, forms = numbers(*(saved[i] for i in rule.batched), g), rule.materializes(*given)
+        formed = rule.count(g) * rule.size(member.wanted) if forms else kept
+        if self.calls == 1 and not (self.waits and min(formed, kept) <= most_kept(g)):
+            self.add(member, self._clipped_sum(call, forms))
+            self.done = True
+        elif forms and formed <= kept:
+            rows = RowTerms(rule.all_gradients(saved, g, member.wanted))
+            self.terms.append(rows)
+            self.due.append((call, rows))
+        else:
+            self.terms.append(rule.squared_norms(*given))
+            self.due.append((call, None))
+
+    def _clipped_sum(self, call: LayerCall, forms: bool) -> Gradients:
+        """The clipped sum of the group's only call, whose norms are found from gradients that it `forms`, or not."""
+        rule, member, saved, g = call.rule, call.member, call.saved, call.g
+        if forms:
+            return clipped_sum(rule, saved, g, self.clip, member.wanted)
+        squares = squares_together([[rule.squared_norms(saved, g, member.wanted, member.context)]])[0]
+        return rule.weighted_sum(saved, g, self.clip(squares), member.wanted, member.context)
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""

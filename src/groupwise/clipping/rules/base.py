@@ -169,6 +169,13 @@ class LayerRule(ABC):
         for start in range(0, count, step):
             yield self.per_example_gradients(*self.examples(saved, g, slice(start, start + step)), wanted)
 
+    def all_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        """`per_example_gradients` of all examples, formed a few at a time."""
+        chunks = list(self.gradient_chunks(saved, g, wanted))
+        if len(chunks) == 1:
+            return chunks[0]
+        return tuple(torch.cat([chunk[i] for chunk in chunks]) if each else None for i, each in enumerate(wanted))  # type: ignore[misc]
+
     # -- parameters that are used more than once ------------------------------------------------------------------
 
     def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:

@@ -68,6 +68,5 @@ class FoldedRule(LayerRule):
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """(B, *shape) for each wanted parameter."""
-        parts = list(self.inner.gradient_chunks(saved, g, wanted))
-        gradients = [[each for each in of_one if each is not None] for of_one in zip(*parts, strict=True)]
-        return tuple(self.layout.examples_first(upcast(torch.cat(rows))).sum(1) if rows else None for rows in gradients)
+        rows = self.inner.all_gradients(saved, g, wanted)
+        return tuple(None if r is None else self.layout.examples_first(upcast(r)).sum(1) for r in rows)
