@@ -62,8 +62,8 @@ class GroupPass:
         """Whether the group has closed, or its losses never came."""
         self.joint_calls: list[LayerCall] = []
         """Calls of parameters that are used more than once."""
-        self.due: list[tuple[LayerCall, RowTerms | None]] = []
-        """Calls whose sums wait for the factors, and their per-example gradients, where these are kept."""
+        self.due: list[tuple[Member, LayerCall | RowTerms]] = []
+        """What the sums are made from once the factors are known: calls, or the gradients that they formed."""
         self.sums: list[Tensor | None] = [None] * len(group.inputs)
         self.squares: list[Tensor] = []
         """Squared norms that factors were formed from, one part of the batch after the other."""
@@ -208,10 +208,10 @@ class GroupPass:
         elif forms and formed <= kept:
             rows = RowTerms(rule.all_gradients(saved, g, member.wanted))
             self.terms.append(rows)
-            self.due.append((call, rows))
+            self.due.append((member, rows))
         else:
             self.terms.append(rule.squared_norms(*given))
-            self.due.append((call, None))
+            self.due.append((member, call))
 
     def _clipped_sum(self, call: LayerCall, forms: bool) -> Gradients:
         """The clipped sum of the group's only call, whose norms are found from gradients that it `forms`, or not."""
