@@ -1,12 +1,23 @@
 """Looks the calls of one forward pass up in the plan, in their order."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.layouts import SHARED, Layout
-from groupwise.clipping.trace import Recorder
 from groupwise.errors import UserError
+
+
+class Recorder(Protocol):
+    """Notes the inputs of calls in a forward pass."""
+
+    def note(self, label: str, nth: int, x: Tensor, meets: bool, /) -> Layout:
+        """A layer or parameter gets x in its `nth` call; returns where the batch is.
+
+        `meets`: x meets a parameter, or what was made of one, outside of a layer.
+        """
 
 
 class ForwardPass:

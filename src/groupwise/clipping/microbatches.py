@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.factors import starts_kernels, with_gone
-from groupwise.clipping.forward_pass import ForwardPass
+from groupwise.clipping.forward_pass import ForwardPass, Recorder
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_terms import Terms
@@ -24,7 +24,6 @@ from groupwise.clipping.precision import no_autocast, refuse_float16
 from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
-from groupwise.clipping.trace import Recorder
 from groupwise.errors import UserError
 
 
