@@ -13,7 +13,7 @@ from groupwise.clipping.checks import Attached, Leaves, check_groups, check_loss
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.cost_model import Choices, Formula, Rates
 from groupwise.clipping.factors import ClipRule, clip_factors, weighing
-from groupwise.clipping.forward_pass import Recorder
+from groupwise.clipping.forward_pass import Note
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
@@ -122,10 +122,10 @@ class ClippingEngine(ThresholdsAndCounts):
         with unchanged(self.model) as generators:
             runs = Runs(self.model, losses_of, generators)
 
-            def run(rows: list[int], recorder: Recorder) -> Tensor:
+            def run(rows: list[int], note: Note) -> Tensor:
                 with (
                     self._patches.installed(),
-                    self._passes.forward(len(rows), recorder=recorder),
+                    self._passes.forward(len(rows), note=note),
                     runs.drawing(),
                 ):
                     return runs.losses(rows).detach()

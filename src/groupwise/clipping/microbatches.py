@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.factors import starts_kernels, with_gone
-from groupwise.clipping.forward_pass import ForwardPass, Recorder
+from groupwise.clipping.forward_pass import ForwardPass, Note
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_terms import Terms
@@ -292,9 +292,7 @@ class OpenPasses:
         return passes
 
     @contextmanager
-    def forward(
-        self, examples: int, microbatch: Hashable = NOT_NAMED, recorder: Recorder | None = None
-    ) -> Iterator[None]:
+    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED, note: Note | None = None) -> Iterator[None]:
         """What runs inside is a forward pass of B examples; a named one waits for `backward(..., microbatch)`, and the
         next one is waited for by an ordinary one. One that fails is forgotten.
 
@@ -304,7 +302,7 @@ class OpenPasses:
         if self.backward_pass is not None or self._forward_pass is not None:
             raise UserError("A forward pass was begun inside another pass of the engine: leave that first.")
         self.end()
-        forward_pass = ForwardPass(examples, self.plan, recorder)
+        forward_pass = ForwardPass(examples, self.plan, note)
         try:
             with self.running(forward_pass):
                 yield
@@ -312,7 +310,7 @@ class OpenPasses:
             self.end()
             raise
         self.last = forward_pass
-        if recorder is not None:
+        if note is not None:
             self.end()
         elif microbatch is not NOT_NAMED:
             if self.open:  # gradients were on

@@ -16,7 +16,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import CallSite, ClipPlan
-from groupwise.clipping.forward_pass import Recorder
+from groupwise.clipping.forward_pass import Note
 from groupwise.clipping.layouts import FIRST, SHARED, Layout, Order
 from groupwise.clipping.runs import Runs, fingerprints, moved_losses, moved_rows
 from groupwise.errors import UserError
@@ -89,7 +89,7 @@ class Seen:
 
 
 class Tracer:
-    """The `Recorder` of one pass of a trace.
+    """Notes the calls of one pass of a trace.
 
     Args:
         plan: where calls are looked up meanwhile, as far as it knows them.
@@ -135,7 +135,7 @@ class Tracer:
         return growing[0] if growing else None
 
 
-Run = Callable[[list[int], Recorder], Tensor]
+Run = Callable[[list[int], Note], Tensor]
 """Computes the losses (n,) of some examples, always with the same random numbers, and has calls noted."""
 
 
@@ -152,12 +152,12 @@ def trace(run: Run, batches: Batches) -> ClipPlan:
     known = ClipPlan()
     for _ in range(ROUNDS):
         fewer = Tracer(known, batches)
-        run(batches.fewer, fewer)
+        run(batches.fewer, fewer.note)
         more, others = Tracer(known, batches, fewer.shapes), dict[int, Tracer]()
-        before, after = run(batches.more, more), dict[int, Tensor]()
+        before, after = run(batches.more, more.note), dict[int, Tensor]()
         for row, rows in batches.replaced.items():
             others[row] = Tracer(known, batches, fewer.shapes)
-            after[row] = run(rows, others[row])
+            after[row] = run(rows, others[row].note)
         found = _plan(fewer, more, others, len(batches.more))
         _check_losses_keep(batches, before, after)
         shared = any(site.shared for sites in found.calls.values() for site in sites)

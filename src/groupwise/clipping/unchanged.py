@@ -69,8 +69,9 @@ class Generators:
     """Those of torch (on the CPU and on `devices`), Python's `random`, `numpy.random`, and any that `add` names."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-        self._others: dict[int, tuple[torch.Generator, Tensor]] = {}
+        cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        self._defaults = [torch.random.default_generator, *(torch.cuda.default_generators[index] for index in cuda)]
+        self._others: dict[torch.Generator, Tensor] = {}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -80,44 +81,39 @@ class Generators:
             yield
         finally:
             back()
-            for generator, state in self._others.values():
+            for generator, state in self._others.items():
                 generator.set_state(state)
             self._others.clear()
 
     def standing(self) -> Callable[[], None]:
         """Note where the default generators stand; what is returned puts them back there."""
-        host, on_cpu = host_states(), torch.get_rng_state()
-        recorded = bool(self._cuda) and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may ask then
-        on_gpus = {} if recorded else {index: torch.cuda.get_rng_state(index) for index in self._cuda}
+        recorded = len(self._defaults) > 1 and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may ask
+        states = [(generator, generator.get_state()) for generator in self._defaults[: 1 if recorded else None]]
+        host = host_states()
 
         def back() -> None:
+            for generator, state in states:
+                generator.set_state(state)
             random.setstate(host["random"])
             if "numpy.random" in host:
                 sys.modules["numpy"].random.set_state(host["numpy.random"])
-            torch.set_rng_state(on_cpu)
-            for index, state in on_gpus.items():
-                torch.cuda.set_rng_state(state, index)
 
         return back
 
     def add(self, generator: torch.Generator) -> None:
         """A generator of the model's own, before it is drawn from for the first time."""
-        if id(generator) not in self._others:
-            self._others[id(generator)] = generator, generator.get_state()
+        self._others.setdefault(generator, generator.get_state())
 
     def seed(self, seed: int) -> None:
         """Seed all of them."""
         self.seed_torch(seed)
         random.seed(seed)
-        if "numpy.random" in host_states():
+        if "numpy.random" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
 
     def seed_torch(self, seed: int) -> None:
         """Seed those of torch."""
-        torch.random.default_generator.manual_seed(seed)
-        for index in self._cuda:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        for generator, _ in self._others.values():
+        for generator in (*self._defaults, *self._others):
             generator.manual_seed(seed)
 
 

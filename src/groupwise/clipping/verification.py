@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -120,23 +121,17 @@ def _halving(norms: Tensor, given: Tensor) -> Tensor:
     return torch.where(at.isfinite() & (at > 0), at, given)
 
 
+@dataclass(frozen=True)
 class _Comparison:
-    """Of batches by the engine with a loop over their examples.
+    """Of batches by the engine with a loop over their examples."""
 
-    Args:
-        engine: the attached engine.
-        runs: of its model.
-        calms: whether all random numbers can be put to their expectation. Otherwise an example does not meet alone what
-            it meets in its batch, and the loop takes its gradient from there.
-        tolerance: as in `verify`.
-        loss_tolerance: as in `verify`.
-    """
-
-    def __init__(
-        self, engine: ClippingEngine, runs: Runs, calms: bool, tolerance: float, loss_tolerance: float
-    ) -> None:
-        self._engine, self._runs, self._calms = engine, runs, calms
-        self._tolerance, self._loss_tolerance = tolerance, loss_tolerance
+    engine: ClippingEngine
+    runs: Runs
+    calms: bool
+    """Whether all random numbers can be put to their expectation. Otherwise an example does not meet alone what it
+    meets in its batch, and the loop takes its gradient from there."""
+    tolerance: float
+    loss_tolerance: float
 
     def batch(self, examples: list[int]) -> tuple[float, Tensor]:
         """The largest error of a clipped sum, and the norms (K, n) of the loop, of each example once.
@@ -144,14 +139,14 @@ class _Comparison:
         Raises:
             UserError: naming the example, parameter or group that is not what it should be.
         """
-        engine, runs, before = self._engine, self._runs, self._engine.counts
+        engine, runs, before = self.engine, self.runs, self.engine.counts
         some = list(dict.fromkeys(examples))
         for parameter in engine.model.parameters():
             parameter.grad = None
         alone: dict[int, Tensor] = {}
 
         def loss_of(example: int) -> Tensor:
-            loss = runs.losses([example])[0] if self._calms else runs.losses(examples)[examples.index(example)]
+            loss = runs.losses([example])[0] if self.calms else runs.losses(examples)[examples.index(example)]
             alone[example] = loss.detach()
             return loss
 
@@ -163,15 +158,15 @@ class _Comparison:
             truth = clipped_sums(engine.model, loss_of, some, engine.partition, thresholds, rule, times)
         self._check_losses(examples, losses.detach(), torch.stack([alone[i] for i in examples]))
         norms = truth.norms[:, [some.index(i) for i in examples]].double()
-        off = self._tolerance * norms + 1e-12 + NEGLIGIBLE * norms.nan_to_num(0, 0, 0).norm(dim=0)
+        off = self.tolerance * norms + 1e-12 + NEGLIGIBLE * norms.nan_to_num(0, 0, 0).norm(dim=0)
         self._check_norms(examples, engine.per_example_norms.cpu().double(), norms, off)
         self._check_counts(engine.counts - before, norms, off)
         return self._check_sums(truth, norms, off), truth.norms
 
     def _check_losses(self, examples: list[int], found: Tensor, alone: Tensor) -> None:
-        for row in moved_losses(found, alone, self._loss_tolerance):
+        for row in moved_losses(found, alone, self.loss_tolerance):
             i, n = examples[row], len(examples)
-            seen = self._runs.first_difference([i], [i] * n, [0], calm=True)
+            seen = self.runs.first_difference([i], [i] * n, [0], calm=True)
             raise UserError(
                 f"Example {i} has loss {float(alone[row]):.6g} alone but {float(found[row]):.6g} among others: a "
                 f"layer or the loss mixes the examples of a batch{seen}, so no example's influence is bounded: compute "
@@ -182,7 +177,7 @@ class _Comparison:
         """Of the rows of the batch, (K, n); two that are not finite are alike."""
         apart = ((found - norms).abs() > off) | (found.isfinite() != norms.isfinite())
         for k, row in apart.nonzero().tolist():
-            group = self._engine.groups[k]
+            group = self.engine.groups[k]
             layers = ", ".join(repr(member.name) for member in group.members[:3])
             layers += ", ..." if group.members[3:] else ""
             raise UserError(
@@ -193,9 +188,9 @@ class _Comparison:
             )
 
     def _check_counts(self, found: Tensor, norms: Tensor, off: Tensor) -> None:
-        at = self._engine.count_thresholds.cpu().view(-1, 1)
+        at = self.engine.count_thresholds.cpu().view(-1, 1)
         least, most = (norms + off <= at).sum(1), (norms - off <= at).sum(1)
-        for group, count, low, high in zip(self._engine.groups, found, least.tolist(), most.tolist(), strict=True):
+        for group, count, low, high in zip(self.engine.groups, found, least.tolist(), most.tolist(), strict=True):
             if not low <= count <= high:
                 raise UserError(
                     f"Group {group.name!r} counts {count:.0f} examples within its threshold, but a loop over single "
@@ -205,18 +200,18 @@ class _Comparison:
     def _check_sums(self, truth: Reference, norms: Tensor, off: Tensor) -> float:
         """Errors are relative to Σ_i factor_i·‖g^(i)‖ over the parameter itself: a sum that cancels is no scale, and in
         a large group a small layer's own error would not show."""
-        names = {id(p): name for name, p in self._engine.model.named_parameters()}
+        names = {id(p): name for name, p in self.engine.model.named_parameters()}
         worst = 0.0
-        for k, group in enumerate(self._engine.groups):
+        for k, group in enumerate(self.engine.groups):
             finite = norms[k].isfinite()
             factors = group.factors(norms[k].to(group.threshold).square()).to(norms)
-            whole = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / self._tolerance
+            whole = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / self.tolerance
             for parameter in group.parameters:
                 name = names[id(parameter)]
-                scale = min(whole, truth.sizes[name] + SMALL * whole)
+                scale = truth.sizes[name] + SMALL * whole
                 error = float((parameter.grad - truth.sums[name]).norm()) / scale  # type: ignore[operator]
                 worst = max(worst, error)
-                if not error <= self._tolerance:
+                if not error <= self.tolerance:
                     raise UserError(
                         f"The clipped sum of parameter {name!r} is off by {error:.1e} (relative) from a loop over "
                         "single examples: please report this."
