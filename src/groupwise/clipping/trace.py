@@ -113,18 +113,16 @@ class Tracer:
         self.meets |= meets
         shape = self.shapes[label, nth] = tuple(x.shape)
         if self._fewer is not None:
-            axis = self._axis(label, shape, self._fewer.get((label, nth)))
+            axis = self._axis(label, shape, self._fewer.get((label, nth), shape))
             self.seen[label, nth] = Seen(shape, axis, fingerprints(x, axis))
         known = self._plan.calls.get(label, ())
         if nth >= len(known):
             return FIRST
         return SHARED if known[nth].shared else known[nth].layouts[0]
 
-    def _axis(self, label: str, more: tuple[int, ...], fewer: tuple[int, ...] | None) -> int | None:
+    def _axis(self, label: str, more: tuple[int, ...], fewer: tuple[int, ...]) -> int | None:
         """The axis that grows with the batch; None where nothing does."""
         many, few = len(self._batches.more), len(self._batches.fewer)
-        if fewer is None:
-            refuse(label, more, f"is used more often for {many} examples than for {few}")
         if len(more) != len(fewer):
             refuse(label, more, f"gets {len(fewer)} axes for {few} examples")
         growing = [axis for axis, (n, m) in enumerate(zip(more, fewer, strict=True)) if n != m]
@@ -187,15 +185,14 @@ def _check_losses_keep(batches: Batches, before: Tensor, after: Mapping[int, Ten
 def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: int) -> ClipPlan:
     """The plan that the passes show; `others` by the row of the example that was replaced."""
     for tracer in (fewer, *others.values()):
-        for label, nth in tracer.shapes:
-            if (label, nth) not in more.shapes:
-                refuse(label, tracer.shapes[label, nth], "is used more often in some batches than in others")
+        for label, nth in tracer.shapes.keys() ^ more.shapes.keys():
+            refuse(label, more.shapes.get((label, 0), ()), "is used more often in some batches than in others")
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
         moved: dict[int, set[int]] = {}
         for row, other in others.items():
-            there = other.seen.get((label, nth))
-            if there is None or there.shape != seen.shape:
+            there = other.seen[label, nth]
+            if there.shape != seen.shape:
                 refuse(label, seen.shape, f"gets another number of rows when one example is replaced: {CHOSEN}")
             moved[row] = set(moved_rows(seen.rows, there.rows))
         found[label, nth] = _site(label, seen, moved, examples)
