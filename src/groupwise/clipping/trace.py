@@ -185,7 +185,7 @@ def _check_losses_keep(batches: Batches, before: Tensor, after: Mapping[int, Ten
 def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: int) -> ClipPlan:
     """The plan that the passes show; `others` by the row of the example that was replaced."""
     for tracer in (fewer, *others.values()):
-        for label, nth in tracer.shapes.keys() ^ more.shapes.keys():
+        for label, _ in sorted(tracer.shapes.keys() ^ more.shapes.keys()):
             refuse(label, more.shapes.get((label, 0), ()), "is used more often in some batches than in others")
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
