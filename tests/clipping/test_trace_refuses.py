@@ -162,7 +162,7 @@ class RowByRow(nn.Module):
 
 def test_a_layer_that_runs_once_for_each_example_is_refused():
     model = RowByRow()
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'b'.* used 4 times for 5"):
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'b'.* used more often in some"):
         engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
 
 

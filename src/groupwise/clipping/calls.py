@@ -79,7 +79,7 @@ class LayerCalls:
     @property
     def traces(self) -> bool:
         """Whether the forward pass is one of the trace."""
-        return self.passes.forward_pass.recorder is not None
+        return self.passes.forward_pass.traces
 
     # -- members that are no layers of the model ------------------------------------------------------------------
 
