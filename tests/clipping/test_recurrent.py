@@ -32,14 +32,11 @@ def leaves(nested) -> list[Tensor]:
     return [part.data if isinstance(part, PackedSequence) else part for part in flat]
 
 
-CELL_FUNCTIONS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-
-
 def expressed(module: nn.Module, *args, **kwargs):
     """The module's forward in plain operations."""
     if isinstance(module, nn.RNNBase):
         return recurrent(module, *args, **kwargs)
-    with patch.multiple(torch._VF, **{name: getattr(recurrent_file, name) for name in CELL_FUNCTIONS}):
+    with patch.multiple(torch._VF, **recurrent_file.CELL_FUNCTIONS):
         return module(*args, **kwargs)
 
 

@@ -53,7 +53,7 @@ class LayerCalls:
         self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         self._members: dict[tuple[object, ...], Member] = {}
         self.compared: set[tuple[object, ...]] = set()
-        """See `per_example.Origin`."""
+        """Operations whose results for examples one by one were seen to be those for the batch."""
 
     def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
         """Where the input of a call holds the batch, as the plan has it.
@@ -213,18 +213,24 @@ class LayerCalls:
 
 
 class GroupOrigin:
-    """A `per_example.Origin` in a group: what a layer made of an input without a batch axis, or a parameter."""
+    """The origin of a `PerExample`: what a layer made of an input without a batch axis, or a parameter.
+
+    Args:
+        calls: of the engine's layers.
+        group: of the layer or parameter.
+        label: its name, for messages.
+    """
 
     def __init__(self, calls: LayerCalls, group: ClippingGroup, label: str) -> None:
         self.calls, self.group, self.label, self.compared = calls, group, label, calls.compared
 
     @property
     def traces(self) -> bool:
-        """See `per_example.Origin`."""
+        """Whether the forward pass is one of the trace, in which nothing is clipped."""
         return self.calls.traces
 
     def find(self, x: Tensor, meets: bool = True) -> Layout:
-        """See `per_example.Origin`."""
+        """Where a plain tensor that meets the `PerExample` holds the batch; `meets`: in an operation without a rule."""
         return self.calls.find(self.label, x, meets)
 
 

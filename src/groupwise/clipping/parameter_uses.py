@@ -10,7 +10,7 @@ from groupwise.clipping.per_example import PerExample
 
 
 class ParameterUse(GroupOrigin):
-    """A parameter that modules may read by themselves, while the outermost module runs; a `per_example.Parameter`."""
+    """A parameter that modules may read by themselves while the model runs: the origin of a `PerExample`."""
 
     def __init__(
         self, calls: LayerCalls, group: ClippingGroup, place: int, parameter: nn.Parameter, label: str
@@ -23,23 +23,24 @@ class ParameterUse(GroupOrigin):
         return self.calls.copies(self.group, self.place)
 
     def pairs(self, bias: PerExample) -> bool:
-        """See `per_example.Parameter`."""
+        """Whether a bias may be that of a product with this parameter: a parameter of the same group."""
         return isinstance(bias.origin, ParameterUse) and bias.origin.group is self.group
 
     def linear(self, weight: PerExample, x: Tensor, bias: PerExample | None, layout: Layout | None) -> Tensor:
-        """See `per_example.Parameter`."""
+        """x Wᵀ + b by the rule of such layers; W is this parameter, rows of it or its transpose."""
         member, values = self._product("transposed" if weight.transposed else "linear", weight, bias)
         return self.calls.run(self.group, member, x, values, layout)
 
     def embedding(self, weight: PerExample, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor:
-        """See `per_example.Parameter`."""
+        """The rows that x says, by the rule of such layers."""
         member, values = self._product("embedding", weight, None, padding_idx)
         return self.calls.run(self.group, member, x, values, layout)
 
     def late(
         self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """See `per_example.Parameter`."""
+        """The values of W and b, and zeros (B, T, p) whose gradient is that of x Wᵀ + b for the inputs x (B, T, d) that
+        are in the list by then; `like` (B, T, ...) holds the examples as x does."""
         member, (w, b) = self._product("linear", weight, bias)
         layout = self.find(like, meets=False)
         group_pass, probe = self.calls.enter(self.group, member, like.device)

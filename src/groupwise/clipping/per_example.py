@@ -13,7 +13,8 @@ The same holds for what a layer makes of an input without a batch axis, such as 
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,49 +25,13 @@ from groupwise.clipping.layouts import Layout, Order
 from groupwise.errors import UserError
 
 
-class Origin(Protocol):
-    """Where a `PerExample` comes from, and what it asks about the forward pass that it is in."""
-
-    label: str
-    """The parameter's or layer's name, for messages."""
-
-    compared: set[tuple[object, ...]]
-    """Operations whose results for examples one by one were seen to be those for the batch."""
-
-    @property
-    def traces(self) -> bool:
-        """Whether the forward pass is one of the trace, in which nothing is clipped and no layout may be known yet."""
-
-    def find(self, x: Tensor, meets: bool = True) -> Layout:
-        """Where a plain tensor holds the batch; `meets`: it meets the `PerExample`, in an operation without a rule."""
-
-
-class Parameter(Origin, Protocol):
-    """The origin of a `PerExample` that is a parameter, rows of one, or a transpose."""
-
-    def pairs(self, bias: "PerExample") -> bool:
-        """Whether a bias may be that of a product with this parameter: a parameter of the same group."""
-
-    def linear(self, weight: "PerExample", x: Tensor, bias: "PerExample | None", layout: Layout | None) -> Tensor:
-        """x Wᵀ + b by the rule of such layers; W is this parameter, or what it shows of it."""
-
-    def late(
-        self, weight: "PerExample", bias: "PerExample | None", like: Tensor, inputs: list[Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The values of W and b, and zeros (B, T, p) whose gradient is that of x Wᵀ + b for the inputs x (B, T, d) that
-        are in the list by then."""
-
-    def embedding(self, weight: "PerExample", x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor:
-        """The rows that x says, by the rule of such layers."""
-
-
 class PerExample(torch.Tensor):
     """B tensors that look like one; see the module.
 
     Args:
         make: the copies, (B, *shape); asked for when they are first needed.
         like: a tensor with the shape, dtype and device that it shows.
-        origin: where it comes from.
+        origin: the parameter or layer that it comes from, a `calls.GroupOrigin`.
         source: it is a parameter itself, or some rows of one, rather than something computed.
         transposed: it is the transpose of such a matrix.
         part: the rows that it is, None: all.
@@ -84,7 +49,7 @@ class PerExample(torch.Tensor):
         cls: type["PerExample"],
         make: Callable[[], Tensor],
         like: Tensor,
-        origin: Origin,
+        origin: Any,
         source: bool = False,
         transposed: bool = False,
         part: slice | None = None,
@@ -109,7 +74,7 @@ class PerExample(torch.Tensor):
         return self.source and self.like.dim() == 2 and not self.like.is_complex() and self.like.numel() > 0
 
     @classmethod
-    def of_rows(cls, rows: Tensor, origin: Origin) -> "PerExample":
+    def of_rows(cls, rows: Tensor, origin: Any) -> "PerExample":
         """From computed copies (B, *shape)."""
         return cls(lambda: rows, rows[0].detach(), origin)
 
@@ -129,7 +94,7 @@ class PerExample(torch.Tensor):
         """Run an operation by a rule, or with every example's own copy."""
         kwargs = kwargs or {}
         name = _name_of(func)
-        if name in _DESCRIBES:
+        if name in _DESCRIBES or (name.startswith("get ") and name not in _COMPUTED):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "__iter__":
@@ -202,7 +167,7 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
     return example_by_example(func, values, spec, copies, places, name, origin.label, origin.compared)
 
 
-def _place(leaf: Any, origin: Origin) -> Layout | None:
+def _place(leaf: Any, origin: Any) -> Layout | None:
     """Where an argument of an operation holds the batch; None where it does not."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, PerExample) or not leaf.numel():
         return None
@@ -260,13 +225,10 @@ def _value(leaf: Any) -> Any:
 
 
 _DESCRIBES = {
-    *(f"get {name}" for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta")),
-    *(f"get {name}" for name in ("requires_grad", "is_leaf", "grad_fn", "is_sparse", "is_quantized", "names")),
-    *(f"get {name}" for name in ("is_nested", "is_mps", "is_xpu", "is_xla", "itemsize", "nbytes", "is_mkldnn")),
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
     *("element_size", "get_device", "__len__", "__hash__", "storage_offset", "is_signed", "is_inference"),
 }
-"""Operations that ask for its shape or kind only."""
+"""Methods that ask for its shape or kind only, as do most attributes."""
 
 _VALUES = {
     *("get data", "get grad", "detach", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy"),
@@ -290,47 +252,43 @@ _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
 _REPEATS = {"expand", "broadcast_to", "repeat", "tile", "repeat_interleave", "stack", "cat", "concat", "concatenate"}
 """Operations that can make a row for each example."""
 
-_TRANSPOSES = {"t", "get T", "get mT", "get H", "get mH", "adjoint", "transpose", "swapaxes", "swapdims"}
+_COMPUTED = {"get data", "get grad", "get real", "get imag", "get T", "get mT", "get H", "get mH"}
+"""Attributes that are tensors."""
+
+_TRANSPOSES = {"get T", "get mT", "get H", "get mH", "t", "adjoint", "transpose", "swapaxes", "swapdims"}
 """Operations that swap the axes of a matrix of real numbers; some get the axes, some not."""
 
 
-_BOTH_AXES = ((), (0, 1), (1, 0), (-2, -1), (-1, -2), (0, -1), (-1, 0), (-2, 1), (1, -2))
-
-
 def _seen_otherwise(name: str, args: Any, kwargs: Any) -> Any:
-    """Operations that only look at a parameter in another way, and ask nothing of what it meets."""
+    """Operations that only look at a parameter in another way, and ask nothing of what it meets; None of others."""
     if kwargs or not args or not isinstance(args[0], PerExample):
         return None
     seen, rest = args[0], args[1:]
     if name == "repeat":
         times = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
-        shape = (*(1,) * (len(times) - seen.dim()), *seen.shape)
-        if all(
-            count == 1 or size == 1 for count, size in zip(times, shape, strict=True)
-        ):  # without memory for each time
-            return seen.expand([count * size for count, size in zip(times, shape, strict=True)])
+        counts = list(zip(times, (*(1,) * (len(times) - seen.dim()), *seen.shape), strict=True))
+        if all(1 in pair for pair in counts):  # so that no time takes memory
+            return seen.expand([count * size for count, size in counts])
     if name == "expand_as" and len(rest) == 1:  # what it is like tells its shape alone
         return seen.expand(rest[0].shape)
     if name in ("to", "type_as") and len(rest) == 1 and isinstance(rest[0], Tensor):
         return seen.to(rest[0].device, rest[0].dtype)
-    if seen.source and name in _TRANSPOSES and seen.dim() == 2 and not seen.like.is_complex() and rest in _BOTH_AXES:
-        return PerExample(
-            lambda: seen.rows.mT, seen.like.mT, seen.origin, True, transposed=not seen.transposed, part=seen.part
-        )
-    if seen.source and not seen.transposed and seen.part is None:
-        if name == "__getitem__" and isinstance(rest[0], slice) and rest[0].step in (None, 1) and seen.dim():
+    if seen.is_matrix and name in _TRANSPOSES and (not rest or {axis % 2 for axis in rest} == {0, 1}):
+        turned = not seen.transposed
+        return PerExample(lambda: seen.rows.mT, seen.like.mT, seen.origin, True, turned, seen.part)
+    if seen.source and seen.dim() and not seen.transposed and seen.part is None:
+        if name == "__getitem__" and isinstance(rest[0], slice) and rest[0].step in (None, 1):
             return _rows_of(seen, rest[0])
-        if name in ("chunk", "split") and rest[1:] in ((), (0,)) and seen.dim():
-            ends = torch.tensor([len(piece) for piece in getattr(seen.like, name)(*rest)]).cumsum(0).tolist()
-            return tuple(_rows_of(seen, slice(start, end)) for start, end in zip([0, *ends], ends, strict=False))
+        if name in ("chunk", "split") and rest[1:] in ((), (0,)):
+            ends = list(accumulate(len(piece) for piece in getattr(seen.like, name)(*rest)))
+            return tuple(_rows_of(seen, slice(start, end)) for start, end in pairwise([0, *ends]))
     return None
 
 
 def _rows_of(whole: PerExample, rows: slice) -> PerExample:
     """Some rows of a parameter."""
-    part = slice(*rows.indices(len(whole)))
-    if part == slice(0, len(whole), 1):
+    start, stop, _ = rows.indices(len(whole))
+    if (start, stop) == (0, len(whole)):
         return whole
-    return PerExample(
-        lambda: whole.rows[:, part], whole.like[part], whole.origin, True, part=slice(part.start, part.stop)
-    )
+    part = slice(start, stop)
+    return PerExample(lambda: whole.rows[:, part], whole.like[part], whole.origin, True, part=part)

@@ -7,7 +7,7 @@ nothing flows through it, forth or back.
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -39,19 +39,21 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
     Raises:
         UserError: an input without a batch, or without a step; one that all examples share.
     """
+    sizes: Tensor | None = None
     if isinstance(input, PackedSequence):
         x, lengths = pad_packed_sequence(input, batch_first=True)
-        module.check_forward_args(input.data, hx_like(module, _initial(module, x, hx)), input.batch_sizes)
+        data, sizes = input.data, input.batch_sizes
     else:
         refuse_unbatched(type(module).__name__, input, 3)
         x, lengths = input if module.batch_first else input.transpose(0, 1), None
-        module.check_forward_args(input, hx_like(module, _initial(module, x, hx)), None)
+        data = input
+    given, last = _initial(module, x, hx), list[State]()
+    module.check_forward_args(data, hx_like(module, given), sizes)
     if x.shape[1] == 0:
         raise UserError(f"{type(module).__name__} got sequences of no step at all: leave them out, or pad them.")
     alive = None
     if lengths is not None and int(lengths.min()) < x.shape[1]:
         alive = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device).unsqueeze(2)
-    given, last = _initial(module, x, hx), list[State]()
     for layer in range(module.num_layers):
         outputs = []
         for direction in ("", "_reverse") if module.bidirectional else ("",):
@@ -135,37 +137,6 @@ class Late:
         self._inputs.append(x.detach())
 
 
-@in_place_of(torch.lstm_cell)
-def lstm_cell(input: Tensor, hx: State, *parameters: Any) -> State:
-    """What `nn.LSTMCell` computes: (B, d) and (h, c), each (B, H), to the next (h, c)."""
-    return _cell("LSTM", input, hx, *parameters)
-
-
-@in_place_of(torch.gru_cell)
-def gru_cell(input: Tensor, hx: Tensor, *parameters: Any) -> Tensor:
-    """What `nn.GRUCell` computes: (B, d) and h (B, H) to the next h."""
-    return _cell("GRU", input, (hx,), *parameters)[0]
-
-
-@in_place_of(torch.rnn_tanh_cell)
-def rnn_tanh_cell(input: Tensor, hx: Tensor, *parameters: Any) -> Tensor:
-    """What `nn.RNNCell` computes: (B, d) and h (B, H) to the next h."""
-    return _cell("RNN_TANH", input, (hx,), *parameters)[0]
-
-
-@in_place_of(torch.rnn_relu_cell)
-def rnn_relu_cell(input: Tensor, hx: Tensor, *parameters: Any) -> Tensor:
-    """The same with relu."""
-    return _cell("RNN_RELU", input, (hx,), *parameters)[0]
-
-
-def _cell(
-    mode: str, x: Tensor, state: State, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
-) -> State:
-    dtype = state[0].dtype
-    return STEPS[mode]((F.linear(x, w_ih, b_ih).to(dtype), F.linear(state[0], w_hh, b_hh).to(dtype)), state)
-
-
 Maps = Sequence[Tensor]
 """W_ih x + b_ih and W_hh h + b_hh, or, of another than a GRU, their sum alone."""
 
@@ -186,6 +157,20 @@ STEPS: dict[str, Callable[[Maps, State], State]] = {
     "RNN_RELU": lambda maps, _: (reduce(torch.add, maps).relu(),),
 }
 """The maps and the old state -> the new state."""
+
+
+def _cell(
+    mode: str, x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Any:
+    """What a cell computes: (B, d) and h (B, H), of an LSTM (h, c), to the next of them."""
+    state = hx if mode == "LSTM" else (hx,)
+    maps = (F.linear(x, w_ih, b_ih).to(state[0].dtype), F.linear(state[0], w_hh, b_hh).to(state[0].dtype))
+    new = STEPS[mode](maps, state)
+    return new if mode == "LSTM" else new[0]
+
+
+CELLS = {"lstm_cell": "LSTM", "gru_cell": "GRU", "rnn_tanh_cell": "RNN_TANH", "rnn_relu_cell": "RNN_RELU"}
+CELL_FUNCTIONS = {name: in_place_of(getattr(torch, name))(partial(_cell, mode)) for name, mode in CELLS.items()}
 
 
 class _LSTMStep(torch.autograd.Function):
