@@ -235,8 +235,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "layer_norm_two_axes": (lambda: nn.LayerNorm((3, 5)), _floats(2, 3, 5)),
     "rms_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.RMSNorm(6)), _floats(5)),
     "rms_norm_two_axes": (lambda: nn.Sequential(nn.Linear(5, 5), nn.RMSNorm((3, 5), eps=0.1)), _floats(2, 3, 5)),
-    "rms_norm_llama": (lambda: nn.Sequential(LlamaNorm(5), nn.Linear(5, 6), LlamaNorm(6)), _floats(3, 5)),
-    "rms_norm_gemma": (lambda: nn.Sequential(GemmaNorm(5), nn.Linear(5, 6), GemmaNorm(6)), _floats(2, 3, 5)),
+    "fallback_rms_norm_llama": (lambda: nn.Sequential(LlamaNorm(5), nn.Linear(5, 6), LlamaNorm(6)), _floats(3, 5)),
+    "fallback_rms_norm_gemma": (lambda: nn.Sequential(GemmaNorm(5), nn.Linear(5, 6), GemmaNorm(6)), _floats(2, 3, 5)),
     "group_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)), _floats(5)),
     "group_norm_4d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 2), nn.GroupNorm(3, 6)), _floats(3, 4, 4)),
     "group_norm_channels_last": (  # the mean's gradient is one number for all places, in neither layout

@@ -118,15 +118,15 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     for each, weights in zip(passes, factors, strict=True):
         embeddings: list[LayerCall] = []
         while each.due:  # what a layer kept is freed as soon as its sum is made
-            call, rows = each.due.pop(0)
-            if rows is not None and rows.joined is not None:
-                joined.setdefault(id(rows.joined[0]), []).append((each, call.member, rows, weights))
-            elif rows is not None:
-                each.add(call.member, add_up([(weights, rows.gradients)]))
-            elif call.rule.indexed:
-                embeddings.append(call)
+            member, due = each.due.pop(0)
+            if isinstance(due, RowTerms) and due.joined is not None:
+                joined.setdefault(id(due.joined[0]), []).append((each, member, due, weights))
+            elif isinstance(due, RowTerms):
+                each.add(member, add_up([(weights, due.gradients)]))
+            elif due.rule.indexed:
+                embeddings.append(due)
             else:
-                each.add_weighted(call, weights)
+                each.add_weighted(due, weights)
         for call in embeddings:  # they need not be made whole where the parameter has a sum already
             each.add_weighted(call, weights)
     for some in joined.values():

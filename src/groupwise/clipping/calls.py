@@ -14,14 +14,13 @@ from torch.autograd import forward_ad
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import FIRST, Layout, Order
+from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
 from groupwise.clipping.partition import COPIED
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
-from groupwise.clipping.rules.embedding_bag import BagRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
@@ -53,6 +52,8 @@ class LayerCalls:
         self.passes, self._context = passes, context
         self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         self._members: dict[tuple[object, ...], Member] = {}
+        self.compared: set[tuple[object, ...]] = set()
+        """Operations whose results for examples one by one were seen to be those for the batch."""
 
     def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
         """Where the input of a call holds the batch, as the plan has it.
@@ -79,7 +80,7 @@ class LayerCalls:
     @property
     def traces(self) -> bool:
         """Whether the forward pass is one of the trace."""
-        return self.passes.forward_pass.recorder is not None
+        return self.passes.forward_pass.traces
 
     # -- members that are no layers of the model ------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class LayerCalls:
         """A layer of a group's parameters: its weight and its bias, if that trains.
 
         Args:
-            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)), "embedding" or "bags".
+            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)) or "embedding".
             group: whose parameters they are.
             uses: one for each parameter; None where there is none, or it does not train.
         """
@@ -105,9 +106,8 @@ class LayerCalls:
             assert weight is not None
             rule: LayerRule
             with torch.device("meta"):
-                if kind in ("embedding", "bags"):
-                    table = nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx)
-                    rule = EmbeddingRule(table) if kind == "embedding" else BagRule(table)
+                if kind == "embedding":
+                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
                 else:
                     kinds = {"linear": LinearRule, "transposed": HFConv1DRule}
                     rule = kinds[kind](nn.Linear(weight.shape[1], weight.shape[0], any(uses[1:])))
@@ -229,27 +229,25 @@ class LayerCalls:
 
 
 class GroupOrigin:
-    """A `per_example.Origin` in a group: what a layer made of an input without a batch axis, or a parameter."""
+    """The origin of a `PerExample`: what a layer made of an input without a batch axis, or a parameter.
+
+    Args:
+        calls: of the engine's layers.
+        group: of the layer or parameter.
+        label: its name, for messages.
+    """
 
     def __init__(self, calls: LayerCalls, group: ClippingGroup, label: str) -> None:
-        self.calls, self.group, self.label = calls, group, label
+        self.calls, self.group, self.label, self.compared = calls, group, label, calls.compared
 
     @property
     def traces(self) -> bool:
-        """See `per_example.Origin`."""
+        """Whether the forward pass is one of the trace, in which nothing is clipped."""
         return self.calls.traces
 
-    def layout_of(self, x: Tensor) -> Layout | None:
-        """See `per_example.Origin`."""
-        if not x.numel():
-            return None
-        layout = self.calls.find(self.label, x, meets=True)
-        if layout.order is Order.TILED:
-            raise UserError(
-                f"{self.label} meets a tensor of shape {tuple(x.shape)} that holds one row of every example after the "
-                "other, in which its copies are not told apart: put each example's rows together, or freeze it."
-            )
-        return None if layout.shared else layout
+    def find(self, x: Tensor, meets: bool = True) -> Layout:
+        """Where a plain tensor that meets the `PerExample` holds the batch; `meets`: in an operation without a rule."""
+        return self.calls.find(self.label, x, meets)
 
 
 def input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
+from groupwise.clipping.forward_pass import Note
 from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
@@ -19,10 +20,10 @@ from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
-from groupwise.clipping.randomness import FOLLOWING_VALUES, Draws, ModuleCalls
 from groupwise.clipping.rules.base import RuleContext
+from groupwise.clipping.runs import Runs
 from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
-from groupwise.clipping.trace import Batches, Recorder, Run, UnevenPasses, confirm, trace
+from groupwise.clipping.trace import TRACED, Batches, MixedExamples, explained, trace
 from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
@@ -111,7 +112,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
         Args:
             losses_of: numbers of examples -> their losses, (n,), through the model.
-            examples: six numbers are enough, the longest example first where lengths differ.
+            examples: the first six are taken, the longest example first where lengths differ.
 
         Returns:
             The plan, which later passes look calls up in.
@@ -120,39 +121,26 @@ class ClippingEngine(ThresholdsAndCounts):
             UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
         """
         with nullcontext() if self._direct else moved_parameters(self.model):  # what is whole of shards would stay
-            try:
-                return self._trace(losses_of, Batches.of(examples))
-            except UnevenPasses:  # sources and targets, say: the longest of each are other examples
-                return self._trace(losses_of, Batches.all_of(examples))
+            return self._trace(losses_of, list(dict.fromkeys(examples))[:TRACED])
 
-    def confirm(self, losses_of: Callable[[Sequence[int]], Tensor], rows: list[int], replaced: list[int]) -> None:
-        """Refuse a plan that does not hold for a batch of another size: see `groupwise.clipping.trace.confirm`."""
-        with self._tracing(losses_of) as run:
-            confirm(run, self.plan, rows, replaced, _refuse_call)
-
-    def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
-        with self._tracing(losses_of) as run:
-            self.plan = self.plan.joined(trace(run, batches, _refuse_call))
-        return self.plan
-
-    @contextmanager
-    def _tracing(self, losses_of: Callable[[Sequence[int]], Tensor]) -> Iterator[Run]:
-        """Inside, what is given takes passes that have their calls noted, each with the same random numbers."""
-        calls = ModuleCalls(self.model)
+    def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
+        batches = Batches.of(examples)
         with unchanged(self.model) as generators:
+            runs = Runs(self.model, losses_of, generators)
 
-            def run(rows: list[int], recorder: Recorder) -> Tensor:
-                generators.seed(0)
+            def run(rows: list[int], note: Note) -> Tensor:
                 with (
                     self._patches.installed(),
-                    self._passes.forward(len(rows), recorder=recorder),
-                    Draws(calls, generators, FOLLOWING_VALUES),
+                    self._passes.forward(len(rows), note=note),
+                    runs.drawing(),
                 ):
-                    losses = losses_of(rows)
-                check_losses(losses, len(rows), traced=True)
-                return losses.detach()
+                    return runs.losses(rows).detach()
 
-            yield run
+            try:
+                self.plan = self.plan.joined(trace(run, batches))
+            except MixedExamples as error:
+                raise explained(error, runs, batches) from error
+        return self.plan
 
     # -- one microbatch -------------------------------------------------------------------------------------------
 
@@ -192,7 +180,7 @@ class ClippingEngine(ThresholdsAndCounts):
                 raise
         known, self.plan = self.plan, ClipPlan()
         try:
-            self._trace(losses_of, Batches.all_of(examples))
+            self._trace(losses_of, examples)
             rewind()
             with self.forward(len(examples)):
                 return losses_of(examples)
@@ -367,15 +355,6 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-
-def _refuse_call(label: str, shape: tuple[int, ...], what: str, kind: type[UserError] = UserError) -> NoReturn:
-    raise kind(
-        f"{label} (input {shape}) {what}; so it cannot be told which rows are an example's own, and no example's "
-        "influence is bounded: compute each example's loss from that example alone, in the order of the batch; where "
-        "data choose rows (experts, graphs), let every example have all of them, padded or masked (transformers: "
-        "experts_implementation='batched_mm'); or freeze the layer."
-    )
 
 
 attach = ClippingEngine

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import ClipPlan
-from groupwise.clipping.forward_pass import ForwardPass
+from groupwise.clipping.forward_pass import ForwardPass, Note
 from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.groups import ClippingGroup, Member, clip_factors_of, most_kept
 from groupwise.clipping.layouts import FIRST, Layout
@@ -24,7 +24,6 @@ from groupwise.clipping.precision import no_autocast, refuse_float16
 from groupwise.clipping.rules.base import Gradients, Saved, clipped_sum, numbers
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
-from groupwise.clipping.trace import Recorder
 from groupwise.errors import UserError
 
 
@@ -62,8 +61,8 @@ class GroupPass:
         """Whether the group has closed, or its losses never came."""
         self.joint_calls: list[LayerCall] = []
         """Calls of parameters that are used more than once."""
-        self.due: list[tuple[LayerCall, RowTerms | None]] = []
-        """Calls whose sums wait for the factors, and their per-example gradients, where these are kept."""
+        self.due: list[tuple[Member, LayerCall | RowTerms]] = []
+        """What the sums are made from once the factors are known: calls, or the gradients that they formed."""
         self.sums: list[Tensor | None] = [None] * len(group.inputs)
         self.squares: list[Tensor] = []
         """Squared norms that factors were formed from, one part of the batch after the other."""
@@ -208,10 +207,10 @@ class GroupPass:
         elif forms and formed <= kept:
             rows = RowTerms(rule.all_gradients(saved, g, member.wanted))
             self.terms.append(rows)
-            self.due.append((call, rows))
+            self.due.append((member, rows))
         else:
             self.terms.append(rule.squared_norms(*given))
-            self.due.append((call, None))
+            self.due.append((member, call))
 
     def _clipped_sum(self, call: LayerCall, forms: bool) -> Gradients:
         """The clipped sum of the group's only call, whose norms are found from gradients that it `forms`, or not."""
@@ -304,9 +303,7 @@ class OpenPasses:
         return passes
 
     @contextmanager
-    def forward(
-        self, examples: int, microbatch: Hashable = NOT_NAMED, recorder: Recorder | None = None
-    ) -> Iterator[None]:
+    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED, note: Note | None = None) -> Iterator[None]:
         """What runs inside is a forward pass of B examples; a named one waits for `backward(..., microbatch)`, and the
         next one is waited for by an ordinary one. One that fails is forgotten.
 
@@ -316,7 +313,7 @@ class OpenPasses:
         if self.backward_pass is not None or self._forward_pass is not None:
             raise UserError("A forward pass was begun inside another pass of the engine: leave that first.")
         self.end()
-        forward_pass = ForwardPass(examples, self.plan, recorder)
+        forward_pass = ForwardPass(examples, self.plan, note)
         try:
             with self.running(forward_pass):
                 yield
@@ -324,7 +321,7 @@ class OpenPasses:
             self.end()
             raise
         self.last = forward_pass
-        if recorder is not None:
+        if note is not None:
             self.end()
         elif microbatch is not NOT_NAMED:
             if self.open:  # gradients were on

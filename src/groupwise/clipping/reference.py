@@ -15,7 +15,8 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class Reference:
-    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,); Σ_i factor_i·‖g^(i)‖ by name."""
+    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,), each example once; Σ_i factor_i·‖g^(i)‖
+    by name."""
 
     sums: dict[str, Tensor]
     norms: Tensor
@@ -30,6 +31,7 @@ def clipped_sums(
     partition: Partition,
     thresholds: Sequence[float] | Tensor,
     clip_rule: ClipRule = clip_factors,
+    times: Sequence[int] | None = None,
 ) -> Reference:
     """Σ_i g_k^(i)·factor(‖g_k^(i)‖, C_k) with one backward pass an example.
 
@@ -40,6 +42,7 @@ def clipped_sums(
         partition: the groups.
         thresholds: C_k, (K,).
         clip_rule: the rule of the engine that is compared.
+        times: how often each example is in the batch; once by default.
 
     Raises:
         UserError: a trainable parameter that no loss depends on.
@@ -55,7 +58,7 @@ def clipped_sums(
     sizes = dict.fromkeys(parameters, 0.0)
     norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype)
     reached: set[str] = set()
-    for column, example in enumerate(examples):
+    for column, (example, n) in enumerate(zip(examples, times or [1] * len(examples), strict=True)):
         found = torch.autograd.grad(loss_of(example), list(parameters.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
         reached |= gradients.keys()
@@ -64,7 +67,7 @@ def clipped_sums(
             norms[k, column] = torch.stack(squares).sum().sqrt() if squares else 0.0
             if not norms[k, column].isfinite():
                 continue  # such an example is left out of the group
-            factor = float(clip_rule(norms[k, column].view(1), thresholds[k]))
+            factor = n * float(clip_rule(norms[k, column].view(1), thresholds[k]))
             for name in group:
                 if name in gradients:
                     sums[name] += factor * gradients[name]

@@ -33,7 +33,10 @@ from groupwise.clipping.rules.base import (
 from groupwise.clipping.rules.geometry import Geometry
 
 GROUPED_FLOATS = 3 << 16
-"""Weights that a CPU's kernel for many groups of channels keeps in its cache; it is up to four times slower with more."""
+"""Weights that a CPU's kernel for many groups of channels keeps in its cache; with more it is much slower."""
+
+COPIED_FLOATS = 1 << 18
+"""Output gradients that it may copy at a time."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -137,7 +140,9 @@ class ConvRule(LayerRule):
         return weight, _over_space(g) if wanted[1] else None
 
     def chunk(self, g: Tensor, wanted: Wanted) -> int:
-        return max(1, (GROUPED_FLOATS if g.device.type == "cpu" else chunk_floats(g)) // max(1, self.size(wanted)))
+        if g.device.type != "cpu":
+            return super().chunk(g, wanted)
+        return max(1, min(GROUPED_FLOATS // max(1, self.size(wanted)), COPIED_FLOATS // max(1, g[0].numel())))
 
     def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """What the weight's gradient is made of: inputs (B, c, *space) and output gradients (B, p, *out)."""

@@ -1,6 +1,5 @@
 """Clips single parameters, and layers that see several rows of every example, from per-example gradients."""
 
-import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.layouts import Layout
