@@ -84,7 +84,7 @@ ORDERS = (
 )
 FEW_ORDERS = (1.5, *range(2, 17), *range(20, 65, 4), *range(96, 257, 32), 384, 512, 768, 1024)
 """Enough where a bound need not be tight, in a tenth of the time."""
-LEAST_NOISE, MOST_NOISE = 1e-8, 1e5
+LEAST_NOISE, MOST_NOISE = 1e-12, 1e5
 """Less noise is none. More is accounted as this much, and no step is said to cost less than α/2σ² at it, which is what
 it costs without sampling: of less, the rounding of sums near 1 leaves no digit."""
 

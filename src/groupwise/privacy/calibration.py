@@ -11,7 +11,7 @@ import numpy as np
 
 from groupwise.cache import read_cache, write_cache
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import FEW_ORDERS, LEAST_NOISE, EpsilonBounds, check_release, epsilon_rdp
+from groupwise.privacy.accountants import FEW_ORDERS, EpsilonBounds, check_release, epsilon_rdp, is_whole
 from groupwise.privacy.accounting import (
     LARGEST,
     LARGEST_DELTA,
@@ -26,7 +26,7 @@ from groupwise.privacy.accounting import (
 )
 
 TOLERANCE = 1e-3
-LEAST, MOST = LEAST_NOISE, 1e12
+LEAST, MOST = 1e-9, 1e12
 """Between these a σ is looked for."""
 PATIENCE, CLOSEST = 10, 1e-6
 """After so many tries the bracket is halved, until its ends are no further apart than this share: as good as one."""
@@ -186,8 +186,10 @@ def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float
 
     Formal guarantee: counts of sensitivity ½√K noised at σ_b, and gradients of sensitivity S at Sσ_new, released from
     one batch, cost as much as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ². The counts take a share r of it.
-    Raises :class:`UserError` unless 0 <= r < 1.
+    Raises :class:`UserError` unless K >= 1 and 0 <= r < 1.
     """
+    if not is_whole(num_groups) or num_groups < 1:
+        raise UserError(f"num_groups is {num_groups}; give the number of clipping groups K, at least 1.")
     if not 0.0 <= quantile_budget < 1.0:
         raise UserError(
             f"quantile_budget is {quantile_budget}; give 0 <= r < 1 (at r = 1 sigma_b is too small: "
