@@ -88,13 +88,13 @@ def step_row(
         precise = autocast(precision, device)
         with arithmetic(device):
             workload, prepared = prepare(job)
-            plain = workload.loss
+            plain = workload.losses
 
-            def loss() -> torch.Tensor:
+            def losses(rows: Sequence[int] | None) -> torch.Tensor:
                 with precise():
-                    return plain()
+                    return plain(rows)
 
-            workload.loss = loss
+            workload.losses = losses
             peak, step = peak_bytes(lambda: prepared.step, options.device)
             taken = []
             for _ in range(options.repeats):

@@ -77,20 +77,24 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def transformer(sizes: Sizes, device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """The model, and what gives its losses (B,): next-token, the mean over an example."""
+Losses = Callable[[nn.Module, slice | list[int]], Tensor]
+"""A model and rows of the batch -> their losses, (n,)."""
+
+
+def transformer(sizes: Sizes, device: str) -> tuple[nn.Module, Losses]:
+    """The model, and what gives its losses: next-token, the mean over an example."""
     ids = torch.randint(VOCABULARY, (sizes.batch, sizes.length), device=device)
     positions = torch.arange(sizes.length, device=device).repeat(sizes.batch, 1)
 
-    def losses(model: nn.Module) -> Tensor:
-        logits = model(ids, positions).float()
-        return F.cross_entropy(logits.transpose(1, 2), ids.roll(-1, 1), reduction="none").mean(1)
+    def losses(model: nn.Module, rows: slice | list[int]) -> Tensor:
+        logits = model(ids[rows], positions[rows]).float()
+        return F.cross_entropy(logits.transpose(1, 2), ids[rows].roll(-1, 1), reduction="none").mean(1)
 
     return Transformer(sizes).to(device), losses
 
 
-def conv(sizes: Sizes, device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """3 × 3 convolutions with GroupNorm, all of one width, and what gives the losses (B,)."""
+def conv(sizes: Sizes, device: str) -> tuple[nn.Module, Losses]:
+    """3 × 3 convolutions with GroupNorm, all of one width, and what gives the losses."""
     layers: list[nn.Module] = [nn.Conv2d(3, sizes.width, 3, padding=1)]
     for _ in range(sizes.layers):
         layers += [nn.GroupNorm(4, sizes.width), nn.ReLU(), nn.Conv2d(sizes.width, sizes.width, 3, padding=1)]
@@ -98,8 +102,8 @@ def conv(sizes: Sizes, device: str) -> tuple[nn.Module, Callable[[nn.Module], Te
     images = torch.randn(sizes.batch, 3, sizes.length, sizes.length, device=device)
     labels = torch.randint(CLASSES, (sizes.batch,), device=device)
 
-    def losses(model: nn.Module) -> Tensor:
-        return F.cross_entropy(model(images).float(), labels, reduction="none")
+    def losses(model: nn.Module, rows: slice | list[int]) -> Tensor:
+        return F.cross_entropy(model(images[rows]).float(), labels[rows], reduction="none")
 
     return nn.Sequential(*layers).to(device), losses
 
@@ -108,7 +112,7 @@ def conv(sizes: Sizes, device: str) -> tuple[nn.Module, Callable[[nn.Module], Te
 class Network:
     """A network, the sizes it starts from and the axes it grows along."""
 
-    make: Callable[[Sizes, str], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
+    make: Callable[[Sizes, str], tuple[nn.Module, Losses]]
     start: Sizes
     axes: tuple[str, ...]
 
@@ -127,11 +131,11 @@ def build(network: str, sizes: Sizes, *, device: str = "cpu", dtype: str = "floa
         torch.manual_seed(0)
         model, losses = NETWORKS[network].make(sizes, device)
 
-    def loss() -> Tensor:
+    def of_rows(rows: Sequence[int] | None) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-            return losses(model)
+            return losses(model, slice(None) if rows is None else list(rows))
 
-    return Workload(network, model, loss, sizes.batch, sizes.layers, channels_last=False)
+    return Workload(network, model, of_rows, sizes.batch, sizes.layers, channels_last=False)
 
 
 @dataclass

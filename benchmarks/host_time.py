@@ -72,9 +72,11 @@ def training(make: Callable[[], nn.Module], shape: Sequence[int], layers: int, w
     if way == "none":
         return lambda: model(x).sum().backward()
     engine = attach(model, flat(model) if way == "flat" else per_layer(model), 0.3)
+    engine.trace(lambda rows: model(x[list(rows)]).flatten(1).sum(1), range(len(x)))
 
     def clipped() -> None:
-        y: Tensor = model(x)
+        with engine.forward(len(x)):
+            y: Tensor = model(x)
         engine.backward(y.flatten(1).sum(1))
         engine.reset()
 

@@ -5,12 +5,13 @@ all that differs; of small layers several run side by side, so that what a step 
 Layers of one kind and size are timed once. CPU time; on a GPU, between two of its events.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from benchmarks.meters import Stopwatch, count_operations, floor
 from benchmarks.methods import Method, Ours, make
 from benchmarks.workloads import Workload
+from groupwise.clipping import engine
+from groupwise.clipping.checks import check_paths
 
 LEAST_MS = 30.0
 """What one turn takes at least, so that neither the clock's ticks nor what a step costs once matter..."""
@@ -118,14 +121,19 @@ class _Layer:
         if len(self.shape) == 4 and not self.inputs[0].is_contiguous():
             gradient = gradient.contiguous(memory_format=torch.channels_last)
 
-        def losses(module: nn.Module) -> Tensor:
-            inputs = [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in self.inputs]
-            return (module(*inputs, **self.settings) * gradient).flatten(1).sum(1)
+        def losses(module: nn.Module, rows: Sequence[int] | None) -> Tensor:
+            given = [self._some(x, rows) for x in self.inputs]
+            inputs = [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in given]
+            return (module(*inputs, **self.settings) * self._some(gradient, rows)).flatten(1).sum(1)
 
-        def total() -> Tensor:
-            return torch.stack([losses(module) for module in modules]).sum(0)
+        def total(rows: Sequence[int] | None) -> Tensor:
+            return torch.stack([losses(module, rows) for module in modules]).sum(0)
 
         return make(method, Workload(str(self), modules, total, self.batch, None, False))
+
+    def _some(self, x: Any, rows: Sequence[int] | None) -> Any:
+        """These examples' part of an input, or the whole where all share it."""
+        return x if rows is None or not torch.is_tensor(x) or len(x) != self.batch else x[list(rows)]
 
 
 def _layers(workload: Workload) -> list[_Layer]:
@@ -153,7 +161,8 @@ def _layer_cost(layer: _Layer, method: str, rounds: int, device: str) -> Cost:
     once = layer.alone("none", 1)
     once.step()
     copies = max(1, min(MOST_COPIES, round(LEAST_MS / max(_milliseconds(once.step, 1, device), 0.01))))
-    taken = _turns(layer.alone("none", copies), layer.alone(method, copies), rounds, device)
+    with patch.object(engine, "check_paths", lambda *given, **settings: check_paths(*given)):  # inputs get gradients
+        taken = _turns(layer.alone("none", copies), layer.alone(method, copies), rounds, device)
     return Cost(str(layer), layer.count, *(ms * layer.count / copies for ms in taken))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -61,7 +61,7 @@ class Rounds:
         return self._step(step)
 
     def _time_bare(self, steps: Sequence[int]) -> Seconds:
-        batches = [self._bare.load(self.trainer.mechanism.sampler.indices(step)) for step in steps]
+        batches = [self._bare.load(self.trainer.private.sampler.indices(step)) for step in steps]
         self._run_bare(steps, batches)  # loading has moved memory and caches: steps after it are a few per cent slower
         watch = Stopwatch(self.trainer.device)
         self._run_bare(steps, batches)
@@ -144,7 +144,7 @@ class BareStep:
         self._precision = autocast(precision, trainer.device)
         self._trainable = [p for p in trainer.task.model.parameters() if p.requires_grad]
         self._classes = self._count_classes()
-        self._noise = trainer.mechanism.noise.child("bare steps")  # never the run's own key: its noise is used once
+        self._noise = trainer.private.noise.child("bare steps")  # never the run's own key: its noise is used once
 
     def load(self, examples: np.ndarray) -> list[Microbatch]:
         """The model's inputs for these examples, with labels (n,): one pair for each microbatch of the loop.
@@ -157,21 +157,22 @@ class BareStep:
     def step(self, step: int, batch: list[Microbatch]) -> None:
         """One update; thresholds stay where they are."""
         trainer = self._trainer
-        trainer.mechanism.clear()
+        trainer.private.clear()
         for inputs, labels in batch:
             self._backward(inputs, labels)
         self._release(step)
-        trainer.mechanism.optimizer.step()
+        trainer.private.optimizer.step()
 
     def _backward(self, inputs: tuple[Any, ...], labels: Tensor) -> None:
         """One microbatch; a function of its own, so that nothing of it is alive in the next."""
-        with self._precision():
+        engine = self._trainer.engine
+        with nullcontext() if engine is None else engine.forward(len(labels)), self._precision():
             logits = self._trainer.task.model(*inputs)
         losses = F.cross_entropy(logits.float(), labels, reduction="none")
-        if self._trainer.engine is None:
+        if engine is None:
             losses.sum().backward()
         else:
-            self._trainer.engine.backward(losses)
+            engine.backward(losses)
 
     def _release(self, step: int) -> None:
         trainer, batch_size = self._trainer, self._trainer.plan.expected_batch_size
@@ -182,7 +183,7 @@ class BareStep:
             return
         release_gradients(
             trainer.engine.sensitivity("add_remove"),
-            allocation=trainer.mechanism.allocation,
+            allocation=trainer.private.allocation,
             noise_multiplier=trainer.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
             noise=self._noise,
@@ -194,7 +195,7 @@ class BareStep:
         """What the task hands its model, caught on the way in; the model itself does not run."""
         handle = self._trainer.task.model.register_forward_pre_hook(_catch)
         try:
-            self._trainer.task.losses(examples)
+            self._trainer.task.losses_of(examples)
         except _CaughtError as caught:
             labels = torch.randint(self._classes, (len(examples),), device=self._trainer.device)
             return caught.inputs, labels
@@ -208,7 +209,7 @@ class BareStep:
         model = self._trainer.task.model
         handle = model.register_forward_hook(lambda module, inputs, logits: widths.append(logits.shape[1]))
         try:
-            self._trainer.task.losses([0])
+            self._trainer.task.losses_of([0])
         finally:
             handle.remove()
         return widths[0]

@@ -94,6 +94,8 @@ class Ours(NonPrivate):
             )
         self._adaptive = adaptive
         self._engine = attach(workload.model, groups, start, norms=norms)  # type: ignore[arg-type]
+        if workload.batch > 1:  # of one example alone all rows are its own
+            self._engine.trace(workload.losses, range(workload.batch))
         self._engine.masks_rows = False  # as a run has it
         self._noise = NoiseSource.from_key(bytes(32)).settled(workload.trainable[0].device)  # as a secret key
         self._steps = 0
@@ -106,7 +108,9 @@ class Ours(NonPrivate):
 
     def work(self) -> None:
         """Clipped sums."""
-        self._engine.backward(self._workload.loss())
+        with self._engine.forward(self._workload.batch):
+            losses = self._workload.loss()
+        self._engine.backward(losses)
 
     def end(self, repeated: bool = False) -> None:
         """Adaptive: thresholds are moved by the counts after each step."""

@@ -22,11 +22,12 @@ from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = ROOT / "examples" / "own_model.py", ROOT / "benchmarks" / "opacus_own_model.py"
-FLAT = (", batch_size=256)", ', batch_size=256, clip="flat")')
+END, PARTS = ", batch_size=256)", ", batch_size=256, microbatch=128"
+"""How the call of make_private ends, and how it goes on here, with microbatches as large as Opacus's."""
 METHODS: dict[str, tuple[Path, tuple[tuple[str, str], ...]]] = {
     "opacus_hooks": (THEIRS, ()),
-    "flat": (OURS, (FLAT,)),
-    "adaptive_layer": (OURS, ()),
+    "flat": (OURS, ((END, f'{PARTS}, clip="flat")'),)),
+    "adaptive_layer": (OURS, ((END, f"{PARTS})"),)),
 }
 """Method -> its script, and what is replaced in it."""
 RATES = (0.1, 0.2, 0.4, 0.8)

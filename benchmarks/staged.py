@@ -22,7 +22,7 @@ from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.estimate import Estimate, kinds
-from groupwise.planner.footprint import Kind, Work, cut_out, inputs
+from groupwise.planner.footprint import BatchFirst, Kind, Work, cut_out, inputs
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.timeline import Setting, per_device, two_passes
 from groupwise.privacy import NoiseSource, release_gradients
@@ -196,6 +196,8 @@ def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -
     stage.index, stage.count = rank, len(kinds)  # of a model of just these blocks until now
     partition = PARTITIONS[method]
     engine = None if partition is None else attach(stage, partition(stage), 0.1, rates=work.rates)
+    if engine is not None:
+        engine.plan = BatchFirst()
     runner = StageRunner(stage, engine, torch.device("cpu"), shape.schedule)
     microbatches = [_microbatch(work, cut_out(work, Kind(1, True, True))) for _ in range(shape.microbatches)]
     trained = [p for p in stage.parameters() if p.requires_grad]

@@ -1,6 +1,6 @@
 """Makes the networks that are trained: of the paper's kind, with fresh weights and random data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,7 +36,7 @@ class Workload:
     Args:
         name: one of `WORKLOADS`.
         model: on its device, in its memory format.
-        loss: runs the model on the one batch and returns losses (B,).
+        losses: runs the model on rows of the one batch and returns their losses, (n,); None means the whole batch.
         batch: B.
         layers: transformer blocks; None where the depth is no option.
         channels_last: whether that memory format is an option.
@@ -45,11 +45,15 @@ class Workload:
 
     name: str
     model: nn.Module
-    loss: Callable[[], Tensor]
+    losses: Callable[[Sequence[int] | None], Tensor]
     batch: int
     layers: int | None
     channels_last: bool
     tokens: int | None = None
+
+    def loss(self) -> Tensor:
+        """Losses of the batch, (B,)."""
+        return self.losses(None)
 
     @cached_property
     def trainable(self) -> list[nn.Parameter]:
@@ -104,13 +108,12 @@ def build(
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         data = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in data.items()}
 
-    def loss() -> Tensor:
-        if dtype != "bfloat16":
-            return built.losses(model, data)
-        with torch.autocast(device, torch.bfloat16):
-            return built.losses(model, data)
+    def losses(rows: Sequence[int] | None) -> Tensor:
+        some = data if rows is None else {key: value[list(rows)] for key, value in data.items()}
+        with torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else nullcontext():
+            return built.losses(model, some)
 
-    return Workload(name, model, loss, size, depth, kind.channels_last, length)
+    return Workload(name, model, losses, size, depth, kind.channels_last, length)
 
 
 def check(

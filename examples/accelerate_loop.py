@@ -1,14 +1,14 @@
-"""Trains a small network privately in an Accelerate loop: Accelerate places the model, `make_private` does the rest.
+"""Trains a small network privately with Accelerate, which places the model on its device.
 
     python examples/accelerate_loop.py        2,000 points at ε = 8, in seconds
 
-`accelerator.backward`, `clip_grad_norm_` and the prepared optimiser's `step` have no place here, and are refused.
+The private step runs the backward pass and the optimiser, so `accelerator.backward` and `clip_grad_norm_` are not used.
 """
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import groupwise
@@ -22,12 +22,17 @@ accelerator = Accelerator()  # one process; mixed_precision="bf16" works too
 network = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 model = accelerator.prepare(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-private = groupwise.make_private(model, optimizer, train, epsilon=8, delta=1e-5, epochs=5, batch_size=200)
 
-for inputs, labels in private.batches(microbatch=100):
-    logits = model(inputs.to(accelerator.device))
-    private.backward(F.cross_entropy(logits, labels.to(accelerator.device), reduction="none"))
-    private.step()
+
+def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """One loss for each example, (b,)."""
+    inputs, labels = (tensor.to(accelerator.device) for tensor in batch)
+    return F.cross_entropy(model(inputs), labels, reduction="none")
+
+
+private = groupwise.make_private(model, optimizer, train, losses, epsilon=8, delta=1e-5, epochs=5, batch_size=200)
+for _ in private.steps():
+    pass
 
 private.detach()
 accelerator.wait_for_everyone()

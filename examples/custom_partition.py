@@ -1,9 +1,9 @@
-"""Clips a small transformer in three groups of one's own: attention, MLPs and all the rest, by patterns of names.
+"""Clips a small transformer in three groups of your own: attention, MLPs and the rest, by patterns of layer names.
 
     python examples/custom_partition.py        1,437 images at ε = 8, in some twenty seconds on one core: more than 80 %
 
-The thresholds' proportions follow private quantiles of the groups' gradient norms. `per_block`, `flat` or any function
-from a layer's name to a group's go in the place of the patterns.
+Each threshold follows a private quantile of its group's gradient norms. Instead of the patterns you can use
+`per_block`, `flat`, or a function from a layer's name to a group's name.
 """
 
 import torch
@@ -44,15 +44,20 @@ model = RowReader()
 groups = by_mapping(model, {"*self_attn*": "attention", "*linear[12]": "mlp", "*": "rest"})  # the first match counts
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 data = TensorDataset(x[~held_out], y[~held_out])
+
+
+def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """One loss for each example, (b,)."""
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
 private = groupwise.make_private(
-    model, optimizer, data, epsilon=8, delta=1e-5, epochs=40, batch_size=256, clip=groups, target_quantile=0.6
+    model, optimizer, data, losses, epsilon=8, delta=1e-5, epochs=40, batch_size=256, clip=groups, target_quantile=0.6
 )
+for _ in private.steps():
+    pass
 
-for images, labels in private.batches(microbatch=128):
-    private.backward(F.cross_entropy(model(images), labels, reduction="none"))
-    private.step()
-
-for group, threshold in zip(groups, private.engine.thresholds.tolist(), strict=True):
-    print(f"{group.name:10} {len(group.layers)} layers, threshold {threshold:.3f}")
+for group in groups:
+    print(f"{group.name:10} {len(group.layers)} layers, threshold {private.thresholds[group.name]:.3f}")
 accuracy = (model(x[held_out]).argmax(1) == y[held_out]).float().mean()
 print(f"epsilon {private.epsilon:.3f}, accuracy {accuracy:.3f}")

@@ -2,13 +2,13 @@
 
     python examples/lightning_loop.py        2,000 points at ε = 8, in seconds
 
-A turn of Lightning's loop is one step of the plan: `training_step` draws its batch from `private.batches`, so the
-loader has only to count. `manual_backward` and `self.optimizers().step()` have no place here, and are refused.
+`training_step` takes one private step, which draws its own batch, so the loader only counts steps. The private step
+runs the backward pass and the optimiser: `manual_backward` and `self.optimizers().step()` are not used.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import groupwise
@@ -19,7 +19,7 @@ import lightning  # noqa: E402
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc]
-    """A network and the private training of it."""
+    """A network and its private training."""
 
     def __init__(self, train: TensorDataset) -> None:
         super().__init__()
@@ -28,21 +28,23 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         self.network = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 
     def configure_optimizers(self) -> None:
-        """No optimiser that Lightning would step; here the network is on its device, and becomes private."""
+        """Begin the private training, once the network is on its device; Lightning gets no optimiser to step."""
         optimizer = torch.optim.SGD(self.network.parameters(), lr=1.0)
         self.private = groupwise.make_private(
-            self.network, optimizer, self.train_data, epsilon=8, delta=1e-5, epochs=5, batch_size=200
+            self.network, optimizer, self.train_data, self.losses, epsilon=8, delta=1e-5, epochs=5, batch_size=200
         )
+
+    def losses(self, network: nn.Module, batch: list[Tensor]) -> Tensor:
+        """One loss for each example, (b,)."""
+        inputs, labels = (tensor.to(self.device) for tensor in batch)
+        return F.cross_entropy(network(inputs), labels, reduction="none")
 
     def training_step(self, turn: int) -> None:
         """One step of the plan."""
-        for inputs, labels in self.private.batches(microbatch=100, steps=1):
-            logits = self.network(inputs.to(self.device))
-            self.private.backward(F.cross_entropy(logits, labels.to(self.device), reduction="none"))
-            self.private.step()
+        self.private.step()
 
     def on_train_epoch_end(self) -> None:
-        """ε, of the steps that were executed."""
+        """Log the ε spent so far."""
         self.log("epsilon", self.private.epsilon, prog_bar=True)
 
 

@@ -1,8 +1,8 @@
-"""Trains LoRA adapters of a small Llama privately: only they are clipped, noised and moved.
+"""Trains LoRA adapters of a small Llama privately: clipping, noise and updates are for the adapters alone.
 
     python examples/lora.py        1,000 sequences at ε = 8, no download, in half a minute on one core
 
-The base model has random weights, and a sequence counts up by 3: real weights and texts go in their places.
+The base model has random weights, and each sequence counts up by 3. Put real weights and texts in their place.
 """
 
 from typing import Any
@@ -30,22 +30,21 @@ model = get_peft_model(base, LoraConfig(r=8, lora_alpha=32, lora_dropout=0.05, t
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def losses(ids: torch.Tensor) -> torch.Tensor:
+def losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """One loss for each sequence, (b,): the mean over its own tokens."""
     logits = model(input_ids=ids).logits[:, :-1]
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
 
 
 optimizer = torch.optim.AdamW(trained, lr=5e-3)
-private = groupwise.make_private(model, optimizer, train, epsilon=8, delta=1e-5, epochs=20, batch_size=200)
+private = groupwise.make_private(model, optimizer, train, losses, epsilon=8, delta=1e-5, epochs=20, batch_size=200)
 with torch.no_grad():
-    before = losses(held_out).mean()
+    before = losses(model, held_out).mean()
 
-for ids in private.batches(microbatch=100):
-    private.backward(losses(ids))
-    private.step()
+for _ in private.steps():
+    pass
 
 with torch.no_grad():
-    after = losses(held_out).mean()
+    after = losses(model, held_out).mean()
 print(private.statement())
 print(f"epsilon {private.epsilon:.3f}, loss {before:.2f} before and {after:.2f} after")

@@ -3,7 +3,7 @@
     python examples/text_classification.py --output_dir out          made-up reviews at ε = 8, in half a minute
     python examples/text_classification.py --output_dir out --data glue/SST-2 --model folder --epsilon 3
 
---data has train.tsv and dev.tsv, --model weights, else they are few and random. Killed, the command goes on; --help.
+--data has train.tsv and dev.tsv, --model has weights; by default both are made up. The same command again resumes.
 """
 
 import csv
@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.integrations.transformers import PrivacyArguments, PrivateTrainer
 
-import transformers as hf  # isort: skip  (after groupwise, which mends its import of torchvision where that is needed)
+import transformers as hf  # isort: skip  (after groupwise, which repairs its import of torchvision)
 
 MINI = Path(__file__).parents[1] / "pretrained" / "roberta_mini"
 WORDS = (["dull", "clumsy", "boring", "cold"], ["lovely", "brilliant", "funny", "warm"])

@@ -1,4 +1,4 @@
-"""Tells benign tumours from malignant ones by 30 measurements: a task of one's own (docs/extending.md)."""
+"""Classifies tumours as benign or malignant from 30 measurements: a task of your own (docs/extending.md)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +19,15 @@ class Tumors(Task):
         self.model, self.train_size = model, len(x) - 100
         self._rows = {"train": (x[100:], y[100:]), "valid": (x[:100], y[:100])}
 
-    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> tuple[Tensor, Tensor]:
+        """Measurements (n, 30) and classes (n,) of these training examples."""
+        x, y = self._rows["train"]
+        return x[examples], y[examples]
+
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Cross-entropy of each example, (n,)."""
-        x, y = (part[examples] for part in self._rows["train"])
-        return F.cross_entropy(self.model(x), y, reduction="none")
+        x, y = batch
+        return F.cross_entropy(model(x), y, reduction="none")
 
     @torch.no_grad()
     def evaluate(

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from groupwise import make_private
+from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 
 EXAMPLES, BATCH, MICROBATCH = 40, 20, 7
+Misuse = tuple[Callable[[], object], str]
+"""What is done, and what the refusal says."""
 X = torch.randn(EXAMPLES, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
 DATA = TensorDataset(X, Y)
 
 
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    """One loss for each example of a batch."""
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
 class Use:
     """A model, an optimiser and their private training, with batches of several microbatches each."""
 
-    def __init__(self, model: nn.Module | None = None, data: Any = DATA, seed: int = 3, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        data: Any = DATA,
+        seed: int = 3,
+        losses: Any = cross_entropy,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.model = model or network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
         settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": BATCH, "accountant": "rdp", "delta": 1e-3}
-        self.private = make_private(
-            self.model, self.optimizer, data, **{**settings, "noise_source": NoiseSource.from_seed(seed), **options}
-        )
-
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(x), y, reduction="none")
+        own = {"microbatch": MICROBATCH, "noise_source": NoiseSource.from_seed(seed)}
+        self.private = make_private(self.model, self.optimizer, data, losses, **{**settings, **own, **options})
 
     def train(self, steps: int | None = None) -> Use:
-        for x, y in self.private.batches(MICROBATCH, steps=steps):
-            self.private.backward(self.losses(x, y))
-            self.private.step()
+        for _ in self.private.steps(steps):
+            pass
         return self
 
     @property
@@ -48,9 +61,8 @@ def network(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *more, nn.Linear(8, 2))
 
 
-def well(use: Use, x: Tensor, y: Tensor) -> None:
-    use.private.backward(use.losses(x, y))
-
-
-def other_model(use: Use, x: Tensor, y: Tensor) -> None:
-    use.private.backward(F.cross_entropy(network()(x), y, reduction="none"))
+def refuses(do: Callable[[], object], told: str) -> None:
+    """The misuse is refused in one sentence."""
+    with pytest.raises(UserError, match=told) as caught:
+        do()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -156,7 +156,11 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Lin
 engine = attach(model, per_layer(model), thresholds=0.5)
 plan = make_plan(dataset_size=64, expected_batch_size=16, steps=4, epsilon=8, delta=1e-3, cache=False, accountant="rdp")
 before = [parameter.detach().clone() for parameter in model.parameters()]
-engine.backward(torch.nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(2, (16,)), reduction="none"))
+x, y = torch.randn(64, 4), torch.randint(2, (64,))
+losses = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+losses_of = lambda rows: losses(model, (x[list(rows)], y[list(rows)]))
+engine.trace(losses_of, range(6))
+engine.clip(losses_of, range(16))
 release_gradients(
     engine.sensitivity(plan.adjacency),
     allocation="global",
@@ -167,6 +171,15 @@ release_gradients(
 )
 torch.optim.SGD(model.parameters(), lr=1.0).step()
 assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+engine.detach()
+
+import groupwise
+
+optimizer, data = torch.optim.SGD(model.parameters(), lr=1.0), torch.utils.data.TensorDataset(x, y)
+private = groupwise.make_private(
+    model, optimizer, data, losses, noise_multiplier=1.0, steps=2, batch_size=16, accountant="rdp"
+)
+assert [step.number for step in private.steps()] == [1, 2]
 print("trained", plan.spent(1).epsilon)
 """
 

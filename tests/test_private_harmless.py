@@ -1,4 +1,4 @@
-"""Ways to leave the loop and come back change no bit, and a refusal leaves everything as it was."""
+"""What is done between steps, and leaving the loop, change no bit; a refusal leaves everything as it was."""
 
 import copy
 import math
@@ -8,65 +8,50 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from groupwise import Private
 from groupwise.clipping import flat
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
-from tests.private_use import EXAMPLES, MICROBATCH, Use, X, Y, network, other_model, well
+from tests.private_use import DATA, Use, X, Y, cross_entropy, network
 
 
 def left_in_the_middle(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        well(use, x, y)
+    for _ in use.private.steps():
         break
     use.train()
 
 
-def zero_grad_first(use: Use) -> None:
-    for x, y in use.private.batches(EXAMPLES):
-        use.optimizer.zero_grad()
-        well(use, x, y)
-        use.private.step()
-
-
-def whole(use: Use) -> None:
-    for x, y in use.private.batches(EXAMPLES):
-        well(use, x, y)
-        use.private.step()
-
-
 def an_error_in_the_loop(use: Use) -> None:
     with pytest.raises(KeyError):
-        for x, y in use.private.batches(MICROBATCH):
-            well(use, x, y)
+        for _ in use.private.steps():
             raise KeyError
     use.train()
 
 
-def seeds_everywhere(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        well(use, x, y)
-        torch.manual_seed(0)
-        use.private.step()
+def between_steps(do: Callable[[Use], object]) -> Callable[[Use], None]:
+    def train(use: Use) -> None:
+        do(use)
+        for _ in use.private.steps():
+            do(use)
+
+    return train
 
 
 def evaluates(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        with torch.no_grad():
-            use.model.eval()(X)
-        use.model.train()
-        well(use, x, y)
-        use.private.step()
+    with torch.no_grad():
+        use.model.eval()(X)
 
 
-def refused_losses_and_again(use: Use) -> None:
-    for x, y in use.private.batches(MICROBATCH):
-        losses = use.losses(x, y)
-        with pytest.raises(UserError):
-            use.private.backward(losses.mean())
-        use.private.backward(losses)
-        use.private.step()
+def trains_all(use: Use) -> None:
+    use.model.train()
+
+
+def another_loss(use: Use) -> None:
+    """Its gradients are gone when the next step begins."""
+    cross_entropy(use.model, (X, Y)).mean().backward()
+    nn.utils.clip_grad_norm_(use.model.parameters(), 0.1)
 
 
 def loop_of_epochs(use: Use) -> None:
@@ -74,61 +59,125 @@ def loop_of_epochs(use: Use) -> None:
         use.train(1)
 
 
-HARMLESS: dict[str, tuple[Callable[[Use], object], Callable[[Use], object]]] = {
-    "leaving the loop in the middle of a batch": (left_in_the_middle, Use.train),
-    "an error in the loop, and a new loop": (an_error_in_the_loop, Use.train),
-    "`torch.manual_seed` in the loop": (seeds_everywhere, Use.train),
-    "evaluating in the loop": (evaluates, Use.train),
-    "losses that were refused for their shape, then right ones": (refused_losses_and_again, Use.train),
-    "a loop for each few steps": (loop_of_epochs, Use.train),
-    "`optimizer.zero_grad()` before a batch of one microbatch": (zero_grad_first, whole),
+def two_loops(use: Use) -> None:
+    loops = [iter(use.private.steps()) for _ in range(2)]
+    taken = [next(loops[turn]).number for turn in (0, 1, 0)]
+    assert taken == [1, 2, 3] and [list(loop) for loop in loops] == [[], []]
+
+
+def one_by_one(use: Use) -> None:
+    assert [use.private.step().number for _ in range(3)] == [1, 2, 3]
+
+
+HARMLESS: dict[str, Callable[[Use], object]] = {
+    "leaving the loop": left_in_the_middle,
+    "an error in the loop, and a new loop": an_error_in_the_loop,
+    "`torch.manual_seed` between steps": between_steps(lambda _: torch.manual_seed(0)),
+    "evaluating, and leaving the model in eval mode": between_steps(evaluates),
+    "`model.train()` over a module that was in eval mode": between_steps(trains_all),
+    "a loop for each few steps": loop_of_epochs,
+    "two loops at once": two_loops,
+    "`step` by hand": one_by_one,
+    "`optimizer.zero_grad()` between steps": between_steps(lambda use: use.optimizer.zero_grad()),
+    "`loss.backward()` and `clip_grad_norm_` between steps": between_steps(another_loss),
+    "a state that is taken": between_steps(lambda use: use.private.state_dict()),
 }
 
 
 @pytest.mark.parametrize("misuse", HARMLESS, ids=lambda name: name.replace("`", ""))
 def test_is_harmless(misuse):
     """The same weights, to the bit, and the same steps on the account."""
-    do, usual = HARMLESS[misuse]
-    model = [network(nn.Dropout(0.3)) for _ in range(2)]
-    model[1].load_state_dict(model[0].state_dict())
-    held, right = Use(model[0]), Use(model[1])
-    do(held)
-    usual(right)
+    models = [network(nn.Dropout(0.3), nn.Sequential(nn.Dropout(0.5))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model[3].eval()
+    held, right = (Use(model) for model in models)
+    HARMLESS[misuse](held)
+    right.train()
     assert torch.equal(held.weights, right.weights)
     assert held.private.executed == right.private.executed == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_of_a_loader_its_dataset_and_how_it_reads_are_taken_with_a_warning(workers):
+    def collate(rows):
+        seen.append(len(rows))
+        return torch.utils.data.default_collate(rows)
+
+    seen: list[int] = []
+    loader = DataLoader(DATA, 4, shuffle=True, collate_fn=collate, num_workers=workers)
+    with pytest.warns(UserWarning, match=r"its sampler and batch size are not, as every step draws") as told:
+        given = Use(data=loader)
+    assert told[0].filename == __file__.replace("test_private_harmless", "private_use"), "where make_private was called"
+    assert torch.equal(given.train().weights, Use().train().weights)
+    assert seen and given.private._sums.loading.num_workers == workers
+    with pytest.warns(UserWarning, match="data is a DataLoader"):
+        own = Use(data=loader, num_workers=0, collate_fn=torch.utils.data.default_collate)
+    assert own.private._sums.loading.num_workers == 0 and torch.equal(own.train().weights, given.weights)
 
 
 def test_what_is_refused_releases_nothing():
     use = Use().train(1)
     before, executed = use.weights, use.private.executed
-    for misuse in (use.private.step, use.optimizer.step, lambda: use.private.backward(torch.ones(3))):
-        with pytest.raises(UserError):
-            misuse()
-    assert torch.equal(use.weights, before) and use.private.executed == executed
-
-
-def test_after_a_failed_backward_the_batch_begins_again():
-    use, right = Use(), Use()
     with pytest.raises(UserError):
-        for x, y in use.private.batches(MICROBATCH):
-            other_model(use, x, y)
-    assert torch.equal(use.train().weights, right.train().weights)
+        use.optimizer.step()
+    handle = use.model[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UserError):
+        use.private.step()
+    handle.remove()
+    assert torch.equal(use.weights, before) and use.private.executed == executed
+    assert torch.equal(use.train().weights, Use().train().weights)
+
+
+def test_after_refused_losses_the_step_begins_again():
+    wrong: list[bool] = []
+
+    def losses(model, batch):
+        return cross_entropy(model, batch).mean() if wrong and len(batch[0]) < 7 else cross_entropy(model, batch)
+
+    use = Use(losses=losses)
+    wrong.append(True)
+    with pytest.raises(UserError, match="one value per example"):
+        use.train()
+    wrong.clear()
+    assert torch.equal(use.train().weights, Use().train().weights)
 
 
 def test_a_call_that_is_refused_leaves_the_model_as_it_was():
     model = network()
     with pytest.raises(UserError):
         Use(model, steps=None)
+    with pytest.raises(UserError):
+        Use(model, losses=lambda model, batch: cross_entropy(model, batch).mean())
     assert all("forward" not in vars(module) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
     model[0].weight.sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert Use(model).train().private.executed == 3
 
 
-def test_after_detach_the_model_and_the_optimizer_are_the_users_again():
-    use = Use().train(1)
+def test_an_optimizer_that_steps_in_the_check_before_training_is_refused_and_moves_nothing():
+    model = network()
+    before = [parameter.clone() for parameter in model.parameters()]
+    inside = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def losses(model, batch):
+        inside.step()
+        return cross_entropy(model, batch)
+
+    with pytest.raises(UserError, match="An optimizer stepped inside"):
+        Use(model, losses=losses)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+def test_between_steps_and_after_detach_the_model_is_a_plain_one():
+    use = Use()
+    for _ in use.private.steps(1):
+        assert all("forward" not in vars(module) for module in use.model.modules())
+        whole = cross_entropy(copy.deepcopy(use.model), (X, Y)).mean()
+        assert torch.equal(whole, cross_entropy(use.model, (X, Y)).mean())
     use.private.detach()
-    use.losses(X, Y).mean().backward()
+    cross_entropy(use.model, (X, Y)).mean().backward()
     use.optimizer.step()
     assert isinstance(Use(use.model).private, Private)
     assert math.isfinite(float(use.weights.sum()))
@@ -139,25 +188,24 @@ def test_a_step_that_fails_after_its_noise_is_counted_and_its_noise_not_drawn_ag
         raise KeyboardInterrupt
 
     use = Use()
-    opened = []
-    inner = use.private.mechanism.open
-    use.private.mechanism.open = lambda step: opened.append(step) or inner(step)
+    drawn = []
+    inner = use.private.core.sampler.indices
+    use.private.core.sampler.indices = lambda step: drawn.append(step) or inner(step)
     hook = use.optimizer.register_step_post_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         use.train()
     hook.remove()
     assert use.private.executed == 1
     use.train()
-    assert opened == [0, 1, 2] and use.private.executed == 3
+    assert drawn == [0, 1, 2] and use.private.executed == 3
 
 
-def test_detaching_within_a_batch_leaves_no_sums_behind():
-    use = Use().train(1)
-    for x, y in use.private.batches(MICROBATCH):
-        well(use, x, y)
-        break
-    use.private.detach()
-    assert all(parameter.grad is None for parameter in use.model.parameters())
+def test_an_example_that_is_not_finite_is_left_out_and_told_as_not_private():
+    x = X.clone()
+    x[7] = float("nan")
+    use = Use(data=torch.utils.data.TensorDataset(x, Y), batch_size=40)
+    told = [step.nonprivate["nonfinite"] for step in use.private.steps()]
+    assert told == [1, 1, 1] and bool(use.weights.isfinite().all())
 
 
 def test_a_state_brings_the_way_of_its_noise_along():
@@ -168,13 +216,13 @@ def test_a_state_brings_the_way_of_its_noise_along():
     secure.detach()
     again = Use(model)
     again.private.load_state_dict(state)
-    found = again.private.mechanism
-    assert found.noise.secure and type(found.sampler) is type(secure.mechanism.sampler)
+    found = again.private.core
+    assert found.noise.secure and type(found.sampler) is type(secure.core.sampler)
 
 
 def test_a_number_of_numpy_s_is_one():
     use = Use(threshold=np.float32(0.5), target_quantile=np.float64(0.7))
-    assert use.private.mechanism.thresholds.rescale_to == 0.5
+    assert use.private.core.thresholds.rescale_to == 0.5
 
 
 def test_a_partition_of_one_group_may_be_clipped_by_ghost_norms():

@@ -233,13 +233,17 @@ class Decoder(nn.Module):
 def train_privately(model: nn.Module, data: TensorDataset, clip: str) -> None:
     """Five steps of a loop of one's own: the one place that knows how `make_private` is used."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(model(inputs), labels, reduction="none")
+
     private = groupwise.make_private(
-        model, optimizer, data, noise_multiplier=1.0, delta=1e-5, steps=5, batch_size=64, clip=clip,
-        formula="materialize", noise_source=NoiseSource.from_seed(0),
+        model, optimizer, data, losses, noise_multiplier=1.0, delta=1e-5, steps=5, batch_size=64, microbatch=16,
+        clip=clip, formula="materialize", noise_source=NoiseSource.from_seed(0),
     )  # fmt: skip
-    for inputs, labels in private.batches(microbatch=16):
-        private.backward(F.cross_entropy(model(inputs), labels, reduction="none"))
-        private.step()
+    for _ in private.steps():
+        pass
     private.detach()
 
 

@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.emulated import group_norm as emulated_kernels
 from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
-from benchmarks.workloads import TINY_TOKENS, WORKLOADS
-from groupwise.clipping import Rates, attach, flat, per_layer
+from benchmarks.workloads import TINY_TOKENS, WORKLOADS, build
+from groupwise.clipping import ClipPlan, Rates, attach, flat, per_layer
 from groupwise.clipping.rules import base, group_norm
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, counted_noise, release_gradients
 from groupwise.privacy.counted_noise import NoiseKernel
@@ -24,6 +25,8 @@ MEMORY = 80 << 30
 MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer")
 BATCHES = {"wrn16_4_ws": 512, "wrn16_4_conv": 512, "roberta_base": 16, "gpt2": 16, "gpt2_untied": 16, "lora_gpt2": 16}
 """B of Figure 1 for the language models."""
+TRACED = 6
+"""Examples of a trace."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,15 @@ def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU
     if case.mode.startswith("adaptive"):
         thresholds = AdaptiveThresholds(start, 0.5, 0.3, 10.0, batch)
     noise = EmulatedNoise.from_seed(0)
+    plan = traced(case.model, case.layers, case.tiny)
     with gpu:
         engine = attach(model, groups, start, norms="ghost" if case.mode == "ghost" else "bookkeeping", rates=RATES)
-        engine.asks_order = False  # a device without numbers shows no gradients
-        with engine.forward_of("another size"):  # as the check before training has it: a step need not ask whose
-            loss(more=1)  # rows are whose
-        engine.reset()
+        engine.plan = plan
         engine.masks_rows = False  # as a run has it
         with gpu.counted() as passed:
-            engine.backward(loss())
+            with engine.forward(batch):
+                losses = loss()
+            engine.backward(losses)
         with gpu.counted() as rest:
             counts = engine.counts
             release_gradients(
@@ -115,6 +118,14 @@ def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU
             engine.reset()
             engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
     return _row(case, batch, passed, rest), gpu
+
+
+@cache
+def traced(name: str, layers: int | None, tiny: bool) -> ClipPlan:
+    """Where a model's layers hold the examples, as the CPU shows it: a device without numbers does not."""
+    workload = build(name, batch=TRACED, layers=layers, tiny=tiny)
+    with attach(workload.model, flat(workload.model), 0.1, rates=RATES) as engine:
+        return engine.trace(workload.losses, range(TRACED))
 
 
 def _workload(case: Case, gpu: EmulatedGPU) -> tuple[torch.nn.Module, Any, int]:
@@ -134,11 +145,10 @@ def _workload(case: Case, gpu: EmulatedGPU) -> tuple[torch.nn.Module, Any, int]:
         emulate(model)
         data = {key: on_device(value) for key, value in data.items()}
 
-    def loss(more: int = 0) -> Tensor:
-        given = {k: torch.cat([v, v[:more]]) if more else v for k, v in data.items()}
+    def loss() -> Tensor:
         lowered = torch.autocast("cuda", torch.bfloat16) if case.precision == "bfloat16" else nullcontext()
         with lowered:
-            return built.losses(model, given)
+            return built.losses(model, data)
 
     return model, loss, batch
 

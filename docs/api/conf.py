@@ -60,9 +60,14 @@ def _paragraph(text: str) -> str:
 
 
 def twice(app: Sphinx, what: str, name: str, found: object, skip: bool, options: object) -> bool | None:
-    """Leave out what is on another page too: names that an inner package passes on, functions named as their module."""
+    """Leave out what is on another page too: names that an inner package passes on, functions named as their module.
+
+    So are functions of other packages, such as the default of a field.
+    """
     here = app.env.current_document.docname.removeprefix("modules/")
     home = getattr(found, "__module__", "") or ""
+    if what == "class" and home.startswith("torch."):
+        return True
     passed_on = home.startswith("groupwise.") and home != here
     return True if passed_on and (here.count(".") > 1 or home.endswith(f".{name}")) else None
 

@@ -26,10 +26,10 @@ from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
-from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
+from groupwise.training.private_step import BatchSums, PrivateStep
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.step import Trainer, WeightAverage
+from groupwise.training.step import TaskSums, Trainer, WeightAverage
 from groupwise.training.task import Microbatch, Task
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ def build_trainer(
     noise = make_noise(config, plan, ranks, state)
     microbatch = config.train.microbatch
     if microbatch is None and state is None:
-        microbatch = choose_microbatch(task.losses, task.model, device, task.order(np.arange(task.train_size)))
+        microbatch = choose_microbatch(task.losses_of, task.model, device, task.order(np.arange(task.train_size)))
         microbatch = min(ranks.gather(microbatch))
     if engine is not None:
         coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
-        losses = _read_and_computed(task) if config.train.cuda_graph else task.losses
-        verify(engine, losses, some, rows=min(CHECKED, max(2, microbatch or CHECKED)), **coarse)
+        rows = min(CHECKED, max(2, microbatch or CHECKED))
+        verify(engine, task.losses_of, some[:CHECKED], rows=rows, most=microbatch or CHECKED, **coarse)
     make = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
@@ -72,26 +72,20 @@ def build_trainer(
 
             engine = shard(task.model, engine, config.clip, device)
             make = ShardedTrainer
-    if engine is not None and make is Trainer:
-        engine.masks_rows = False  # a process that computes alone begins a batch again, should it have to
     optimizer = make_optimizer(task.model.parameters(), config.optim)
-    mechanism = _mechanism(config, task.model, engine, plan, noise, optimizer, device, ranks)
+    graphs = MicrobatchGraphs(task, engine, recorder_of(device)) if config.train.cuda_graph else None
+    sums = TaskSums(task, microbatch or 1, graphs)
+    private = _private_step(config, task.model, engine, plan, noise, optimizer, device, ranks, sums)
+    private.keeps_gradients = graphs is not None
     return make(
         task=task,
-        mechanism=mechanism,
+        private=private,
         schedule=make_schedule(optimizer, config.optim, plan.steps),
-        microbatch=microbatch or 1,
         average=WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None,
-        graphs=MicrobatchGraphs(task, engine, recorder_of(device)) if config.train.cuda_graph else None,
     )
 
 
-def _read_and_computed(task: Task) -> Callable[[Sequence[int] | np.ndarray], Tensor]:
-    """The losses that a graph records, which a task may compute by other lines than `losses`."""
-    return lambda examples: task.losses_of(task.read(examples, even=True))
-
-
-def _mechanism(
+def _private_step(
     config: RunConfig,
     model: nn.Module,
     engine: ClippingEngine | None,
@@ -100,9 +94,10 @@ def _mechanism(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     ranks: Alone | Ranks,
-) -> Mechanism:
-    """The mechanism on what this process hosts: the whole model, a replica or a stage, with its engine's groups."""
-    return Mechanism(
+    sums: BatchSums,
+) -> PrivateStep:
+    """The private step on what this process hosts: the whole model, a replica or a stage, with its engine's groups."""
+    return PrivateStep(
         model=model,
         engine=engine,
         thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
@@ -111,6 +106,7 @@ def _mechanism(
         allocation=config.noise.allocation,
         optimizer=optimizer,
         device=device,
+        sums=sums,
         ranks=ranks,
     )
 
@@ -122,7 +118,7 @@ def examples_to_check(order: np.ndarray) -> list[int]:
         order: all examples, (N,), as `Task.order` puts them.
     """
     kinds = [order[0], order[-1], order.min(), order.max(), *(order[len(order) * part // 4] for part in (2, 1, 3))]
-    return list(dict.fromkeys(int(i) for i in kinds))[:CHECKED]
+    return list(dict.fromkeys(int(i) for i in kinds))
 
 
 def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
@@ -236,7 +232,7 @@ def build_pipeline_trainer(
     """
     # Only here: they bring transformers and torch's pipelining, seconds that a run in one process does not pay.
     from groupwise.pipeline.runner import StageRunner
-    from groupwise.pipeline.trainer import PipelineTrainer
+    from groupwise.pipeline.trainer import PipelineTrainer, StageSums
 
     check_plan(plan, state)
     stage: Any = task.model
@@ -249,7 +245,9 @@ def build_pipeline_trainer(
         chosen = np.array(examples_to_check(examples))
         some = feed.microbatches(chosen, len(chosen))[0]
         rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))
-        verify(engine, alone(stage, some, device), range(some.examples), rows=rows, **coarse)
+        losses = alone(stage, some, device)
+        engine.trace(losses, range(some.examples))
+        verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
     microbatch = config.train.microbatch
     if microbatch is None and state is None:
         two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
@@ -259,15 +257,15 @@ def build_pipeline_trainer(
     ranks.copy_([*stage.parameters(), *stage.buffers()])
     optimizer = make_optimizer(stage.parameters(), config.optim)
     runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
-    mechanism = _mechanism(config, stage, engine, plan, noise, optimizer, device, ranks)
+    one_group = config.clip.grouping == "flat"
+    sums = StageSums(runner, feed, max(1, microbatch or 1), one_group)
+    private = _private_step(config, stage, engine, plan, noise, optimizer, device, ranks, sums)
     return PipelineTrainer(
         task=task,
-        mechanism=mechanism,
+        private=private,
         schedule=make_schedule(optimizer, config.optim, plan.steps),
-        microbatch=max(1, microbatch or 1),
         runner=runner,
-        feed=feed,
-        one_group=config.clip.grouping == "flat",
+        one_group=one_group,
     )
 
 

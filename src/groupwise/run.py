@@ -164,7 +164,7 @@ def _explain(trainer: Trainer) -> dict[str, Any]:
         print("clip=none clips nothing, so there are no norms to explain.")
         return {}
     size = min(trainer.microbatch, trainer.task.train_size)
-    trainer.engine.backward(trainer.task.losses(range(size)))
+    trainer.engine.clip(trainer.task.losses_of, range(size))
     print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.engine)}")
     trainer.engine.detach()
     return {}

@@ -13,8 +13,8 @@ from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, m
 from groupwise.privacy.accountants import gaussian_epsilon
 from groupwise.privacy.tuning import Poisson
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
-from groupwise.training.mechanism import Mechanism
-from groupwise.training.step import Trainer
+from groupwise.training.private_step import PrivateStep
+from groupwise.training.step import TaskSums, Trainer
 from groupwise.training.task import Task
 
 DELTA, GROUPS, SIGMA_B, ROWS = 1e-5, 4, 2.0, 3
@@ -39,8 +39,11 @@ class OneLayer(Task):
     def __init__(self) -> None:
         self.model = nn.Linear(ROWS, 1, bias=False).double()
 
-    def losses(self, examples):
-        return self.model(torch.eye(ROWS, dtype=torch.float64)[np.asarray(examples)]).squeeze(1)
+    def read(self, examples, even=False):
+        return torch.eye(ROWS, dtype=torch.float64)[np.asarray(examples)]
+
+    def losses(self, model, batch):
+        return model(batch).squeeze(1)
 
     def evaluate(self, split, batch_size, limit=None, final=False):
         return {}
@@ -53,6 +56,7 @@ def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
     torch.manual_seed(0)
     task, optim = OneLayer(), OptimConfig(learning_rate=1.0)
     engine = make_engine(task.model, ADAPTIVE)
+    engine.trace(task.losses_of, range(ROWS))
     plan = make_plan(
         dataset_size=ROWS,
         expected_batch_size=rate * ROWS,
@@ -65,7 +69,7 @@ def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
     optimizer = make_optimizer(task.model.parameters(), optim)
     return Trainer(
         task=task,
-        mechanism=Mechanism(
+        private=PrivateStep(
             model=task.model,
             engine=engine,
             thresholds=make_thresholds(ADAPTIVE, plan),
@@ -75,9 +79,9 @@ def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
             allocation="global",
             optimizer=optimizer,
             device=torch.device("cpu"),
+            sums=TaskSums(task, 8),
         ),
         schedule=make_schedule(optimizer, optim, 2),
-        microbatch=8,
     )
 
 

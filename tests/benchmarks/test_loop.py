@@ -79,7 +79,7 @@ def test_a_bare_step_clips_noises_and_updates_the_very_same_microbatches(clip, m
     class Spy(BareStep):
         def step(self, step, batch):
             trainer = self._trainer
-            drawn = trainer.mechanism.sampler.indices(step)
+            drawn = trainer.private.sampler.indices(step)
             before = [p.detach().clone() for p in trainer.task.model.parameters()]
             super().step(step, batch)
             moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.task.model.parameters(), strict=True))
@@ -91,7 +91,7 @@ def test_a_bare_step_clips_noises_and_updates_the_very_same_microbatches(clip, m
             caught = []
             handle = trainer.task.model.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
             with torch.no_grad():
-                trainer.task.losses(drawn[: trainer.microbatch])
+                trainer.task.losses_of(drawn[: trainer.microbatch])
             handle.remove()
             assert torch.equal(inputs, caught[0])
 

@@ -9,6 +9,7 @@ from groupwise.clipping import attach, automatic_factors, by_mapping, clip_facto
 from groupwise.clipping.reference import Reference, clipped_sums
 from tests.clipping.alone import looped
 from tests.clipping.conftest import CASES, make_case
+from tests.clipping.traced import clip
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 RTOL = 1e-9
@@ -80,7 +81,7 @@ def truth_of(name, make_partition, rule=clip_factors) -> tuple[list[float], Refe
 
 def assert_equal_to_reference(case, partition, thresholds, truth, **options) -> None:
     with attach(case.model, partition, thresholds, **options) as engine:
-        engine.backward(case.losses())
+        clip(engine, case.losses, range(6))
         for name, parameter in case.model.named_parameters():
             if parameter.requires_grad:
                 expected = truth.sums[name]
@@ -115,7 +116,7 @@ def test_one_group_a_layer_equals_flat_for_a_single_layer(build):
     for partition in (flat(case.model), per_layer(case.model)):
         case.model.zero_grad()
         with attach(case.model, partition, 0.5) as engine:
-            engine.backward(case.losses())
+            clip(engine, case.losses, range(6))
         results.append(case.model.weight.grad.clone())
     torch.testing.assert_close(*results, rtol=1e-12, atol=0)
 
@@ -126,7 +127,7 @@ def test_infinite_thresholds_are_plain_sgd(case):
     for norms, partition in (("bookkeeping", per_layer(case.model)), ("ghost", flat(case.model))):
         case.model.zero_grad()
         with attach(case.model, partition, 1e30, norms=norms) as engine:
-            engine.backward(case.losses())
+            clip(engine, case.losses, range(6))
         for name, expected in plain.items():
             got = case.model.get_parameter(name).grad
             assert float((got - expected).norm()) <= RTOL * float(expected.norm()) + 1e-12, name
@@ -139,7 +140,7 @@ def test_no_example_exceeds_its_threshold(case):
     with attach(case.model, partition, thresholds) as engine:
         for example in range(6):
             case.model.zero_grad()
-            engine.backward(case.losses([example]))
+            clip(engine, case.losses, [example])
             for group, threshold in zip(engine.groups, thresholds, strict=True):
                 norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
                 assert float(norm) <= threshold * (1 + 1e-9)
@@ -158,7 +159,7 @@ def test_microbatches_accumulate(case, make_partition, sizes):
     thresholds, truth = truth_of(case.name, make_partition)
     with attach(case.model, make_partition(case.model), thresholds) as engine:
         for examples in torch.arange(6).split(sizes):
-            engine.backward(case.losses(examples.tolist()))
+            clip(engine, case.losses, examples.tolist(), traced_on=range(6))
         assert engine.examples == 6
     for name, parameter in case.model.named_parameters():
         if parameter.requires_grad:

@@ -1,6 +1,7 @@
 """BatchNorm in eval mode maps each example alone and is exact; whatever would mix a batch by it is refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.alone import looped
+from tests.clipping.traced import clip_batch, rows_of
 
 BATCH = 6
 
@@ -71,7 +73,7 @@ def test_in_eval_mode_it_is_exact(double, name, make_partition, norms):
     truth = clipped_sums(plain, loop, range(BATCH), partition, middle.tolist())
     with attach(model, partition, middle, norms=norms) as engine:
         for rows in (x[:4], x[4:]):
-            engine.backward(losses(model, rows))
+            clip_batch(engine, partial(losses, model), rows)
         torch.testing.assert_close(engine.per_example_norms, truth.norms[:, 4:], rtol=1e-9, atol=1e-12)
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -101,53 +103,49 @@ def test_training_mode_later_is_refused_in_that_step(trained, compiled):
     model, x = freeze(Residual(), trained).eval(), torch.randn(BATCH, 3, 5, 5)
     with attach(model, flat(model), 1.0) as engine:
         run = torch.compile(model, backend="eager") if compiled else model
-        engine.backward(run(x).sum(1))
+        losses_of = rows_of(lambda x: run(x).sum(1), x)
+        engine.clip(losses_of, range(BATCH))
         trains = [p for p in model.parameters() if p.requires_grad]
         before = [p.grad.clone() for p in trains]
         model.train()
-        with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes"):
-            engine.backward(run(x).sum(1))
+        for refused in (engine.clip, engine.trace):
+            with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes"):
+                refused(losses_of, range(BATCH))
         assert all(torch.equal(p.grad, b) for p, b in zip(trains, before, strict=True))
         model.bn1.eval(), model.bn2.eval()
-        engine.backward(run(x).sum(1))  # dropout may train
-        with torch.no_grad(), engine.bypassed():
-            model.train()(x)
-    model(x).sum().backward()  # nothing refuses it when detached
+        engine.clip(losses_of, range(BATCH))  # dropout may train
+        model.train()(x).sum().backward()  # nothing refuses it outside of the engine's passes
 
 
 def test_shards_refuse_it_too():
     model, x = freeze(Residual(), "fc").eval(), torch.randn(BATCH, 3, 5, 5)
     with attach(model, per_layer(model), 1.0, direct=True) as engine:
-        engine.backward(model(x).sum(1))
+        clip_batch(engine, lambda x: model(x).sum(1), x)
         model.train()
         with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes"):
-            model(x)
+            clip_batch(engine, lambda x: model(x).sum(1), x)
 
 
 @pytest.mark.parametrize("trained", ["fc", ""])
-def test_a_loop_with_the_check_before_training(trained):
+def test_private_steps_keep_eval_mode(trained):
     torch.manual_seed(0)
     model = freeze(Residual(), trained).eval()
     x, y = torch.randn(30, 3, 5, 5), torch.randint(0, 3, (30,))
 
-    def losses(rows: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(rows), labels, reduction="none")
+    def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     private = make_private(
         model,
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         TensorDataset(x, y),
+        losses,
         noise_multiplier=1.0,
         steps=3,
         batch_size=10,
-        check=lambda rows: losses(x[rows], y[rows]),
     )
-    assert not any(module.training for module in model.modules())
-    for inputs, labels in private.batches(8, steps=1):
-        private.backward(losses(inputs, labels))
-        private.step()
-    model.train()
-    with pytest.raises(UserError, match=r"call .eval\(\) on it after each model.train\(\)") as caught:
-        for inputs, labels in private.batches(8):
-            private.backward(losses(inputs, labels))
-    assert private.executed == 1 and "\n" not in str(caught.value)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for _ in private.steps():
+        model.train()  # each step puts modules into the modes that they were in when `make_private` was called
+    assert private.executed == 3
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())

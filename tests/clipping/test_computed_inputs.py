@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
+from tests.clipping.traced import clip_batch
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -72,10 +73,9 @@ def test_sums_and_norms_are_those_of_single_examples(name, mode):
     with attach(model, partition, bounds, **options) as engine:
         for batch in (5, 3, 6, 2, 5):
             x = torch.randn(batch, *shape)
-            with engine.bypassed():
-                truth = clipped_sums(model, lambda i, x=x: losses_of(x)[i], range(batch), partition, bounds)
+            truth = clipped_sums(model, lambda i, x=x: losses_of(x)[i], range(batch), partition, bounds)
             model.zero_grad()
-            engine.backward(losses_of(x))
+            clip_batch(engine, losses_of, x)
             torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
             for parameter, total in truth.sums.items():
                 torch.testing.assert_close(model.get_parameter(parameter).grad, total, rtol=1e-7, atol=1e-10)

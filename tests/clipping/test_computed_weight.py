@@ -1,6 +1,7 @@
 """Linear layers with a computed weight, beside what every layer is held to: forms, refusals, sizes, rounding."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import find_rule
 from tests.clipping.largest import Largest
+from tests.clipping.traced import clip_batch, trace_batch
 
 KINDS = {"weight norm": weight_norm, "spectral norm": spectral_norm}
 
@@ -23,7 +25,7 @@ def assert_exact(model: nn.Module, x: Tensor, **options: str) -> None:
     """Norms and clipped sums of one group are those of a loop over the four examples."""
     truth = clipped_sums(model, lambda i: losses_of(model, x[[i]])[0], range(4), flat(model), [0.5])
     with attach(model, flat(model), 0.5, **options) as engine:
-        engine.backward(losses_of(model, x))
+        clip_batch(engine, partial(losses_of, model), x)
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-9, atol=1e-12)
@@ -72,8 +74,10 @@ def test_a_forward_pass_in_training_mode_moves_the_vectors_as_it_does_alone():
     model = nn.Sequential(spectral_norm(nn.Linear(6, 4)))
     alone, x = copy.deepcopy(model), torch.randn(3, 6)
     with attach(model, flat(model), 1.0) as engine:
+        trace_batch(engine, partial(losses_of, model), x)
         for _ in range(3):
-            y = model(x)
+            with engine.forward(3):
+                y = model(x)
             torch.testing.assert_close(y, alone(x))
             engine.backward(y.sum(1))
     assert torch.equal(model[0].parametrizations.weight[0]._u, alone[0].parametrizations.weight[0]._u)
@@ -86,9 +90,9 @@ def test_no_examples_gradient_is_formed_for_vectors(name):
     x = torch.randn(16, 40)
     for make_partition in (per_layer, flat):
         with attach(model, make_partition(model), 1.0) as engine:
-            engine.backward(losses_of(model, x))  # looks whose rows are whose
+            trace_batch(engine, partial(losses_of, model), x)
             with Largest() as largest:
-                engine.backward(losses_of(model, x))
+                clip_batch(engine, partial(losses_of, model), x)
         assert largest.numbers <= 2 * 40 * 40 < 16 * 40 * 40
 
 
@@ -113,7 +117,7 @@ def test_rounding_understates_no_norm_where_all_is_removed(name, positions, form
 
     truth = clipped_sums(exact, lambda i: losses(exact, x[[i]].double())[0], range(6), flat(exact), [1.0])
     with attach(layer, flat(layer), 1.0, formula=formula) as engine:
-        engine.backward(losses(layer, x))
+        clip_batch(engine, partial(losses, layer), x)
         assert bool((engine.per_example_norms >= truth.norms * (1 - 1e-5)).all())
 
 

@@ -1,19 +1,21 @@
-"""A copy of an attached model, or of a part of it, is a plain model, and the attached one stays as it was."""
+"""A copy of an attached model is a plain model, and the attached one stays as it was."""
 
 import copy
-import functools
-import inspect
 import io
 import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise import make_private
+from groupwise.clipping import attach, per_layer
+from groupwise.privacy import NoiseSource
 from tests.clipping.conftest import Scale
-from tests.private_use import MICROBATCH, Use
+from tests.clipping.traced import clip_batch
 
 
 class Network(nn.Module):
@@ -39,90 +41,51 @@ def saved(model: nn.Module) -> nn.Module:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-WAYS = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": saved}
-
-
-@pytest.fixture(params=WAYS)
-def copied(request, double):
-    return WAYS[request.param]
-
-
 def drawn(model: nn.Module, x: Tensor) -> Tensor:
     torch.manual_seed(1)
-    return model(x)
+    return model(x).square().sum(1)
 
 
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(drawn(model, x).square().sum(), list(model.parameters())))
-
-
-@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
 @pytest.mark.parametrize("direct", [False, True], ids=["groups", "direct"])
-def test_it_computes_as_its_class_does(copied, trains, direct):
-    model = (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 3)) if direct else Network()).train(trains)
-    plain, x = copy.deepcopy(model), torch.randn(*((6, 4) if direct else (6, 2, 4)))
+def test_it_computes_as_its_class_does_and_can_be_attached_itself(double, copied, direct):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 3)) if direct else Network()
+    x = torch.randn(*((6, 4) if direct else (6, 2, 4)))
+    plain = [torch.autograd.grad(drawn(model, x).sum(), list(model.parameters()))]
     with attach(model, per_layer(model), 0.5, direct=direct) as engine:
-        twin = copied(copied(model))
-        assert twin.training is trains
-        assert all(type(p) is nn.Parameter for p in twin.parameters())
-        assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
-        for one, other in zip(gradients(twin, x), gradients(plain, x), strict=True):
-            assert torch.equal(one, other)
-        engine.backward(drawn(model, x).square().sum(1))
-        summed = [p.grad for p in model.parameters()]
-        model.zero_grad()
-    assert all(p.grad is None for p in twin.parameters())
-    with attach(plain, per_layer(plain), 0.5, direct=direct) as engine:
-        engine.backward(drawn(plain, x).square().sum(1))
-        assert all(torch.equal(p.grad, s) for p, s in zip(plain.parameters(), summed, strict=True))
-    with attach(twin, per_layer(twin), 0.5, direct=direct) as engine, torch.no_grad():  # as any model's
-        assert engine.model is twin
-        assert torch.equal(drawn(copied(twin), x), drawn(plain, x))
-    assert torch.equal(drawn(twin, x), drawn(plain, x))
-
-
-def test_a_part_of_it_is_plain_too(copied):
-    model, x = Network(), torch.randn(6, 5)
-    with attach(model, flat(model), 1.0):
-        for part in (model.head, model.scale):
-            twin = copied(part)
-            assert all(p.grad is None and type(p) is nn.Parameter for p in twin.parameters())
-            twin(x).sum().backward()  # an engine's layers would refuse
-            assert all(p.grad is not None for p in twin.parameters())
-        assert list(inspect.signature(model.forward).parameters) == ["x", "times"]
-        assert copied(model.head.forward)(x).shape == (6, 3)
-
-
-def doubled(module: nn.Module, x: Tensor) -> Tensor:
-    return 2 * type(module).forward(module, x)
-
-
-def test_a_forward_that_the_model_had_of_its_own_is_copied_as_without_an_engine(copied):
-    model, x = Network(), torch.randn(6, 2, 4)
-    model.forward = functools.update_wrapper(functools.partial(doubled, model), model.forward)  # as accelerate does
-    plain = copy.deepcopy(model).eval()
-    expected = plain(x)
-    assert torch.equal(expected, 2 * type(plain).forward(plain, x))
-    with attach(model.eval(), flat(model), 1.0):
+        clip_batch(engine, lambda x: drawn(model, x), x)
         twin = copied(model)
-        with torch.no_grad():
-            twin.head.bias.add_(1)
-        assert not torch.equal(twin(x), expected), "it is bound to the copy"
-        assert torch.equal(copied(model)(x), expected)
-    assert torch.equal(model(x), expected)
+        twin.zero_grad()
+        plain.append(torch.autograd.grad(drawn(twin, x).sum(), list(twin.parameters())))
+        with attach(twin, per_layer(twin), 0.5, direct=direct) as second:
+            clip_batch(second, lambda x: drawn(twin, x), x)
+    assert all(torch.equal(one, other) for one, other in zip(*plain, strict=True))
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert type(other) is nn.Parameter and one is not other
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_averages_of_a_model_in_private_training_are_plain_models():
-    use = Use()
-    average = AveragedModel(use.model)
-    for x, y in use.private.batches(MICROBATCH):
-        use.private.backward(use.losses(x, y))
-        if use.private.step():
-            average.update_parameters(use.model)
-    again = Use(model=copy.deepcopy(average.module))  # which may train privately itself
-    again.train(1)
-    use.private.detach()
-    assert not torch.equal(average(x), use.model(x))
-    average.module.load_state_dict(use.model.state_dict())
-    assert torch.equal(average(x), use.model(x))
-    assert torch.equal(use.weights, Use().train().weights)
+    data = TensorDataset(torch.randn(40, 5), torch.randint(0, 2, (40,)))
+
+    def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def trained(model: nn.Module, average: AveragedModel | None = None) -> nn.Module:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        options = {"noise_multiplier": 1.0, "steps": 3, "batch_size": 20, "accountant": "rdp", "delta": 1e-3}
+        private = make_private(model, optimizer, data, losses, noise_source=NoiseSource.from_seed(3), **options)
+        for _ in private.steps():
+            if average is not None:
+                average.update_parameters(model)
+        return model
+
+    start, x = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)), data.tensors[0]
+    model = copy.deepcopy(start)
+    average = AveragedModel(model)
+    trained(model, average)
+    trained(copy.deepcopy(average.module))  # it may train privately itself
+    assert not torch.equal(average(x), model(x))
+    average.module.load_state_dict(model.state_dict())
+    assert torch.equal(average(x), model(x))
+    assert torch.equal(trained(copy.deepcopy(start))(x), model(x))

@@ -14,6 +14,7 @@ from groupwise.clipping.cost_model import measure_rates
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
 from groupwise.errors import UserError
+from tests.clipping.traced import clip, clip_batch
 
 EVEN = Rates(matmul=1e10, gram=1e10, outer=1e10, kernel=1e10, bytes=1e10, calls=1e6)
 
@@ -21,7 +22,7 @@ EVEN = Rates(matmul=1e10, gram=1e10, outer=1e10, kernel=1e10, bytes=1e10, calls=
 def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
     """The way each layer goes, in order, "one" where there is no choice."""
     with attach(model, per_layer(model), 0.1, **options) as engine:
-        engine.backward(model(x).flatten(1).square().sum(1))
+        clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
         every = [member.context.choices for group in engine.groups for member in group.members]
         return [choices[choices.last].chosen if choices.last else "one" for choices in every]
 
@@ -84,9 +85,10 @@ def test_every_way_of_a_convolution_is_exact(layer, way, make_partition, double,
     threshold = float(norms.median())
     truth = clipped_sums(model, lambda i: losses([i])[0], range(5), partition, [threshold])
     with attach(model, partition, threshold, **WAYS[way]) as engine:
-        engine.backward(losses(slice(None)))
+        clip(engine, losses, range(5))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-        (decision,) = engine.groups[0].members[0].context.choices.values()
+        choices = engine.groups[0].members[0].context.choices
+        decision = choices[choices.last]
         expected = {"gram": "gram", "unfold": "materialize", "kernel": "materialize/kernel"}[way]
         if expected in decision.work:
             assert decision.chosen == expected
@@ -109,7 +111,7 @@ def test_inner_products_never_understate_a_standardised_gradient_in_float32():
     )
     for formula in ("gram", "materialize"):
         with attach(layer, per_layer(layer), 1.0, formula=formula) as engine:
-            engine.backward((layer(x) * direction).flatten(1).sum(1))
+            clip_batch(engine, lambda x: (layer(x) * direction).flatten(1).sum(1), x)
             assert bool((engine.per_example_norms[0] >= truth.norms[0] * (1 - 1e-6)).all())
 
 
@@ -119,7 +121,7 @@ def test_an_output_changed_in_place_is_refused_in_words():
         attach(model, per_layer(model), 1.0, formula="gram") as engine,
         pytest.raises(UserError, match="changed in place"),
     ):
-        engine.backward(model(torch.randn(2, 3, 5, 5)).flatten(1).sum(1))
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(2, 3, 5, 5))
 
 
 def test_layers_with_the_same_input_share_its_inner_products():
@@ -135,10 +137,10 @@ def test_layers_with_the_same_input_share_its_inner_products():
 
     model, x = Heads(), torch.randn(3, 4, 8)
     with attach(model, per_layer(model), 1.0, formula="gram") as engine:
-        engine.backward(model(x).flatten(1).sum(1))
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), x)
         assert engine.products_reused == 2
         x.add_(1)  # in place: what was kept is of another input now
-        engine.backward(model(x).flatten(1).sum(1))
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), x)
         assert engine.products_reused == 4
 
 
@@ -176,7 +178,7 @@ def test_measured_rates_are_rates(monkeypatch):
 def test_explain_names_each_layer_its_way_and_the_price_of_the_others():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     with attach(model, per_layer(model), 1.0, rates=EVEN) as engine:
-        engine.backward(model(torch.randn(3, 5, 4)).flatten(1).sum(1))
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
         lines = explain(engine).splitlines()
     assert lines[1].split()[:5] == ["0", "Linear", "3×5×4", "->", "3×5×4"]
     assert "gram" in lines[1] and "materialize" in lines[1] and "ms and" in lines[1]
@@ -188,7 +190,7 @@ def test_explain_is_a_table_with_the_way_that_was_taken_first():
     model = nn.Linear(4, 4)
     for formula, forced in (("auto", ""), ("materialize", " (forced)")):
         with attach(model, per_layer(model), 1.0, rates=EVEN, formula=formula) as engine:
-            engine.backward(model(torch.randn(3, 5, 4)).flatten(1).sum(1))
+            clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
             (decision,) = engine.groups[0].members[0].context.choices.values()
             lines = explain(engine).splitlines()
         other = next(name for name in decision.work if name != decision.chosen)
@@ -210,7 +212,7 @@ def test_explain_is_a_table_with_the_way_that_was_taken_first():
 def test_explain_says_where_there_is_no_choice_and_what_was_shared():
     model = nn.Sequential(nn.LayerNorm(4))
     with attach(model, per_layer(model), 1.0, rates=EVEN) as engine:
-        engine.backward(model(torch.randn(3, 5, 4)).flatten(1).sum(1))
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
         engine._context.products.reused = 7
         lines = explain(engine).splitlines()
     assert lines[1] == f"0      LayerNorm  {'':15}  one way   no choice to make"
@@ -238,8 +240,9 @@ def test_backward_asks_a_gpu_nothing(make_partition, norms, monkeypatch):
         nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1), nn.Flatten(), nn.Linear(24, 2),
     )  # fmt: skip
     with attach(model, make_partition(model), 0.1, norms=norms) as engine:
-        losses = model(torch.randint(0, 7, (3, 4))).square().sum(1)
-        engine.backward(losses)  # rates are measured, paths are checked
-        losses = model(torch.randint(0, 7, (3, 4))).square().sum(1)
+        ids = torch.randint(0, 7, (3, 4))
+        clip_batch(engine, lambda ids: model(ids).square().sum(1), ids)  # rates are measured, paths are checked
         with NoQuestions():
+            with engine.forward(3):
+                losses = model(ids).square().sum(1)
             engine.backward(losses)

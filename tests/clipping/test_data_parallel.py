@@ -1,5 +1,7 @@
 """On two processes: the engine inside torch's own DDP and FSDP2 gives the clipped sums and counts of one process."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,7 +91,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if name.split(".")[-2:-1] == ["h"]]
 
 
-def losses_of(model: nn.Module, rows: slice) -> Tensor:
+def losses_of(model: nn.Module, rows: Sequence[int]) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(3, VOCABULARY, (EXAMPLES, LENGTH), generator=generator)[rows]
     logits = model(ids, torch.arange(LENGTH).expand_as(ids))
@@ -98,8 +100,9 @@ def losses_of(model: nn.Module, rows: slice) -> Tensor:
 
 
 def clip(engine: Any, model: nn.Module, rows: range, microbatch: int = 2) -> None:
+    engine.trace(partial(losses_of, model), range(EXAMPLES))
     for start in range(rows.start, rows.stop, microbatch):
-        engine.backward(losses_of(model, slice(start, min(start + microbatch, rows.stop))))
+        engine.clip(partial(losses_of, model), range(start, min(start + microbatch, rows.stop)))
 
 
 MODES = {"layer": (per_layer, "bookkeeping"), "flat": (flat, "bookkeeping"), "ghost": (flat, "ghost")}

@@ -1,7 +1,8 @@
 """direct=True: layers return clipped gradients themselves. The same sums as through a gate, and what it cannot do."""
 
 import copy
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.conftest import CASES, make_case
 from tests.clipping.test_against_reference import loop_over
+from tests.clipping.traced import clip, clip_batch, trace_batch
 
 RTOL = 1e-9
 SIMPLE = [name for name in CASES if not name.startswith(("fallback", "reused", "tied", "parametrized"))]
@@ -53,7 +55,7 @@ def test_clipped_sums_norms_and_counts(case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
     with attach(case.model, make_partition(case.model), thresholds, direct=True, **options) as engine:
-        engine.backward(case.losses())
+        clip(engine, case.losses, range(6))
         for key, parameter in case.model.named_parameters():
             if not parameter.requires_grad:
                 assert parameter.grad is None
@@ -62,6 +64,11 @@ def test_clipped_sums_norms_and_counts(case, mode):
             assert error <= RTOL * float(truth.sums[key].norm()) + 1e-12, (key, error)
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
         assert torch.equal(engine.counts, truth.counts)
+
+
+def squares_of(model: Callable) -> Callable:
+    """Losses (n,) of rows, through a model."""
+    return lambda *batch: model(*batch).square().sum(1)
 
 
 def mlp() -> nn.Sequential:
@@ -76,11 +83,13 @@ def test_microbatches_dropped_forwards_and_checkpoints_change_nothing(double, ma
         model.zero_grad()
         with attach(model, make_partition(model), 0.3, norms=norms, direct=direct) as engine:
             for rows in (x[:4], x[4:]):
+                run = partial(checkpoint, model, use_reentrant=False) if direct else model
                 if direct:
-                    model(rows)  # a forward pass whose losses never come
-                    model(rows[:1])
-                out = checkpoint(model, rows, use_reentrant=False) if direct else model(rows)
-                engine.backward(out.square().sum(1))
+                    trace_batch(engine, squares_of(run), x)
+                    for dropped in (rows, rows[:1]):
+                        with engine.forward(len(dropped)):
+                            model(dropped)  # its losses never come
+                clip_batch(engine, squares_of(run), rows)
             found.append(({name: p.grad.clone() for name, p in model.named_parameters()}, engine.counts))
     for name, gradient in found[0][0].items():
         torch.testing.assert_close(found[1][0][name], gradient, rtol=1e-12, atol=1e-15)
@@ -92,7 +101,7 @@ def test_microbatches_in_flight(double, make_partition):
     model, x = mlp(), torch.randn(6, 5)
     norms = "ghost" if make_partition is flat else "bookkeeping"
     with attach(model, make_partition(model), 0.3, norms=norms, direct=True) as engine:
-        engine.backward(model(x).square().sum(1))
+        clip_batch(engine, squares_of(model), x)
         expected, counts = {name: p.grad.clone() for name, p in model.named_parameters()}, engine.counts
         model.zero_grad()
         engine.reset()
@@ -100,7 +109,7 @@ def test_microbatches_in_flight(double, make_partition):
         for _ in range(2 if norms == "ghost" else 1):
             outputs = []
             for m, part in enumerate(parts):
-                with engine.forward_of(m):
+                with engine.forward(3, microbatch=m):
                     outputs.append(model(part))
                 engine.check_output(outputs[m])
             if norms == "bookkeeping":
@@ -129,11 +138,13 @@ def test_microbatches_in_flight(double, make_partition):
 def test_an_example_that_is_not_finite_contributes_zero(double, make_partition, norms):
     model, x = mlp(), torch.randn(6, 5)
     with attach(model, make_partition(model), 0.3, norms=norms, direct=True) as engine:
-        engine.backward(model(x[1:]).square().sum(1))
+        clip_batch(engine, squares_of(model), x[1:])
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
         engine.reset()
-        engine.backward(model(x).square().sum(1) * torch.tensor([float("inf"), 1, 1, 1, 1, 1]))
+        with engine.forward(6):
+            losses = model(x).square().sum(1) * torch.tensor([float("inf"), 1, 1, 1, 1, 1])
+        engine.backward(losses)
         assert engine.nonfinite == 1
     for name, gradient in expected.items():
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
@@ -143,7 +154,7 @@ def test_autocast_keeps_the_bound():
     torch.manual_seed(0)
     model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
     with attach(model, per_layer(model), 1e-3, direct=True) as engine:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), engine.forward(1):
             out = model(torch.randn(1, 3, 6, 6))
         assert out.dtype == torch.bfloat16
         engine.backward(out.float().square().sum(1))
@@ -157,12 +168,12 @@ def test_parameters_are_looked_up_when_the_layer_runs(double):
     model, x = mlp(), torch.randn(6, 5)
     twin = copy.deepcopy(model)
     with attach(twin, per_layer(twin), 0.3) as engine:
-        engine.backward(twin(x).square().sum(1))
+        clip_batch(engine, squares_of(twin), x)
     with attach(model, per_layer(model), 0.3, direct=True) as engine:
         for layer in (model[0], model[2], model[4]):
             for name in ("weight", "bias"):
                 setattr(layer, name, nn.Parameter(getattr(layer, name).detach().clone()))
-        engine.backward(model(x).square().sum(1))
+        clip_batch(engine, squares_of(model), x)
         assert all(p is q for p, q in zip(engine.groups[0].parameters, model[0].parameters(), strict=True))
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
@@ -194,7 +205,7 @@ class TestRefusals:
         case = make_case("reused_linear")
         with attach(case.model, make_partition(case.model), 1.0, norms=norms, direct=True) as engine:  # noqa: SIM117
             with pytest.raises(UserError, match="Layer 'layer' runs twice"):
-                engine.backward(case.losses())
+                clip(engine, case.losses, range(6))
 
     @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
     def test_a_parameter_used_outside_its_layer(self, double, make_partition, norms):
@@ -209,10 +220,10 @@ class TestRefusals:
         model = Sneaky()
         with attach(model, make_partition(model), 1.0, norms=norms, direct=True) as engine:
             with pytest.raises(UserError, match=r"'net.weight' is used outside"):
-                engine.backward(model(torch.randn(4, 5)).sum(1))
+                clip_batch(engine, squares_of(model), torch.randn(4, 5))
             model.net.weight = nn.Parameter(model.net.weight.detach().clone())  # nobody knows this one by its name
             with pytest.raises(UserError, match=r"of shape \(5, 5\).*used outside"):
-                engine.backward(model(torch.randn(4, 5)).sum(1))
+                clip_batch(engine, squares_of(model), torch.randn(4, 5))
 
     @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
     def test_a_layer_that_the_losses_never_reach(self, double, make_partition, norms):
@@ -220,27 +231,39 @@ class TestRefusals:
         model[4].spare = nn.Linear(2, 2)
         with attach(model, make_partition(model), 1.0, norms=norms, direct=True) as engine:  # noqa: SIM117
             with pytest.raises(UserError, match=r"spare"):
-                engine.backward(model(torch.randn(4, 5)).sum(1))
+                clip_batch(engine, squares_of(model), torch.randn(4, 5))
 
     def test_half_precision_that_a_shard_turns_into(self):
         model = nn.Sequential(nn.Linear(5, 3))
-        with attach(model, per_layer(model), 1.0, direct=True):
+        with attach(model, per_layer(model), 1.0, direct=True) as engine:
             model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
             with pytest.raises(UserError, match=r"Layer '0' got its weight in torch.bfloat16"):
-                model(torch.randn(4, 5))
+                clip_batch(engine, squares_of(model), torch.randn(4, 5))
 
     def test_losses_of_a_forward_pass_that_is_over(self, double):
         model, x = mlp(), torch.randn(6, 5)
         with attach(model, per_layer(model), 0.5, direct=True) as engine:
-            first, second = model(x).sum(1), model(x).sum(1)
-            engine.backward(second)
+            trace_batch(engine, squares_of(model), x)
+            with engine.forward(6):
+                first = model(x).sum(1)
+            with engine.forward(6):
+                model(x)
             with pytest.raises(UserError, match="forward pass that is over"):
                 engine.backward(first)
+            with engine.forward(6):
+                second = model(x).sum(1)
+            engine.backward(second)
+            with pytest.raises(UserError, match="No forward pass waits"):
+                engine.backward(second)
 
     def test_plain_backward(self, double):
-        model = mlp()
-        with attach(model, per_layer(model), 0.5, direct=True), pytest.raises(UserError, match=r"engine\.backward"):
-            model(torch.randn(6, 5)).sum().backward()
+        model, x = mlp(), torch.randn(6, 5)
+        with attach(model, per_layer(model), 0.5, direct=True) as engine:
+            trace_batch(engine, squares_of(model), x)
+            with engine.forward(6):
+                losses = model(x).sum(1)
+            with pytest.raises(UserError, match=r"loss\.backward\(\) inside of them would not be clipped"):
+                losses.sum().backward()
 
 
 class Pairs(nn.Module):
@@ -262,11 +285,17 @@ def test_several_rows_of_an_example_are_refused(mode, examples):
     model = Pairs()
     with (
         attach(model, make_partition(model), 0.3, direct=True, **options) as engine,
-        pytest.raises(UserError, match=f"saw {2 * examples} rows for {examples} losses"),
+        pytest.raises(UserError, match="without one row for each example on the first axis"),
     ):
-        engine.backward(model(torch.randn(examples, 3), torch.randn(examples, 3)))
+        clip_batch(engine, model, torch.randn(examples, 3), torch.randn(examples, 3))
 
 
-def test_sequences_first_are_refused():
-    with pytest.raises(UserError, match="batch_axis=1"):
-        attach(mlp(), per_layer(mlp()), 0.3, direct=True, batch_axis=1)
+@pytest.mark.parametrize("mode", ["layer", "ghost"])
+def test_sequences_first_are_refused(mode):
+    make_partition, options = MODES[mode]
+    model = nn.Linear(3, 2)
+    with (
+        attach(model, make_partition(model), 0.3, direct=True, **options) as engine,
+        pytest.raises(UserError, match="without one row for each example on the first axis"),
+    ):
+        clip_batch(engine, lambda x: model(x.transpose(0, 1)).sum((0, 2)), torch.randn(4, 5, 3))

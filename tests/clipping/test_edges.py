@@ -1,6 +1,7 @@
 """Cases at the edge that mutants of the engine have asked for."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from groupwise.clipping.rules import conv
 from groupwise.clipping.rules.base import find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.errors import UserError
+from tests.clipping.traced import clip, clip_batch, trace_batch
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
@@ -26,8 +28,8 @@ def test_a_bypass_is_found_on_either_side_of_a_gate(first, make_partition):
         attach(model, make_partition(model), 1.0) as engine,
         pytest.raises(UserError, match=r"'2.weight' is used outside"),
     ):
-        extra, losses = model[2].weight.sum(), model(torch.randn(4, 3)).sum(1)
-        engine.backward(extra + losses if first else losses + extra)
+        extra = model[2].weight.sum()
+        clip_batch(engine, lambda x: extra + model(x).sum(1) if first else model(x).sum(1) + extra, torch.randn(4, 3))
 
 
 class LastOutput(nn.Module):
@@ -42,9 +44,13 @@ class LastOutput(nn.Module):
 @pytest.mark.parametrize("make_model", [lambda: nn.Linear(3, 2), LastOutput, lambda: nn.LayerNorm(3)])
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
 def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_partition):
-    model = make_model()
-    with attach(model, make_partition(model), 1.0), pytest.raises(UserError, match="create_graph"):
-        torch.autograd.grad(model(torch.randn(4, 5, 3)).sum(), list(model.parameters()), create_graph=True)
+    model, x = make_model(), torch.randn(4, 5, 3)
+    with attach(model, make_partition(model), 1.0) as engine:
+        trace_batch(engine, lambda x: model(x).flatten(1).sum(1), x)
+        with engine.forward(4):
+            losses = model(x).sum()
+        with pytest.raises(UserError, match="create_graph"):
+            torch.autograd.grad(losses, list(model.parameters()), create_graph=True)
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
@@ -58,10 +64,17 @@ def test_losses_of_derivatives_by_the_input_are_refused_and_finite_differences_a
     truth = clipped_sums(model, lambda i: differences([i])[0], [0, 1, 2], partition, [0.1] * len(partition))
     model.zero_grad()
     with attach(model, partition, 0.1) as engine:
-        at = x.clone().requires_grad_()
-        with pytest.raises(UserError, match=r"derivatives of the model by its input.*finite differences"):
-            torch.autograd.grad(model(at).sum(), at, create_graph=True)
-        engine.backward(differences([0, 1, 2]))
+
+        def derivatives(examples):
+            at = x[examples].requires_grad_()
+            return torch.autograd.grad(model(at).sum(), at, create_graph=True)[0].square().sum(1)
+
+        clip(engine, differences, [0, 1, 2])
+        expected = [p.grad.clone() for p in model.parameters()]
+        for refused in (engine.trace, engine.clip):
+            with pytest.raises(UserError, match=r"derivatives of the model by its input.*finite differences"):
+                refused(derivatives, [0, 1, 2])
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.sums[name])
 
@@ -70,7 +83,8 @@ def test_losses_of_derivatives_by_the_input_are_refused_and_finite_differences_a
 def test_a_penalty_on_weights_in_the_losses_is_referred_to_weight_decay(make_partition):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with attach(model, make_partition(model), 1.0) as engine, pytest.raises(UserError, match="weight_decay"):
-        engine.backward(model(torch.randn(4, 3)).sum(1) + sum(p.square().sum() for p in model.parameters()))
+        penalty = sum(p.square().sum() for p in model.parameters())
+        clip_batch(engine, lambda x: model(x).sum(1) + penalty, torch.randn(4, 3))
 
 
 def test_parameters_that_do_not_train_may_be_used_by_anybody():
@@ -93,7 +107,7 @@ def test_a_layer_that_the_losses_do_not_reach_is_named_inside_a_group_too(norms)
         attach(model, flat(model), 1.0, norms=norms) as engine,
         pytest.raises(UserError, match=r"'spare.0.weight' trains but got no gradient"),
     ):
-        engine.backward(model(torch.randn(4, 3)).sum(1))
+        clip_batch(engine, lambda x: model(x).sum(1), torch.randn(4, 3))
 
 
 def test_a_layer_is_alone_only_in_a_group_of_its_own():
@@ -132,15 +146,19 @@ def test_what_an_engine_knows_of_a_layer_cannot_be_changed():
 def test_a_norm_that_equals_the_threshold_is_within_it():
     model = nn.Linear(1, 1, bias=False)
     with attach(model, flat(model), 3.0) as engine:
-        engine.backward(model(torch.tensor([[2.0], [3.0], [3.5]])).sum(1))
+        clip_batch(engine, lambda x: model(x).sum(1), torch.tensor([[2.0], [3.0], [3.5]]))
         assert engine.counts.tolist() == [2]
 
 
 def test_losses_of_a_forward_pass_of_another_size_are_refused_when_a_new_one_began():
-    model = nn.Linear(3, 2)
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
     with attach(model, flat(model), 1.0) as engine:
-        first, _ = model(torch.randn(4, 3)).sum(1), model(torch.randn(2, 3))
-        with pytest.raises(UserError, match="forward pass that is over"):
+        trace_batch(engine, lambda x: model(x).sum(1), x)
+        with engine.forward(4):
+            first = model(x).sum(1)
+        with engine.forward(2):
+            model(x[:2])
+        with pytest.raises(UserError, match="2 examples gave losses"):
             engine.backward(first)
 
 
@@ -196,7 +214,7 @@ def test_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_tim
         if patched:
             monkeypatch.setattr(conv, "chunk_floats", lambda g: 2 * layer.weight.numel())
         with attach(layer, per_layer(layer), 3.0, formula="materialize") as engine:
-            engine.backward(layer(x).flatten(1).square().sum(1))
+            clip_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), x)
             gradients = [p.grad.clone() for p in layer.parameters()]
             found.append((engine.per_example_norms, engine.counts.clone(), *gradients))
         layer.zero_grad()
@@ -220,10 +238,10 @@ def test_a_weight_alone_has_its_gradients():
 )
 def test_an_instance_norm_needs_a_batch_and_space(layer, shape):
     with (
-        attach(layer, flat(layer), 1.0),
+        attach(layer, flat(layer), 1.0) as engine,
         pytest.raises(UserError, match="the batch must come first, then the channels"),
     ):
-        layer(torch.ones(shape))
+        clip_batch(engine, lambda x: layer(x).flatten(1).sum(1), torch.ones(shape))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -246,8 +264,8 @@ def test_an_example_that_is_not_finite_counts_for_nothing_in_layers_that_exchang
     for rows in (x[[0, 1, 3, 4]], x.index_fill(0, torch.tensor([2]), bad)):
         model.zero_grad()
         with attach(model, make_partition(model), 0.5, norms=norms) as engine:
-            y = checkpoint(model, rows, use_reentrant=False) if checkpointed else model(rows)
-            engine.backward(y.flatten(1).square().sum(1))
+            run = partial(checkpoint, model, use_reentrant=False) if checkpointed else model
+            clip_batch(engine, lambda x, run=run: run(x).flatten(1).square().sum(1), rows)
         sums.append([p.grad.clone() for p in model.parameters()])
     for without, beside in zip(*sums, strict=True):
         torch.testing.assert_close(beside, without, rtol=1e-4, atol=1e-6)

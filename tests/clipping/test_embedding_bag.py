@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, ownership
+from groupwise.clipping import attach, flat
 from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG, embedding_bag
 from groupwise.clipping.rules.weights import forward_of
 from groupwise.errors import UserError
 from tests.clipping.largest import Largest
 from tests.clipping.plain_weights import PlainWeights
+from tests.clipping.traced import clip, clip_batch, trace_batch
 
 VOCABULARY, SIZE = 7, 4
 MODES = ("sum", "mean", "max")
@@ -93,24 +94,13 @@ def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
     model = Weighted()
     ids, counts = torch.randint(0, VOCABULARY, (3, 5)), torch.ones(3, 5)
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(ids[[0, 2]], counts[:2]))
+        clip_batch(engine, model, ids[[0, 2]], counts[:2])
         alone = model.bag.weight.grad.clone()
         model.zero_grad()
         counts[1, 3] = float("inf")
-        engine.backward(model(ids, counts))
+        clip_batch(engine, model, ids, counts)
         assert engine.nonfinite == 1
     torch.testing.assert_close(model.bag.weight.grad, alone)
-
-
-def test_whose_rows_are_whose_is_asked_once(monkeypatch):
-    """The bags' places are no input of the model's, so gradients must tell: of the first batch, and of no other."""
-    looks, find = [], ownership.find_owners
-    monkeypatch.setattr(ownership, "find_owners", lambda *args: looks.append(1) or find(*args))
-    model = Weighted()
-    with attach(model, flat(model), 1.0) as engine:
-        for _ in range(3):
-            engine.backward(model(torch.randint(0, VOCABULARY, (3, 5)), torch.rand(3, 5)))
-    assert len(looks) == 1
 
 
 def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
@@ -122,11 +112,11 @@ def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
         def forward(self, ids: Tensor) -> Tensor:
             return self.bag(ids.flatten(0, 1)).unflatten(0, (len(ids), 3)).sin().sum((1, 2))
 
-    model = Pairs()
+    model, ids = Pairs(), torch.randint(0, 10_000, (6, 3, 5))
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(torch.randint(0, 10_000, (6, 3, 5))))  # looks whose rows are whose
+        trace_batch(engine, model, ids)
         with Largest() as largest:
-            engine.backward(model(torch.randint(0, 10_000, (6, 3, 5))))
+            clip_batch(engine, model, ids)
     assert largest.numbers == 10_000 * SIZE
 
 
@@ -145,7 +135,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_the_row_of_the_padding_is_in_no_bag_before_it_is_known_whose_rows_are_whose(double, dtype):
+def test_the_row_of_the_padding_is_in_no_bag_where_one_is_shared_by_all(double, dtype):
     model = Two()
     for examples in (5, 4):
         a, b = torch.randint(0, VOCABULARY, (2, examples, 3), dtype=dtype)
@@ -153,14 +143,12 @@ def test_the_row_of_the_padding_is_in_no_bag_before_it_is_known_whose_rows_are_w
         expected = model(a, b)
         alone = [torch.autograd.grad(loss, model.bag.weight, retain_graph=True)[0] for loss in expected]
         with attach(model, flat(model), 1.0) as engine:
-            losses = model(a, b)
-            torch.testing.assert_close(losses, expected)
-            engine.backward(losses)
+            torch.testing.assert_close(clip_batch(engine, model, a, b), expected.detach())
             torch.testing.assert_close(engine.per_example_norms[0], torch.stack(alone).flatten(1).norm(dim=1))
 
 
-@pytest.mark.parametrize("ids, offsets", [([3], [0, 0, 0]), ([1, 2], [0, 1, 1, 2]), ([], [0, 0])])
-def test_indices_that_are_fewer_than_the_bags_are_no_batch(ids, offsets):
+@pytest.mark.parametrize("bags", [[[], [], [3]], [[1], [], [2], []], [[], []]])
+def test_indices_that_are_fewer_than_the_bags_are_no_batch(double, bags):
     class ByOffsets(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,9 +158,20 @@ def test_indices_that_are_fewer_than_the_bags_are_no_batch(ids, offsets):
             return self.head(self.bag(ids, offsets)).square().sum(1)
 
     model = ByOffsets()
+
+    def losses_of(rows: list[int]) -> Tensor:
+        ids = [i for row in rows for i in bags[row]]
+        ends = torch.tensor([0, *(len(bags[row]) for row in rows)]).cumsum(0)
+        return model(torch.tensor(ids, dtype=torch.int64), ends[:-1])
+
+    alone = torch.stack([gradient_norm(model, losses_of([row])) for row in range(len(bags))])
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(torch.tensor(ids, dtype=torch.int64), torch.tensor(offsets)))
-        assert engine.per_example_norms.shape == (1, len(offsets))
+        clip(engine, losses_of, range(len(bags)))
+        torch.testing.assert_close(engine.per_example_norms[0], alone)
+
+
+def gradient_norm(model: nn.Module, loss: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss.sum(), list(model.parameters()))]).norm()
 
 
 class Weighted(nn.Module):

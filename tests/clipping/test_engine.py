@@ -2,6 +2,7 @@
 checkpointing, autocast, examples that are not finite."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_block, per_layer
 from groupwise.errors import UserError
+from tests.clipping.traced import clip, clip_batch
 
 
 def small_net() -> nn.Sequential:
@@ -22,8 +24,12 @@ def batch(double):
     return torch.randn(6, 3, 6, 6), torch.randint(0, 4, (6,))
 
 
-def losses_of(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+def losses_of(model, batch, rows=slice(None)):
+    return F.cross_entropy(model(batch[0][rows]), batch[1][rows], reduction="none")
+
+
+def clipped(engine, batch, rows=range(6)):
+    return clip(engine, partial(losses_of, engine.model, batch), rows)
 
 
 def gradients(model):
@@ -55,18 +61,33 @@ def test_layers_that_cannot_be_bounded_are_refused(layer, reason):
 def test_a_loss_that_is_not_one_value_per_example_is_refused(batch):
     model = small_net()
     with attach(model, per_layer(model), 1.0) as engine:
-        with pytest.raises(UserError, match="one value per example"):
-            engine.backward(F.cross_entropy(model(batch[0]), batch[1]))
-        with pytest.raises(UserError, match="saw a batch of 6, but there are 4 losses"):
-            engine.backward(losses_of(model, batch)[:4])
+        for refused in (engine.trace, engine.clip):
+            with pytest.raises(UserError, match="one value per example"):
+                refused(lambda rows: losses_of(model, batch, rows).mean(), range(6))
+            with pytest.raises(UserError, match=r"gave losses of shape \(\d,\)"):
+                refused(lambda rows: losses_of(model, batch, rows)[1:], range(6))
         with pytest.raises(UserError, match="carry no gradient"):
-            engine.backward(losses_of(model, batch).detach())
+            clip(engine, lambda rows: losses_of(model, batch, rows).detach(), range(6))
+        assert all(p.grad is None for p in model.parameters())
+        clipped(engine, batch)
 
 
 def test_plain_backward_is_refused(batch):
     model = small_net()
-    with attach(model, per_layer(model), 1.0), pytest.raises(UserError, match=r"engine\.backward"):
-        losses_of(model, batch).sum().backward()
+
+    def trained(rows):
+        losses = losses_of(model, batch, rows)
+        losses.sum().backward()
+        return losses
+
+    with attach(model, per_layer(model), 1.0) as engine:
+        with pytest.raises(UserError, match=r"loss\.backward\(\) inside of them would not be clipped"):
+            engine.trace(trained, range(6))
+        engine.trace(partial(losses_of, model, batch), range(6))
+        for rows in (range(6), [0]):
+            with pytest.raises(UserError, match=r"loss\.backward\(\) inside of them would not be clipped"):
+                engine.clip(trained, rows)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("change", [True, False])
@@ -76,7 +97,7 @@ def test_freezing_or_thawing_after_attaching_is_refused(batch, change):
     with attach(model, per_layer(model), 1.0) as engine:
         model[0].bias.requires_grad_(not change)
         with pytest.raises(UserError, match=f"'0.bias' was {'frozen' if change else 'thawed'}"):
-            engine.backward(losses_of(model, batch))
+            clipped(engine, batch)
 
 
 def test_a_parameter_used_behind_the_engines_back_is_refused(batch):
@@ -93,7 +114,7 @@ def test_a_parameter_used_behind_the_engines_back_is_refused(batch):
         attach(model, per_layer(model), 1.0) as engine,
         pytest.raises(UserError, match=r"'net.4.weight' is used outside"),
     ):
-        engine.backward(losses_of(model, batch))
+        clipped(engine, batch)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -102,7 +123,7 @@ def test_a_layer_that_the_loss_never_reaches_is_named(batch):
     model.add_module("head", nn.Identity())
     model.head.spare = nn.Linear(3, 3)
     with attach(model, per_layer(model), 1.0) as engine, pytest.raises(UserError, match=r"'head.spare'"):
-        engine.backward(losses_of(model, batch))
+        clipped(engine, batch)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
@@ -118,41 +139,63 @@ def test_ghost_needs_one_group():
         attach(model, per_layer(model), 1.0, norms="ghost")
 
 
-def test_a_second_engine_is_refused_and_the_first_survives(batch):
+def test_two_engines_clip_one_model_in_turn_and_attaching_inside_of_a_pass_is_refused(batch):
     model = small_net()
-    with attach(model, per_layer(model), 1.0) as engine:
-        with pytest.raises(UserError, match="replaced already"):
+    with attach(model, per_layer(model), 1.0) as engine, attach(model, flat(model), 0.5) as second:
+        found = []
+        for each in (engine, second, engine):
+            model.zero_grad()
+            clipped(each, batch)
+            found.append(gradients(model))
+        assert all(torch.equal(found[0][name], found[2][name]) for name in found[0])
+        assert not torch.equal(found[0]["0.weight"], found[1]["0.weight"])
+        assert (engine.examples, second.examples) == (12, 6)
+        with engine.forward(6), pytest.raises(UserError, match="replaced already"):
             attach(model, flat(model), 1.0)
-        engine.backward(losses_of(model, batch))
 
 
-def test_detach_leaves_no_trace(batch):
+def test_the_model_is_plain_before_between_and_after_passes(batch):
     model = small_net()
     untouched, before = copy.deepcopy(model), set(model.state_dict())
     attributes = [set(vars(module)) for module in model.modules()]
-    with attach(model, per_layer(model), 1.0) as engine:
-        assert set(model.state_dict()) == before
-        engine.backward(losses_of(model, batch))
-    assert [set(vars(module)) for module in model.modules()] == attributes
-    model.zero_grad()
-    losses_of(model, batch).sum().backward()
     losses_of(untouched, batch).sum().backward()
-    for name, gradient in gradients(untouched).items():
-        assert torch.equal(model.get_parameter(name).grad, gradient)
+
+    def is_plain():
+        assert [set(vars(module)) for module in model.modules()] == attributes and set(model.state_dict()) == before
+        model.zero_grad()
+        losses_of(model, batch).sum().backward()
+        assert all(torch.equal(model.get_parameter(name).grad, g) for name, g in gradients(untouched).items())
+        model.zero_grad()
+
+    with attach(model, per_layer(model), 1.0) as engine:
+        is_plain()
+        for _ in range(2):
+            clipped(engine, batch)
+            is_plain()
+        with engine.forward(6):
+            losses = losses_of(model, batch)
+        is_plain()
+        engine.backward(losses)
+        assert not torch.equal(model[4].weight.grad, untouched[4].weight.grad)
+        with pytest.raises(ZeroDivisionError):
+            engine.clip(lambda rows: losses_of(model, batch, rows) / (1 // 0), range(6))
+        is_plain()
+    is_plain()
 
 
 def test_forward_without_backward_does_not_disturb_the_next_step(batch):
     model = small_net()
     with attach(model, flat(model), 0.5) as engine:
-        engine.backward(losses_of(model, batch))
+        clipped(engine, batch)
         expected, counts = gradients(model), engine.counts
         model.zero_grad()
         engine.reset()
-        losses_of(model, batch)  # discarded, gradients on
-        losses_of(model, (batch[0][:2], batch[1][:2]))  # another size, discarded too
-        with torch.no_grad():
+        for rows in (range(6), range(2)):
+            with engine.forward(len(rows)):
+                losses_of(model, batch, rows)  # discarded, gradients on
+        with torch.no_grad(), engine.forward(6):
             losses_of(model, batch)
-        engine.backward(losses_of(model, batch))
+        clipped(engine, batch)
         for name, gradient in expected.items():
             torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
         assert torch.equal(engine.counts, counts)
@@ -161,13 +204,13 @@ def test_forward_without_backward_does_not_disturb_the_next_step(batch):
 def test_counts_can_use_other_thresholds(batch):
     model = small_net()
     with attach(model, flat(model), 0.5) as engine:
-        engine.backward(losses_of(model, batch))
+        clipped(engine, batch)
         expected = gradients(model)
         norms = engine.per_example_norms[0]
         model.zero_grad()
         engine.reset()
         engine.set_thresholds(0.5, count=[float(norms.sort().values[3]) * 1.0001])
-        engine.backward(losses_of(model, batch))
+        clipped(engine, batch)
         assert engine.counts.tolist() == [4.0]
         assert all(torch.equal(model.get_parameter(n).grad, g) for n, g in expected.items())
 
@@ -182,7 +225,7 @@ def test_dropout_keeps_the_norm_bound(batch, make_partition, norms):
     with attach(model, make_partition(model), 1e-4, norms=norms) as engine:
         for i in range(6):
             model.zero_grad()
-            engine.backward(losses_of(model, (batch[0][i : i + 1], batch[1][i : i + 1])))
+            clipped(engine, batch, [i])
             for group in engine.groups:
                 norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
                 assert float(norm) <= 1e-4 * (1 + 1e-9)
@@ -196,13 +239,14 @@ def test_an_example_that_is_not_finite_contributes_zero(batch, make_partition, n
     model = small_net()
     x, y = batch[0].clone(), batch[1]
     with attach(model, make_partition(model), 0.5, norms=norms) as engine:
-        engine.backward(losses_of(model, (x[1:], y[1:])))
+        clipped(engine, (x, y), range(1, 6))
         expected = gradients(model)
         model.zero_grad()
         engine.reset()
         if poison == "input":
             x[0, 0, 0, 0] = float("nan")
-        losses = losses_of(model, (x, y))
+        with engine.forward(6):
+            losses = losses_of(model, (x, y))
         if poison == "loss":
             losses = losses * torch.tensor([float("inf"), 1, 1, 1, 1, 1])
         engine.backward(losses)
@@ -231,7 +275,7 @@ def test_non_reentrant_checkpointing(double, make_partition, norms):
     for model.on in (False, True):
         model.zero_grad()
         with attach(model, make_partition(model), 0.3, norms=norms) as engine:
-            engine.backward(model(x).square().sum((1, 2)))
+            clip_batch(engine, lambda x: model(x).square().sum((1, 2)), x)
             results.append((gradients(model), engine.counts))
     for name, gradient in results[0][0].items():
         torch.testing.assert_close(results[1][0][name], gradient, rtol=1e-12, atol=1e-15)
@@ -243,7 +287,7 @@ def test_bf16_autocast_keeps_norms_and_sums_in_float32():
     model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
     x, y = torch.randn(1, 3, 6, 6), torch.tensor([1])
     with attach(model, per_layer(model), 1e-3) as engine:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), engine.forward(1):
             logits = model(x)
         assert logits.dtype == torch.bfloat16
         engine.backward(F.cross_entropy(logits.float(), y, reduction="none"))
@@ -259,10 +303,10 @@ def test_bf16_autocast_keeps_norms_and_sums_in_float32():
 def test_compiled_model_gives_the_same_sums(batch):
     model = small_net()
     with attach(model, per_layer(model), 0.5) as engine:
-        engine.backward(losses_of(model, batch))
+        clipped(engine, batch)
         expected = gradients(model)
         model.zero_grad()
-        engine.backward(losses_of(torch.compile(model), batch))
+        clip(engine, partial(losses_of, torch.compile(model), batch), range(6))
         for name, gradient in expected.items():
             torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-12)
 
@@ -270,10 +314,19 @@ def test_compiled_model_gives_the_same_sums(batch):
 def test_losses_of_a_forward_that_is_over_are_refused(batch):
     model = small_net()
     with attach(model, per_layer(model), 0.5) as engine:
-        first, second = losses_of(model, batch), losses_of(model, batch)
-        engine.backward(second)
+        engine.trace(partial(losses_of, model, batch), range(6))
+        both = []
+        for _ in range(2):
+            with engine.forward(6):
+                both.append(losses_of(model, batch))
+        engine.backward(both[1])
+        for again in both:
+            with pytest.raises(UserError, match="No forward pass waits"):
+                engine.backward(again)
+        with engine.forward(6):
+            losses_of(model, batch)
         with pytest.raises(UserError, match="forward pass that is over"):
-            engine.backward(first)
+            engine.backward(both[0])
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
@@ -287,7 +340,7 @@ def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_p
     for i in range(20):
         layer.zero_grad()
         with attach(layer, make_partition(layer), 0.01, formula="gram") as engine:
-            engine.backward((layer(x[i : i + 1]) * g[i : i + 1]).sum((1, 2)))
+            clip(engine, lambda rows: (layer(x[rows]) * g[rows]).sum((1, 2)), [i])
         exact = g[i].double().t() @ x[i].double()
         truth = float(exact.square().sum().add(g[i].double().sum(0).square().sum()).sqrt())
         released = float(torch.stack([p.grad.double().square().sum() for p in layer.parameters()]).sum().sqrt())
@@ -297,10 +350,8 @@ def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_p
 def test_reentrant_checkpointing_is_refused(double):
     inner = nn.Linear(5, 5)
     x = torch.randn(4, 5, requires_grad=True)
-    with attach(inner, flat(inner), 1.0) as engine:
-        losses = checkpoint(inner, x, use_reentrant=True).sum(1)
-        with pytest.raises(UserError, match=r"use_reentrant=False|graph"):
-            engine.backward(losses)
+    with attach(inner, flat(inner), 1.0) as engine, pytest.raises(UserError, match=r"use_reentrant=False|graph"):
+        clip_batch(engine, lambda x: checkpoint(inner, x, use_reentrant=True).sum(1), x)
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
@@ -313,7 +364,7 @@ def test_one_example_moves_a_sum_of_half_precision_by_no_more_than_its_threshold
         blocks = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
         model = nn.Sequential(*blocks, nn.Linear(32, 4))
         with attach(model, flat(model), threshold, norms=norms) as engine:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16), engine.forward(1):
                 outputs = model(torch.randn(1, 8, 32))
             losses = 100 * ((outputs if lowered_losses else outputs.float()) - 1).abs().mean((1, 2))
             engine.backward(losses)

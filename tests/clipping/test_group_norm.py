@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.rules import group_norm
+from tests.clipping.traced import clip_batch, trace_batch
 
 
 @pytest.fixture(params=[None, 6])
@@ -52,7 +55,7 @@ def test_equal_to_single_examples(in_one_piece, name, layout, groups) -> None:
     x = (torch.randn(5, 3, 7, 7, dtype=torch.float64) + 3).to(memory_format=layout)
     expected = single(model, x)
     engine = attach(model, groups(model), 0.7)
-    engine.backward(loss(model, x))
+    clip_batch(engine, partial(loss, model), x)
     for group, norms in zip(engine.groups, engine.per_example_norms, strict=True):
         places = [i for i, p in enumerate(trained(model)) if any(p is q for q in group.parameters)]
         true = torch.stack([sum(g[i].square().sum() for i in places).sqrt() for g in expected])
@@ -71,8 +74,10 @@ def test_outputs_and_input_gradients_keep_the_layout(in_one_piece, layout) -> No
     x = (torch.randn(5, 6, 4, 4) + 2).to(memory_format=layout).requires_grad_()
     y = norm(x)
     (expected,) = torch.autograd.grad(y.square().sum(), x)
-    attach(model, flat(model), 1.0)
-    again = model(x)
+    engine = attach(model, flat(model), 1.0)
+    trace_batch(engine, partial(loss, model), x)
+    with engine.forward(5):
+        again = model(x)
     assert again.is_contiguous(memory_format=layout)
     assert torch.allclose(again, y, atol=1e-5)
     rule = group_norm.GroupNormRule(norm)

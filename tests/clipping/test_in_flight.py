@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import ClippingEngine, attach, clip_factors, flat, per_block, per_layer
+from groupwise.clipping.partition import Partition
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.alone import looped
+from tests.clipping.traced import trace_batch
 from tests.combinations import pairs_fast
 
 SIZES = (4, 3, 5)
@@ -64,9 +66,14 @@ class Run:
     def output(self, m: int) -> Tensor:
         return self.model(self.ids[m])
 
-    def losses_of(self, output: Tensor, m: int) -> Tensor:
+    def losses_of(self, output: Tensor, m: int, rows=slice(None)) -> Tensor:
         """The end of the pipeline, outside the model: (B,)."""
-        return self.weights[m] * F.cross_entropy(output[:, :-1].mT, self.ids[m][:, 1:], reduction="none").sum(1)
+        labels = self.ids[m][rows, 1:]
+        return self.weights[m][rows] * F.cross_entropy(output[:, :-1].mT, labels, reduction="none").sum(1)
+
+    def losses(self, rows: list[int]) -> Tensor:
+        """Of some examples of the first microbatch."""
+        return self.losses_of(self.model(self.ids[0][rows]), 0, rows)
 
     def loss_of(self, example: int) -> Tensor:
         """Alone, through the whole batch in order, fillers left out."""
@@ -106,7 +113,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         assert float((found[name] - gradient).norm()) <= rtol * float(gradient.norm()) + 1e-12, name
 
 
-def middle_thresholds(run: Run, partition, loss_of=None) -> list[float]:
+def middle_thresholds(run: Run, partition: Partition, loss_of=None) -> list[float]:
     """Thresholds that clip some examples and leave others, and that no norm equals."""
     loss_of = loss_of or run.loss_of
     norms = clipped_sums(run.model, loss_of, range(run.examples), partition, [1.0] * len(partition)).norms
@@ -114,9 +121,22 @@ def middle_thresholds(run: Run, partition, loss_of=None) -> list[float]:
     return ordered[:, run.examples // 2 - 1 : run.examples // 2 + 1].mean(1).tolist()
 
 
+def attach_traced(run: Run, partition: Partition, thresholds: list[float] | float, **options: str) -> ClippingEngine:
+    engine = attach(run.model, partition, thresholds, **options)
+    engine.trace(run.losses, range(SIZES[0]))
+    return engine
+
+
 def run_forward(engine: ClippingEngine, run: Run, m: int) -> Tensor:
-    with engine.forward_of(m):
+    with engine.forward(len(run.ids[m]), microbatch=m):
         return run.output(m)
+
+
+def run_alone(engine: ClippingEngine, run: Run, m: int) -> None:
+    """Forward and backward without another microbatch in between."""
+    with engine.forward(SIZES[m]):
+        losses = run.losses_of(run.output(m), m)
+    engine.backward(losses)
 
 
 def run_backward(run: Run, output: Tensor, m: int) -> None:
@@ -159,7 +179,7 @@ def test_any_order_equals_the_reference(make, grouping, kind, remakes, order):
     run.model.remakes = remakes == "remade"
     outputs: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
-    with attach(run.model, partition, thresholds) as engine:
+    with attach_traced(run, partition, thresholds) as engine:
         for event in ORDERS[order]:
             m = int(event[1])
             if event[0] == "f":
@@ -180,9 +200,9 @@ def test_the_same_as_one_backward_call_a_microbatch(make, make_partition):
     run = make()
     partition = make_partition(run.model)
     thresholds = middle_thresholds(run, partition)
-    with attach(run.model, partition, thresholds) as engine:
+    with attach_traced(run, partition, thresholds) as engine:
         for m in range(3):
-            engine.backward(run.losses_of(run.output(m), m))
+            run_alone(engine, run, m)
         expected, counts = gradients(run.model), engine.counts
         run.model.zero_grad()
         engine.reset()
@@ -203,7 +223,7 @@ def test_norms_then_sums_are_flat_clipping(make, norms, kind):
     partition = flat(run.model)
     (threshold,) = thresholds = middle_thresholds(run, partition)
     truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, thresholds)
-    with attach(run.model, partition, thresholds, norms=norms) as engine:
+    with attach_traced(run, partition, thresholds, norms=norms) as engine:
         outputs = [run_forward(engine, run, m) for m in range(3)]
         squares = {}
         for m in (1, 0, 2):
@@ -233,7 +253,7 @@ def test_norms_of_many_groups(make, make_partition):
     run = make()
     partition = make_partition(run.model)
     truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, [1.0] * len(partition))
-    with attach(run.model, partition, 1.0) as engine:
+    with attach_traced(run, partition, 1.0) as engine:
         output = run_forward(engine, run, 1)
         with engine.norms_of(1, SIZES[1]):
             run_backward(run, output, 1)
@@ -245,9 +265,9 @@ def test_norms_of_many_groups(make, make_partition):
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
 def test_an_example_that_is_not_finite_contributes_zero_in_both_passes(make, make_partition):
     run = make()
-    with attach(run.model, make_partition(run.model), 0.5) as engine:
+    with attach_traced(run, make_partition(run.model), 0.5) as engine:
         run.weights[0][1] = 0
-        engine.backward(run.losses_of(run.output(0), 0))
+        run_alone(engine, run, 0)
         expected = gradients(run.model)
         run.model.zero_grad()
         engine.reset()
@@ -275,7 +295,7 @@ def test_sums_that_reach_not_all_parameters_are_refused(make):
     run = make()
     spare = nn.Linear(3, 3)
     run.model.add_module("spare", spare)
-    with attach(run.model, flat(run.model), 1.0) as engine:
+    with attach_traced(run, flat(run.model), 1.0) as engine:
         output = run_forward(engine, run, 0)
         with pytest.raises(UserError, match=r"'spare\.(weight|bias)'"), engine.sums_of(0, 4):
             run_backward(run, output, 0)
@@ -283,7 +303,7 @@ def test_sums_that_reach_not_all_parameters_are_refused(make):
 
 def test_a_name_may_be_used_again_and_reset_forgets_who_waits(make):
     run = make()
-    with attach(run.model, flat(run.model), 0.5) as engine:
+    with attach_traced(run, flat(run.model), 0.5) as engine:
         for _ in range(2):
             output = run_forward(engine, run, 0)
             with engine.backward_of(0, 4):
@@ -295,37 +315,33 @@ def test_a_name_may_be_used_again_and_reset_forgets_who_waits(make):
             pass
 
 
-def test_a_forward_pass_in_two_parts_is_one(make):
-    """As an interleaved stage may run it, under one name: the two uses of a layer get a joint norm."""
+def test_a_second_forward_pass_of_a_name_takes_the_place_of_the_first(make):
     run = make()
-    found = []
-    with attach(run.model, flat(run.model), 0.5) as engine:
-        for split in (False, True):
-            run.model.zero_grad()
-            with engine.forward_of(0):
-                first = run.output(0)
-                second = None if split else run.model(run.ids[0].flip(1))
-            if second is None:
-                with engine.forward_of(0):
-                    second = run.model(run.ids[0].flip(1))
-            with engine.backward_of(0, 4):
-                torch.autograd.backward([first.square().sum(), second.square().sum()])
-            found.append(gradients(run.model))
-    assert_equal(*found, rtol=1e-12)
+    with attach_traced(run, flat(run.model), 0.5) as engine:
+        first, _ = run_forward(engine, run, 0), run_forward(engine, run, 0)
+        with pytest.raises(UserError, match="forward for another microbatch"), engine.backward_of(0, 4):
+            run_backward(run, first, 0)
+        run_forward(engine, run, 0)
+        output = run_forward(engine, run, 0)
+        with engine.backward_of(0, 4):
+            run_backward(run, output, 0)
+        assert engine.examples == 4
 
 
 def test_ordinary_passes_in_between_do_not_disturb(make):
     run = make()
-    with attach(run.model, flat(run.model), 0.5) as engine:
-        engine.backward(run.losses_of(run.output(0), 0))
+    with attach_traced(run, flat(run.model), 0.5) as engine:
+        run_alone(engine, run, 0)
         expected = gradients(run.model)
         run.model.zero_grad()
         output = run_forward(engine, run, 0)
         run.output(1)
+        with engine.forward(SIZES[1]):
+            run.output(1)
         with torch.no_grad():
             run.output(2)
         with engine.uncounted():
-            engine.backward(run.losses_of(run.output(1), 1))
+            run_alone(engine, run, 1)
         run.model.zero_grad()
         with engine.backward_of(0, 4):
             run_backward(run, output, 0)
@@ -338,12 +354,12 @@ class TestMisuse:
     @pytest.fixture(params=[flat, per_layer])
     def engine(self, make, request):
         self.run = make()
-        with attach(self.run.model, request.param(self.run.model), 0.5) as engine:
+        with attach_traced(self.run, request.param(self.run.model), 0.5) as engine:
             yield engine
 
     def test_a_microbatch_that_nobody_knows(self, engine):
         run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match=r"Microbatch 5 has no forward pass that waits.*forward_of\(5\)"):  # noqa: SIM117
+        with pytest.raises(UserError, match=r"Microbatch 5 has no forward pass that waits.*forward\(examples, 5\)"):  # noqa: SIM117
             with engine.backward_of(5, 4):
                 pass
 
@@ -367,27 +383,24 @@ class TestMisuse:
             with engine.backward_of(1, 3):
                 pass
         with pytest.raises(UserError, match="begun inside another one"), engine.norms_of(1, 3):
-            engine.backward(self.run.losses_of(self.run.output(2), 2))
+            engine.backward(torch.ones(5, requires_grad=True))
 
     def test_forward_passes_do_not_nest(self, engine):
-        with pytest.raises(UserError, match=r"forward_of\(1\) was entered inside"), engine.forward_of(0):  # noqa: SIM117
-            with engine.forward_of(1):
+        with pytest.raises(UserError, match="begun inside another pass"), engine.forward(4, 0):  # noqa: SIM117
+            with engine.forward(3, 1):
                 pass
         run_forward(engine, self.run, 2)
-        with pytest.raises(UserError, match=r"forward_of\(1\) was entered inside"), engine.backward_of(2, 5):  # noqa: SIM117
-            with engine.forward_of(1):
+        with pytest.raises(UserError, match="begun inside another pass"), engine.backward_of(2, 5):  # noqa: SIM117
+            with engine.forward(3, 1):
                 pass
 
-    def test_one_name_for_two_batch_sizes(self, engine):
-        with engine.forward_of("a"):
+    def test_a_forward_pass_of_another_number_of_examples(self, engine):
+        with pytest.raises(UserError, match=r"\(4, 7\) in its call 1 of a batch of 3 examples"), engine.forward(3, "a"):
             self.run.output(0)
-        with pytest.raises(UserError, match=r"got a batch of 3 in microbatch 'a', which began with 4"):  # noqa: SIM117
-            with engine.forward_of("a"):
-                self.run.output(1)
 
     def test_another_number_of_examples(self, engine):
         output = run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match="saw a batch of 4, but there are 3 losses"), engine.backward_of(0, 3):
+        with pytest.raises(UserError, match="4 examples ran forward, and 3"), engine.backward_of(0, 3):
             run_backward(self.run, output, 0)
 
     def test_the_output_of_another_microbatch(self, engine):
@@ -400,7 +413,7 @@ class TestMisuse:
 
     def test_a_plain_backward_pass(self, engine):
         output = run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match=r"one loss per example to private\.backward"):
+        with pytest.raises(UserError, match=r"loss\.backward\(\) inside of them"):
             run_backward(self.run, output, 0)
 
     def test_a_backward_pass_that_reaches_nothing(self, engine):
@@ -425,7 +438,7 @@ class TestMisuse:
             engine.count_norms(torch.ones(99, 4))
 
     def test_a_failure_leaves_the_engine_usable(self, engine):
-        with pytest.raises(KeyError), engine.forward_of(0):
+        with pytest.raises(KeyError), engine.forward(4, 0):
             self.run.output(0)
             raise KeyError
         output = run_forward(engine, self.run, 0)
@@ -436,7 +449,7 @@ class TestMisuse:
 
 def test_ghost_norms_are_sent_to_two_passes(make):
     run = make()
-    with attach(run.model, flat(run.model), 0.5, norms="ghost") as engine:
+    with attach_traced(run, flat(run.model), 0.5, norms="ghost") as engine:
         run_forward(engine, run, 0)
         with pytest.raises(UserError, match="norms_of, then sums_of"), engine.backward_of(0, 4):
             pass
@@ -456,8 +469,10 @@ def test_check_output_finds_a_parameter_used_outside_its_layer(double):
 
     model = Sneaky()
     with attach(model, flat(model), 1.0) as engine:
-        with engine.forward_of(0):
-            output = model(torch.randn(4, 3, 5))
+        x = torch.randn(4, 3, 5)
+        trace_batch(engine, lambda x: model(x).sum((1, 2)), x)
+        with engine.forward(4, 0):
+            output = model(x)
         with pytest.raises(UserError, match=r"'net.weight' is used outside"):
             engine.check_output(output)
         model.net.bias.requires_grad_(False)

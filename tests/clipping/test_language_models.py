@@ -4,9 +4,9 @@ In the batch rows are padded on the right, with an attention mask and explicit p
 as it is, and the model makes its own positions. The loss of an example is the mean over its own predicted tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -22,6 +22,7 @@ from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.torchvision_import import import_torchvision
 from tests.clipping.alone import looped
+from tests.clipping.traced import clip
 
 RTOL = 1e-9
 LENGTHS = (9, 4, 7, 2, 6, 5)
@@ -95,18 +96,19 @@ class Case:
     first: int
     """The first position."""
 
-    def losses(self, explicit: bool = True) -> Tensor:
-        """(6,), from one padded batch."""
-        ids = nn.utils.rnn.pad_sequence(self.rows, batch_first=True, padding_value=PADDING)
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in self.rows], batch_first=True)
+    def losses(self, examples: Sequence[int] = range(6), explicit: bool = True) -> Tensor:
+        """(n,), from one padded batch."""
+        rows, prompts = [self.rows[i] for i in examples], [self.prompts[i] for i in examples]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         inputs = {"input_ids": ids, "attention_mask": mask}
         if explicit:
             inputs["position_ids"] = torch.where(mask.bool(), torch.arange(ids.shape[1]) + self.first, PADDING)
         logits = self.model(**inputs).logits
         if self.classes is not None:
-            return F.cross_entropy(logits, self.classes, reduction="none")
+            return F.cross_entropy(logits, self.classes[list(examples)], reduction="none")
         labels = torch.full_like(ids, IGNORED)
-        for label, row, prompt in zip(labels, self.rows, self.prompts, strict=True):
+        for label, row, prompt in zip(labels, rows, prompts, strict=True):
             label[prompt - 1 : len(row) - 1] = row[prompt:]
         losses = F.cross_entropy(logits.mT, labels, ignore_index=IGNORED, reduction="none")
         return losses.sum(1) / (labels != IGNORED).sum(1)
@@ -183,7 +185,7 @@ def test_clipped_sums_norms_and_counts(double, name, mode):
     partition = make_partition(case.model)
     assert bool(((truth.norms > torch.tensor(thresholds)[:, None]).sum(1) == 3).any())  # clipped, and not
     with attach(case.model, partition, thresholds, **options) as engine:
-        engine.backward(case.losses())
+        clip(engine, case.losses, range(6))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
         assert torch.equal(engine.counts, truth.counts)
     found = gradients(case.model)
@@ -198,7 +200,7 @@ def found_by(case: Case, make_partition=flat, threshold: float = 0.5, seed: int 
     case.model.zero_grad()
     torch.manual_seed(seed)
     with attach(case.model, make_partition(case.model), threshold, **options) as engine:
-        engine.backward(case.losses())
+        clip(engine, case.losses, range(6))
     return gradients(case.model)
 
 
@@ -248,7 +250,7 @@ def test_a_single_row_needs_no_explicit_positions(double, name):
     partition = per_layer(case.model)
     truth = clipped_sums(case.model, case.loss_of, [0], partition, [0.01] * len(partition))
     with attach(case.model, partition, 0.01) as engine:
-        engine.backward(case.loss_of(0)[None])
+        clip(engine, lambda rows: case.loss_of(*rows)[None], [0])
     assert_equal(gradients(case.model), truth.sums)
 
 
@@ -260,7 +262,7 @@ def test_roberta_makes_positions_for_each_row_from_its_padding(double):
     for explicit in (True, False):
         case.model.zero_grad()
         with attach(case.model, partition, 0.05) as engine:
-            engine.backward(case.losses(explicit))
+            clip(engine, partial(case.losses, explicit=explicit), range(6))
         results.append(gradients(case.model))
     assert_equal(*results)
 
@@ -288,7 +290,7 @@ def test_the_model_may_make_its_positions_for_all_rows_at_once(double, name, mod
     case, _ = loop_over(name)
     case.model.zero_grad()
     with attach(case.model, make_partition(case.model), thresholds, **options) as engine:
-        engine.backward(case.losses(explicit=name == "opt"))
+        clip(engine, partial(case.losses, explicit=name == "opt"), range(6))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
     assert_equal(gradients(case.model), truth.sums)
 
@@ -317,8 +319,8 @@ def test_experts_are_exact_where_every_example_has_all_of_them_and_refused_elsew
     with attach(model, partition, 0.1) as engine:
         if experts == "eager":
             with pytest.raises(UserError, match="experts_implementation='batched_mm'"):
-                engine.backward(losses([0, 1, 2, 3]))
+                clip(engine, losses, range(4))
             return
-        engine.backward(losses([0, 1, 2, 3]))
+        clip(engine, losses, range(4))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-6, atol=1e-8)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import groupwise
 from groupwise.clipping import attach, by_mapping, flat, gradient_norms, per_layer
 from groupwise.errors import UserError
+from tests.clipping.test_trace_plan import Positions, texts
 
 EXAMPLES = 9
 
@@ -73,7 +74,6 @@ INPUTS = {
     Recurrent: lambda: torch.randint(11, (EXAMPLES, 4)),
     Tied: lambda: torch.randint(11, (EXAMPLES, 4)),
 }
-BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
 def problem(kind=Transformer):
@@ -107,7 +107,7 @@ def norms_by_hand(model, losses, partition):
 def test_norms_equal_a_loop_over_examples(kind, of):
     model, losses = problem(kind)
     expected = norms_by_hand(model, losses, of(model))
-    found = gradient_norms(model, BATCHES, losses, of(model))
+    found = gradient_norms(model, losses, range(EXAMPLES), of(model), microbatch=4)
     assert list(found) == list(expected)
     for name, norms in found.items():
         torch.testing.assert_close(norms, expected[name], rtol=1e-9, atol=1e-12)
@@ -116,8 +116,8 @@ def test_norms_equal_a_loop_over_examples(kind, of):
 def test_groups_may_be_ones_own_and_a_layer_is_one_by_default():
     model, losses = problem()
     groups = by_mapping(model, {"block*": "block", "*": "rest"})
-    assert list(gradient_norms(model, BATCHES, losses, groups)) == [group.name for group in groups]
-    assert list(gradient_norms(model, BATCHES, losses)) == [group.name for group in per_layer(model)]
+    assert list(gradient_norms(model, losses, range(EXAMPLES), groups)) == [group.name for group in groups]
+    assert list(gradient_norms(model, losses, range(EXAMPLES))) == [group.name for group in per_layer(model)]
 
 
 def test_sequences_may_come_first():
@@ -128,15 +128,24 @@ def test_sequences_may_come_first():
         return F.cross_entropy(model(x[:, rows]), y[rows], reduction="none")
 
     expected = norms_by_hand(model, losses, per_layer(model))
-    for name, norms in gradient_norms(model, BATCHES, losses, batch_axis=1).items():
+    for name, norms in gradient_norms(model, losses, range(EXAMPLES)).items():
         torch.testing.assert_close(norms, expected[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("batches", [[], [[]], [[], [3], []]])
-def test_empty_batches_and_batches_of_one(batches):
+@pytest.mark.parametrize(("examples", "microbatch"), [([], 4), ([3], 4), ([3, 1, 3], 1), ([5, 0, 5, 2], 3)])
+def test_no_examples_one_alone_and_some_twice(examples, microbatch):
     model, losses = problem()
-    expected = norms_by_hand(model, losses, flat(model))["all"][[i for batch in batches for i in batch]]
-    found = gradient_norms(model, batches, losses, flat(model))["all"]
+    expected = norms_by_hand(model, losses, flat(model))["all"][examples]
+    found = gradient_norms(model, losses, examples, flat(model), microbatch=microbatch)["all"]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+def test_texts_of_any_length_are_measured():
+    torch.manual_seed(0)
+    model = Positions().double()
+    losses = texts(model, [5, 2, 8, 3, 7, 1, 4, 8, 6])
+    expected = torch.cat([gradient_norms(model, losses, [i], flat(model))["all"] for i in range(EXAMPLES)])
+    found = gradient_norms(model, losses, range(EXAMPLES), flat(model), microbatch=4)["all"]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
@@ -177,7 +186,7 @@ def test_the_model_is_untouched(fails):
 
     before = everything(model)
     with pytest.raises(LookupError) if fails else nullcontext():
-        gradient_norms(model, BATCHES, losses)
+        gradient_norms(model, losses, range(EXAMPLES), microbatch=4)
     after = everything(model)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     assert model.layer.weight.grad is gradient and bool((gradient == 1).all()) and model.layer.bias.grad is None
@@ -187,10 +196,14 @@ def test_the_model_is_untouched(fails):
 def test_a_mistake_is_a_sentence_and_leaves_the_model_free():
     model, losses = problem()
     with pytest.raises(UserError, match="one value per example"):
-        gradient_norms(model, [range(9)], lambda rows: losses(rows).mean())
-    with attach(model, flat(model), 1.0), pytest.raises(UserError, match="detach"):
-        gradient_norms(model, [[0]], losses)
-    assert len(gradient_norms(model, [range(9)], losses)["head"]) == 9
+        gradient_norms(model, lambda rows: losses(rows).mean(), range(9))
+    with pytest.raises(UserError, match="one value per example"):
+        gradient_norms(model, lambda rows: losses(rows).mean(), [0])
+    with attach(model, flat(model), 1.0) as engine:
+        engine.trace(losses, range(9))
+        with pytest.raises(UserError, match="replaced already"), engine.forward(2):
+            gradient_norms(model, losses, [0])
+        assert len(gradient_norms(model, losses, range(9))["head"]) == 9, "between the passes of another engine"
 
 
 def test_the_package_offers_them():

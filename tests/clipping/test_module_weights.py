@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, ownership, per_block, per_layer
+from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.reference import clipped_sums
 from tests.clipping.alone import looped
+from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
@@ -165,7 +166,7 @@ def assert_equal(name: str, mode: str, examples: list[int], frozen: bool = False
     truth = clipped_sums(model, loop, examples, partition, [0.3] * len(partition))
     model.zero_grad()
     with attach(model, partition, 0.3, **options) as engine:
-        engine.backward(losses_of(model, x, examples))
+        clip(engine, lambda rows: losses_of(model, x, list(rows)), examples)
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -180,15 +181,15 @@ def test_equals_a_loop_over_single_examples(name, mode, batches):
         assert_equal(name, mode, BATCHES[batch])
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "many bags" not in name])  # whose rows indices move
-def test_whose_rows_are_whose_is_asked_of_the_first_batch_alone(name, monkeypatch):
-    looks, find = [], ownership.find_owners
-    monkeypatch.setattr(ownership, "find_owners", lambda *args: looks.append(1) or find(*args))
+@pytest.mark.parametrize("name", MODELS)
+def test_one_trace_is_enough_for_all_batches(name, monkeypatch):
     model = made(name)
     with attach(model, flat(model), 1.0) as engine:
-        for _ in range(3):
-            engine.backward(losses_of(model, torch.randn(5, 4, 4), list(range(5))))
-    assert len(looks) == 1
+        for batch in (5, 5, 4, 7):
+            x = torch.randn(batch, 4, 4)
+            clip(engine, lambda rows, x=x: losses_of(model, x, list(rows)), range(batch))
+            monkeypatch.setattr(engine, "_trace", None)
+        assert engine.examples == 21
 
 
 FROZEN = {
@@ -219,11 +220,12 @@ def test_dropout_leaves_every_example_within_its_threshold(name, mode):
     model = DROPPING[name]().train()
     model(torch.randn(2, 4, 4))
     with attach(model, make_partition(model), 0.01, **options) as engine:
-        engine.backward(losses_of(model, torch.randn(4, 4, 4), list(range(4))))
+        x = torch.randn(4, 4, 4)
+        clip(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
         assert engine.nonfinite == 0
         for example in range(4):
             model.zero_grad()
-            engine.backward(losses_of(model, torch.randn(4, 4, 4), [example]))
+            clip(engine, lambda rows: losses_of(model, x, list(rows)), [example])
             for group in engine.groups:
                 norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
                 assert float(norm) <= 0.01 * (1 + 1e-9)
@@ -247,7 +249,7 @@ def test_one_weight_in_two_kinds_of_use():
         truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], range(4), partition, [0.3])
         model.zero_grad()
         with attach(model, partition, 0.3, **options) as engine:
-            engine.backward(losses_of(model, x, list(range(4))))
+            clip(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
             torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
         for key, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
@@ -258,7 +260,6 @@ def test_as_many_queries_as_examples_after_a_batch_of_another_size():
     partition = flat(model)
     with attach(model, partition, 0.3) as engine:
         for x in batches:
-            engine.backward(losses_of(model, x, list(range(len(x)))))
-            with engine.bypassed():
-                truth = clipped_sums(model, lambda i, x=x: losses_of(model, x, [i])[0], range(len(x)), partition, [0.3])
+            clip(engine, lambda rows, x=x: losses_of(model, x, list(rows)), range(len(x)))
+            truth = clipped_sums(model, lambda i, x=x: losses_of(model, x, [i])[0], range(len(x)), partition, [0.3])
             torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)

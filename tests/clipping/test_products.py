@@ -17,7 +17,8 @@ from groupwise.clipping.rules import base, group_norm
 from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
 from groupwise.clipping.rules.conv import positions_first, positions_last
 from groupwise.clipping.rules.geometry import Geometry
-from tests.clipping.conftest import make_case
+from tests.clipping.conftest import BATCH, make_case
+from tests.clipping.traced import clip, clip_batch
 
 
 @pytest.mark.parametrize("rows", [31, 32, 33, 40])
@@ -151,7 +152,7 @@ def test_chunks_change_nothing(double, monkeypatch, name, make_partition):
             monkeypatch.setattr(module, "CHUNK_FLOATS", limit)
         case.model.zero_grad()
         with attach(case.model, make_partition(case.model), 0.3, **options) as engine:
-            engine.backward(case.losses())
+            clip(engine, case.losses, range(BATCH))
             found.append([engine.per_example_norms, *(p.grad.clone() for p in case.model.parameters())])
     for whole, parts in zip(*found, strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-15)
@@ -257,7 +258,7 @@ def test_features_of_one_number_are_no_positions(double, formula, width):
         weights = g[: len(rows), : rows.shape[1]]
         layer.zero_grad()
         with attach(layer, per_layer(layer), 1e-3, formula=formula) as engine:
-            engine.backward((layer(rows) * weights).sum((1, 2)))
+            clip_batch(engine, lambda x, g: (layer(x) * g).sum((1, 2)), rows, weights)
             norms = engine.per_example_norms[0]
         each = weights.mT @ rows
         squares = each.square().sum((1, 2)) + weights.sum(1).square().sum(1)

@@ -6,6 +6,7 @@ from torch import nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.errors import UserError
+from tests.clipping.traced import clip_batch, trace_batch
 
 MODES = {"flat": (flat, {}), "ghost": (flat, {"norms": "ghost"}), "layer": (per_layer, {}), "block": (per_block, {})}
 
@@ -36,7 +37,7 @@ def stepped(request):
     def step():
         model.zero_grad()
         engine.reset()
-        engine.backward(model(x).square().sum(1))
+        clip_batch(engine, lambda x: model(x).square().sum(1), x)
 
     step()
     return engine, step
@@ -57,10 +58,10 @@ def test_another_parameter_in_its_place_is_refused(stepped):
 
 def test_an_added_parameter_and_a_removed_one_are_refused(stepped):
     engine, step = stepped
-    engine.model.more = nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"'more\.weight' was added"):
+    engine.model.head = nn.Sequential(head := engine.model.head, nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"trainable parameter of shape \(2, 2\) that is not the model's"):
         step()
-    del engine.model.more
+    engine.model.head = head
     step()
     engine.model.head.bias = None
     with pytest.raises(UserError, match=r"'head\.bias' was taken out"):
@@ -100,10 +101,11 @@ def test_a_group_or_layer_that_a_later_step_leaves_out_is_refused_by_name(steppe
 def test_so_it_is_in_a_pipeline(partition):
     model, x = Branches(), torch.randn(3, 4)
     engine = attach(model, partition(model), 0.1)
+    trace_batch(engine, lambda x: model(x).square().sum(1), x)
     for use in ("yes", "no"):
         model.zero_grad()
         model.use = use
-        with engine.forward_of(0):
+        with engine.forward(3, microbatch=0):
             losses = model(x).square().sum(1)
         if use == "yes":
             with engine.backward_of(0, 3):

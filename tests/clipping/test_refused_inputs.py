@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.errors import UserError
 from tests.clipping.conftest import Attention, LlamaNorm, Recurrent, Scale
+from tests.clipping.traced import clip, clip_batch
 
 
 class Shift(nn.Module):
@@ -53,14 +54,12 @@ def test_no_layer_runs_under_autocast_to_float16(name, direct):
     make, shape = LAYERS.get(name, (lambda: nn.Embedding(5, 4), None))
     model, x = make(), torch.randn(shape) if shape else torch.randint(0, 5, (6, 2))
     with attach(model, per_layer(model), 1.0, direct=direct) as engine:
-        with pytest.raises(UserError, match=r"under autocast to float16, .* give torch.autocast torch.bfloat16"):
-            with torch.autocast("cpu", torch.float16):
-                losses = model(x).float().square().flatten(1).sum(1)
-            engine.backward(losses)
+        refused = pytest.raises(UserError, match=r"under autocast to float16, .* give torch.autocast torch.bfloat16")
+        with refused, torch.autocast("cpu", torch.float16):
+            clip_batch(engine, lambda x: model(x).float().square().flatten(1).sum(1), x)
         assert all(p.grad is None for p in model.parameters())
         with torch.autocast("cpu", torch.bfloat16):
-            losses = model(x).float().square().flatten(1).sum(1)
-        engine.backward(losses)
+            clip_batch(engine, lambda x: model(x).float().square().flatten(1).sum(1), x)
 
 
 def test_what_is_frozen_may_run_in_float16_and_an_evaluation():
@@ -78,7 +77,7 @@ def test_what_is_frozen_may_run_in_float16_and_an_evaluation():
 
     model = Probe()
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(torch.randn(6, 4)).sum(1))
+        clip_batch(engine, lambda x: model(x).sum(1), torch.randn(6, 4))
         with torch.no_grad(), torch.autocast("cpu", torch.float16):
             assert model.head(torch.randn(6, 4)).dtype == torch.float16
 
@@ -86,9 +85,16 @@ def test_what_is_frozen_may_run_in_float16_and_an_evaluation():
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_a_nested_tensor_is_refused(layout):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
-    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
-    with attach(model, flat(model), 1.0), pytest.raises(UserError, match=r"nested tensor, .* pad them to the longest"):
-        model(x)
+    texts = [torch.randn(2, 3), torch.randn(4, 3)]
+
+    def losses_of(rows):
+        x = torch.nested.nested_tensor([texts[i] for i in rows], layout=layout)
+        return torch.stack([y.square().sum() for y in model(x).unbind()])
+
+    for rows in ([0, 1], [1]):
+        refused = pytest.raises(UserError, match=r"Layer '0' got a nested tensor, .* pad them to the longest")
+        with attach(model, flat(model), 1.0) as engine, refused:
+            clip(engine, losses_of, rows)
 
 
 def vmapped(model: nn.Module, x: Tensor) -> Tensor:
@@ -132,15 +138,23 @@ def tangent(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
 def test_transforms_inside_of_forward_are_refused_where_they_meet_what_trains(done, make_partition):
     model, x = Transforms(done), torch.randn(6, 4)
-    with attach(model, make_partition(model), 1.0), pytest.raises(UserError, match=r"inside of torch\.func"):
-        model(x)
+    with attach(model, make_partition(model), 1.0) as engine, pytest.raises(UserError, match=r"inside of torch\.func"):
+        clip_batch(engine, lambda x: model(x).sum(1), x)
     free = Transforms(lambda model, x: torch.vmap(torch.sin)(model.layer(x)))
     with attach(free, make_partition(free), 1.0) as engine:
-        engine.backward(free(x).sum(1))
+        clip_batch(engine, lambda x: free(x).sum(1), x)
 
 
-@pytest.mark.parametrize("run", [vmapped, differentiated, lambda model, x: model(x.to_sparse())])
-def test_a_tensor_without_memory_of_its_own_is_refused(run):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
-    with attach(model, flat(model), 1.0), pytest.raises(UserError, match=r"no memory of its own: .* torch\.func"):
-        run(model, torch.randn(5, 3))
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (vmapped, r"inside of torch\.func"),
+        (differentiated, r"inside of torch\.func"),
+        (lambda model, x: model(x.to_sparse()).to_dense(), "got a sparse tensor, .* make it dense"),
+    ],
+)
+@pytest.mark.parametrize("examples", [1, 5])
+def test_a_tensor_without_memory_of_its_own_is_refused(run, says, examples):
+    model = nn.Linear(3, 4)
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=f"Layer '' .*{says}"):
+        clip_batch(engine, lambda x: run(model, x).square().sum(1), torch.randn(examples, 3))

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from groupwise.clipping.rules.normalization import FoundRMSNormRule, LayerNormRu
 from groupwise.errors import UserError
 from groupwise.torchvision_import import import_torchvision
 from tests.clipping.conftest import GemmaNorm, LlamaNorm
+from tests.clipping.traced import clip, clip_batch, trace_batch
 
 TRANSFORMERS = [
     ("llama", "LlamaRMSNorm", False, False),
@@ -50,11 +52,16 @@ def test_classes_of_transformers_give_their_own_outputs_and_gradients(family, na
         for i in range(4):
             exact.append(torch.autograd.grad((module(x[i : i + 1]) * slopes[i]).sum(), module.weight)[0].norm())
         with attach(module, flat(module), 1e30) as engine:
-            y = module(x)
+            trace_batch(engine, lambda x: module(x).sum((1, 2)).float(), x)
+            with engine.forward(4):
+                y = module(x)
             assert y.dtype == expected.dtype
             close = {"rtol": 2e-6, "atol": 2e-6} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
             torch.testing.assert_close(y, expected, **close)
-            engine.backward((y * slopes).sum((1, 2)).float())
+            with engine.forward(4, microbatch=0):
+                losses = (module(x) * slopes).sum((1, 2)).float()
+            with engine.backward_of(0, 4):  # of inputs that get a gradient, as in a pipeline
+                losses.sum().backward()
             torch.testing.assert_close(x.grad, exact_inputs, **close)
             torch.testing.assert_close(engine.per_example_norms[0], torch.stack(exact), check_dtype=False, **close)
 
@@ -215,8 +222,8 @@ def test_trying_a_module_leaves_no_trace():
 
 def test_inputs_of_another_size_are_refused():
     for module, shape in ((nn.RMSNorm(5), (5,)), (nn.RMSNorm((3, 5)), (3, 5)), (LlamaNorm(5), (2, 4))):
-        with attach(module, flat(module), 1.0), pytest.raises(UserError, match="the batch must come first"):
-            module(torch.ones(shape))
+        with attach(module, flat(module), 1.0) as engine, pytest.raises(UserError, match="the batch must come first"):
+            clip_batch(engine, lambda x, run=module: run(x).flatten(1).sum(1), torch.ones(shape))
 
 
 def test_an_example_that_is_not_finite_is_left_out(double):
@@ -225,7 +232,7 @@ def test_an_example_that_is_not_finite_is_left_out(double):
     partition = per_layer(model)
     truth = clipped_sums(model, lambda i: model(x[i : i + 1]).square().sum(), [0, 1, 3], partition, [0.5, 0.5])
     with attach(model, partition, 0.5) as engine:
-        engine.backward(model(x).flatten(1).square().sum(1))
+        clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-9, atol=1e-12)
 
@@ -237,8 +244,8 @@ def test_checkpointing_changes_nothing(double, norm):
     for checkpointed in (False, True):
         model.zero_grad()
         with attach(model, flat(model), 0.5) as engine:
-            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-            engine.backward(y.flatten(1).square().sum(1))
+            run = partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False) if checkpointed else model
+            clip_batch(engine, lambda x, run=run: run(x).flatten(1).square().sum(1), x)
         sums.append([p.grad.clone() for p in model.parameters()])
     torch.testing.assert_close(*sums, rtol=0, atol=0)
 
@@ -269,7 +276,7 @@ def test_it_is_no_fallback_in_a_whole_model():
         warnings.simplefilter("error")  # a fallback would warn
         engine = attach(model, partition, thresholds)
     with engine:
-        engine.backward(losses(torch.arange(4)))
+        clip(engine, lambda rows: losses(torch.tensor(list(rows))), range(4))
     torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-4, atol=1e-5, check_dtype=False)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-4, atol=1e-5)

@@ -13,7 +13,8 @@ from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.conv import Conv2dRule
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
-from tests.clipping.conftest import CASES, make_case
+from tests.clipping.conftest import BATCH, CASES, make_case
+from tests.clipping.traced import clip_batch, trace_batch
 from tests.clipping.turns import in_turn
 
 FALLBACKS = [name for name in CASES if name.startswith(("fallback", "parametrized"))]
@@ -28,7 +29,9 @@ def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partit
         plain = case.model(case.inputs)
     with attach(case.model, make_partition(case.model), 1e30) as engine:
         with torch.autocast("cpu", torch.bfloat16):
-            output = case.model(case.inputs)
+            trace_batch(engine, lambda x: case.model(x).float().flatten(1).sum(1), case.inputs)
+            with engine.forward(BATCH):
+                output = case.model(case.inputs)
         if "norm" not in name and "hf" not in name:  # norms are float32 here as on a GPU, which torch's CPU keeps lower
             assert output.dtype == plain.dtype
         torch.testing.assert_close(output.float(), plain.float(), rtol=0.05, atol=0.05)
@@ -54,7 +57,9 @@ def test_a_backward_pass_inside_autocast_keeps_to_float32_as_well(name, mode):
     for enabled in (False, True):
         case.model.zero_grad()
         with attach(case.model, (per_layer if mode == "layer" else flat)(case.model), 1.0, norms=norms) as engine:
-            losses = case.model(case.inputs).flatten(1).square().sum(1)
+            trace_batch(engine, lambda x: case.model(x).flatten(1).square().sum(1), case.inputs)
+            with engine.forward(BATCH):
+                losses = case.model(case.inputs).flatten(1).square().sum(1)
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 engine.backward(losses)
         sums.append([p.grad for p in case.model.parameters() if p.requires_grad])
@@ -72,9 +77,10 @@ def test_the_fallback_runs_in_float32_whatever_autocast_says(name):
         attach(case.model, flat(case.model), 1.0) as engine,
         torch.autocast("cpu", torch.bfloat16),
     ):
+        clip_batch(engine, lambda x: case.model(x).float().flatten(1).square().sum(1), case.inputs)
         if len(engine.groups[0].members) == 1:
-            torch.testing.assert_close(case.model(case.inputs), expected, rtol=1e-5, atol=1e-5)
-        engine.backward(case.model(case.inputs).float().flatten(1).square().sum(1))
+            with engine.forward(BATCH):
+                torch.testing.assert_close(case.model(case.inputs), expected, rtol=1e-5, atol=1e-5)
     assert all(p.grad.dtype == torch.float32 for p in case.model.parameters())
 
 
@@ -239,14 +245,14 @@ def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypa
             exact.append(sum(g.square().sum() for g in gradients).sqrt())
         for make_partition, norms in ((flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")):
             with attach(model, make_partition(model), 1.0, norms=norms) as engine:
-                engine.backward(model(x).flatten(1).square().sum(1))
+                clip_batch(engine, lambda x, run=model: run(x).flatten(1).square().sum(1), x)
                 torch.testing.assert_close(engine.per_example_norms[0], torch.stack(exact), rtol=1e-9, atol=0)
         if isinstance(layer, nn.Linear):  # nothing that could cancel is added to its norm
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joint, "rounding_slack", slack)
             with attach(model, per_layer(model), 1.0) as engine:
-                engine.backward(model(x).flatten(1).square().sum(1))
+                clip_batch(engine, lambda x, run=model: run(x).flatten(1).square().sum(1), x)
                 raised = engine.per_example_norms[0].square() - torch.stack(exact).square()
         assert bool((raised > 0.99).all()), "never lowered"
         assert layer.weight.numel() in seen
@@ -293,7 +299,7 @@ def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wa
             gradients = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
             exact[row, i] = sum(g.square().sum() for g in gradients).sqrt()
     with attach(model, per_layer(model), 1.0) as engine:
-        engine.backward(model(x).sum(1))
+        clip_batch(engine, lambda x: model(x).sum(1), x)
         torch.testing.assert_close(engine.per_example_norms, exact, rtol=1e-9, atol=0)
 
 
@@ -309,8 +315,8 @@ def test_however_large_one_example_is_it_is_clipped_or_left_out(name, formula, s
         for big in sizes:
             case.model.zero_grad()
             engine.reset()
-            losses = case.model(case.inputs).flatten(1).square().sum(1)
-            engine.backward(losses * torch.tensor([big, *[1.0] * (len(losses) - 1)]))
+            factors = torch.tensor([big, *[1.0] * (BATCH - 1)])
+            clip_batch(engine, lambda x, w: case.model(x).flatten(1).square().sum(1) * w, case.inputs, factors)
             for group in engine.groups:
                 sums = [p.grad.double().flatten() for p in group.parameters]
-                assert float(torch.cat(sums).norm()) <= len(losses) * (1 + 1e-5), (group.name, big)
+                assert float(torch.cat(sums).norm()) <= BATCH * (1 + 1e-5), (group.name, big)

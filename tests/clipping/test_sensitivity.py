@@ -9,6 +9,7 @@ from torch import nn
 from groupwise.clipping import ClippingEngine, attach, automatic_factors, flat, per_layer
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, noise_stds, release_gradients
+from tests.clipping.traced import clip_batch, trace_batch
 
 SETTINGS = {"noise_multiplier": 1.5, "expected_batch_size": 4.0, "noise": NoiseSource.from_seed(0), "step": 0}
 
@@ -19,7 +20,7 @@ def make_model() -> nn.Module:
 
 
 def backward(engine: ClippingEngine, x: torch.Tensor) -> None:
-    engine.backward(engine.model(x).square().sum(1))
+    clip_batch(engine, lambda x: engine.model(x).square().sum(1), x)
 
 
 def sums(engine: ClippingEngine, x: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
@@ -83,8 +84,9 @@ def test_thresholds_are_those_given_to_the_last_digit():
 def test_thresholds_of_a_pipelines_two_passes_count_as_well():
     model, x = make_model(), torch.randn(3, 4)
     with attach(model, flat(model), 0.25) as engine:
+        trace_batch(engine, lambda x: model(x).square().sum(1), x)
         for begin in (engine.norms_of, engine.sums_of):
-            with engine.forward_of("m"):
+            with engine.forward(3, microbatch="m"):
                 losses = model(x).square().sum(1)
             with begin("m", 3):
                 losses.sum().backward()

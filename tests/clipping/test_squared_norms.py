@@ -19,6 +19,7 @@ from groupwise.clipping.precision import (
     slack_of,
     squared_row_norms,
 )
+from tests.clipping.traced import clip_batch, trace_batch
 from trust.norms.__main__ import ALLOWED, LAWS
 
 
@@ -86,7 +87,7 @@ def test_the_floor_is_above_what_underflows():
 def clipped(layer: nn.Module, x: Tensor, g: Tensor, threshold: float, **options: object) -> tuple[float, float]:
     """The norm that is stated for one example, and the length of what it adds."""
     with attach(layer, flat(layer), threshold, **options) as engine:  # type: ignore[arg-type]
-        engine.backward((layer(x) * g).flatten(1).sum(1))
+        clip_batch(engine, lambda x, g: (layer(x) * g).flatten(1).sum(1), x, g)
         stated = float(engine.per_example_norms[0, 0])
     return stated, sum(float(p.grad.double().square().sum()) for p in layer.parameters()) ** 0.5  # type: ignore[union-attr]
 
@@ -115,18 +116,19 @@ def test_an_example_that_is_too_long_for_float32_is_left_out():
     nn.init.zeros_(layer.weight)
     x = torch.full((1, 3), 1e15)
     with attach(layer, per_layer(layer), 1.0) as engine:
-        engine.backward((layer(x) * torch.full((1, 2), 1e15)).sum(1))
+        clip_batch(engine, lambda x: (layer(x) * torch.full((1, 2), 1e15)).sum(1), x)
         assert engine.nonfinite == 1
     assert not bool(layer.weight.grad.any())
 
 
 def test_fillers_are_fillers_though_their_norms_are_raised():
-    layer = nn.Linear(300, 20)
+    layer, x = nn.Linear(300, 20), torch.full((3, 8, 300), 100.0)
     with attach(layer, per_layer(layer), 1.0, formula="gram") as engine:
+        trace_batch(engine, lambda x: layer(x).sum((1, 2)), x)
         for weight, good in ((0.0, True), (1e-3, False)):
             engine.reset()
-            with engine.forward_of(0):
-                losses = layer(torch.full((3, 8, 300), 100.0)).sum((1, 2)) * torch.tensor([1.0, 1.0, weight])
+            with engine.forward(3, microbatch=0):
+                losses = layer(x).sum((1, 2)) * torch.tensor([1.0, 1.0, weight])
             if good:
                 with engine.backward_of(0, 3, absent=1):
                     losses.sum().backward()
@@ -168,7 +170,7 @@ def test_sums_that_cancel_are_clipped_though_they_are_made_by_another_product_th
     x, g = torch.ones(1, 64, 256), torch.randn(1, 64, 256)
     g[:, -1] -= g.sum(1)
     with attach(model, flat(model), 1e-7, formula="materialize") as engine:
-        engine.backward((model[0](x) * g).sum((1, 2)) + (model[1](x) * g).sum((1, 2)))
+        clip_batch(engine, lambda x, g: ((model[0](x) + model[1](x)) * g).sum((1, 2)), x, g)
     added = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
     assert 0 < added <= 1e-7 * (1 + ALLOWED)
 
@@ -180,7 +182,7 @@ def own_sum(model: nn.Module, examples: tuple[Tensor, ...], norms: str) -> float
             model.zero_grad()
             if threshold is not None:
                 engine.set_thresholds(engine.per_example_norms[:, 0].clone() * threshold)
-            engine.backward(model(*examples) * torch.tensor([1.0, 0.0]))
+            clip_batch(engine, lambda x, w: model(x) * w, *examples, torch.tensor([1.0, 0.0]))
         limit = float(engine.thresholds[0])
     squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
     return squares**0.5 / limit - 1
@@ -195,7 +197,7 @@ class BlankImages(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.head(self.conv(x).relu().mean((2, 3)))
-        return nn.functional.cross_entropy(logits, torch.tensor([1, 2]), reduction="none")
+        return nn.functional.cross_entropy(logits, torch.arange(1, 1 + len(x)), reduction="none")
 
 
 class OneToken(nn.Module):
@@ -241,7 +243,7 @@ def test_a_bias_adds_up_positions_before_examples():
     layer = nn.Linear(1, 3)
     layer.weight.requires_grad_(False)
     with attach(layer, per_layer(layer), 1.0) as engine:
-        engine.backward((layer(torch.zeros(1, 65536, 1)) * 1.3).sum((1, 2)))
+        clip_batch(engine, lambda x: (layer(x) * 1.3).sum((1, 2)), torch.zeros(1, 65536, 1))
     assert float(layer.bias.grad.double().square().sum().sqrt()) == pytest.approx(1.0, rel=ALLOWED)
 
 
@@ -260,7 +262,7 @@ def test_norms_of_many_layers_add_up_in_float64():
 
     model = Sum()
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(torch.ones(1, 1)))
+        clip_batch(engine, model, torch.ones(1, 1))
         assert float(engine.squared_norms[0][0]) == pytest.approx(1 + 200 * 1e-8, rel=1e-9)
 
 
@@ -286,7 +288,7 @@ def test_a_backward_pass_has_full_float32_and_leaves_the_settings_alone(norms):
     before = [setting.fp32_precision for setting in settings]
     Watch.seen.clear()
     with attach(model, flat(model), 1.0, norms=norms) as engine:
-        engine.backward(Watch.apply(model(torch.randn(4, 3))).sum(1))
+        clip_batch(engine, lambda x: Watch.apply(model(x)).sum(1), torch.randn(4, 3))
     assert set(Watch.seen) == {"ieee"}
     with pytest.raises(ZeroDivisionError), full_float32():
         raise ZeroDivisionError

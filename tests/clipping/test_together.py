@@ -13,7 +13,9 @@ from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, squares_together
 from groupwise.errors import UserError
+from tests.clipping.conftest import BATCH
 from tests.clipping.test_against_reference import MODES, each_case_in, truth_of
+from tests.clipping.traced import clip, clip_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 
@@ -29,7 +31,7 @@ def test_equal_to_single_examples(together, case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
     with attach(case.model, make_partition(case.model), thresholds, **options) as engine:
-        engine.backward(case.losses())
+        clip(engine, case.losses, range(BATCH))
     for name, parameter in case.model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-8, atol=1e-11)
@@ -44,7 +46,7 @@ def network() -> nn.Sequential:
 
 def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[list[Tensor], Tensor]:
     with attach(model, per_layer(model), 0.3, **options) as engine:
-        engine.backward((model(x).flatten(1).square().sum(1)) * weights)
+        clip_batch(engine, lambda x, w: model(x).flatten(1).square().sum(1) * w, x, weights)
         sums = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         return sums, engine.counts
@@ -56,7 +58,7 @@ def test_sums_of_equal_layers_are_made_at_once(together, monkeypatch, make_parti
     monkeypatch.setattr(RowTerms, "sums_of", lambda *given: made.append(sums_of(*given)) or made[-1])
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     with attach(model, make_partition(model), 0.3) as engine:
-        engine.backward(model(torch.randn(5, 4)).square().sum(1))
+        clip_batch(engine, lambda x: model(x).square().sum(1), torch.randn(5, 4))
     assert len(made) == 1 and made[0] is not None and len(made[0]) == 3
 
 
@@ -96,10 +98,14 @@ def test_a_rule_of_ones_own_gets_one_group_at_a_time(together):
 def test_a_layer_that_the_losses_do_not_reach_is_named(together):
     model = network()
     with attach(model, per_layer(model), 0.3) as engine:
-        y = model[0](torch.randn(4, 3, 4))
-        model[1](y)
+
+        def losses_of(x: Tensor) -> Tensor:
+            y = model[0](x)
+            model[1](y)
+            return model[4](model[3](model[2](y))).flatten(1).sum(1)
+
         with pytest.raises(UserError, match="reach no layer of group '1'"):
-            engine.backward(model[4](model[3](model[2](y))).flatten(1).sum(1))
+            clip_batch(engine, losses_of, torch.randn(4, 3, 4))
 
 
 def test_terms_of_several_layers_are_each_layers_own():

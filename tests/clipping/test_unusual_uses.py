@@ -1,11 +1,14 @@
 """Rows that data choose, outputs changed in place, parameters in operations of one's own: exact, or refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from groupwise.clipping import attach, flat, per_layer, shared_parameters, verify
 from groupwise.errors import UserError
+from tests.clipping.traced import clip, clip_batch
 
 
 class Chosen(nn.Module):
@@ -33,20 +36,28 @@ def norms_by_loop(model, losses_of, examples):
 
 
 @pytest.mark.parametrize("later", [(4, 4, 0, 0), (4, 0, 0, 0), (1, 3, 3, 1)])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_rows_that_data_choose_are_refused_where_they_are_not_each_examples_own(later, at_once):
+def test_rows_that_data_choose_are_refused_where_they_are_not_each_examples_own(later):
     torch.manual_seed(0)
     model, x = Chosen().double(), torch.randn(4, 4, 4).double()
+
+    def losses_of(marked):
+        return lambda rows: model(x[list(rows)], marked[list(rows)]).square().sum(1)
+
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'expert' .* freeze the layer"):
+        engine.trace(losses_of(marks(*later)), range(4))
+    with attach(model, flat(model), 1.0) as engine:  # all tokens, in their order, show nothing of other ones
+        clip(engine, losses_of(marks(4, 4, 4, 4)), range(4))
+        right = norms_by_loop(model, lambda i: losses_of(marks(4, 4, 4, 4))([i]), 4)
+        torch.testing.assert_close(engine.per_example_norms[0], right)
+
+
+@pytest.mark.parametrize("later", [(4, 4, 0, 0), (4, 0, 0, 0), (1, 3, 3, 1), (4, 0, 0, 1), (3, 3, 2, 1)])
+def test_rows_that_data_choose_later_are_refused_too(later):
+    model, x = Chosen().double(), torch.randn(4, 4, 4).double()
     with attach(model, flat(model), 1.0) as engine:
-        if not at_once:  # all tokens, in their order, show nothing of other ones
-            engine.backward(model(x, marks(4, 4, 4, 4)).square().sum(1))
-            with engine.bypassed():
-                right = norms_by_loop(
-                    model, lambda i: model(x[i : i + 1], marks(4, 4, 4, 4)[i : i + 1]).square().sum(1), 4
-                )
-            torch.testing.assert_close(engine.per_example_norms[0], right)
-        with pytest.raises(UserError, match=r"'expert' gives a tensor .* freeze the layer"):
-            engine.backward(model(x, marks(*later)).square().sum(1))
+        clip_batch(engine, lambda x, marked: model(x, marked).square().sum(1), x, marks(4, 4, 4, 4))
+        with pytest.raises(UserError, match=r"'expert' .* freeze the layer"):
+            clip_batch(engine, lambda x, marked: model(x, marked).square().sum(1), x, marks(*later))
 
 
 def test_a_layers_output_may_be_changed_in_place():
@@ -54,9 +65,8 @@ def test_a_layers_output_may_be_changed_in_place():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
     x = torch.randn(3, 5, 4).double()
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(x).flatten(1).sum(1))
-        with engine.bypassed():
-            right = norms_by_loop(model, lambda i: model(x[i : i + 1]), 3)
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), x)
+        right = norms_by_loop(model, lambda i: model(x[i : i + 1]), 3)
     torch.testing.assert_close(engine.per_example_norms[0], right)
 
 
@@ -101,7 +111,7 @@ def out_of_place(weight):
 def test_what_cannot_be_told_apart_is_named(made, says):
     model = Own(made).double()
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
-        engine.backward(model(torch.rand(3, 4).double()).sum(1))
+        clip_batch(engine, lambda x: model(x).sum(1), torch.rand(3, 4).double())
 
 
 @pytest.mark.parametrize("made", [lambda weight: 3 * weight, out_of_place, lambda weight: weight.sum()])
@@ -110,9 +120,8 @@ def test_and_the_remedies_work(made, examples):
     torch.manual_seed(0)
     model, x = Own(made).double(), torch.rand(examples, 4).double()
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(x).square().sum(1))
-        with engine.bypassed():
-            right = norms_by_loop(model, lambda i: model(x[i : i + 1]).square(), examples)
+        clip_batch(engine, lambda x: model(x).square().sum(1), x)
+        right = norms_by_loop(model, lambda i: model(x[i : i + 1]).square(), examples)
     torch.testing.assert_close(engine.per_example_norms[0], right)
 
 
@@ -121,13 +130,13 @@ def test_a_parameter_without_axes():
     model.weight = nn.Parameter(torch.tensor(0.5).double())
     x = torch.rand(3, 4).double()
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(x).square().sum(1))
-        with engine.bypassed():
-            right = norms_by_loop(model, lambda i: model(x[i : i + 1]).square(), 3)
+        clip_batch(engine, lambda x: model(x).square().sum(1), x)
+        right = norms_by_loop(model, lambda i: model(x[i : i + 1]).square(), 3)
     torch.testing.assert_close(engine.per_example_norms[0], right)
 
 
-def test_losses_of_sequences_first_are_refused_with_a_remedy():
+@pytest.mark.parametrize("sequences", [7, 5])
+def test_attention_to_sequences_first(double, sequences):
     class Pooled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -136,12 +145,14 @@ def test_losses_of_sequences_first_are_refused_with_a_remedy():
         def forward(self, x):
             return self.attention(x, x, x)[0].mean(0)
 
-    model, x = Pooled(), torch.randn(7, 5, 4)
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="batch_axis=1"):
-        engine.backward(model(x).square().sum(1))
-    with attach(model, flat(model), 1.0, batch_axis=1) as engine:
-        engine.backward(model(x).square().sum(1))
-        assert engine.per_example_norms.shape == (1, 5)
+    model, x = Pooled(), torch.randn(sequences, 5, 4)
+
+    def losses_of(rows):
+        return model(x[:, list(rows)]).square().sum(1)
+
+    with attach(model, flat(model), 1.0) as engine:
+        clip(engine, losses_of, range(5))
+        torch.testing.assert_close(engine.per_example_norms[0], norms_by_loop(model, lambda i: losses_of([i]), 5))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
@@ -192,11 +203,10 @@ def test_a_value_that_is_no_parameter_is_used_as_it_is(double, made, examples):
     model, x = nn.Sequential(made(), nn.Tanh(), nn.Linear(4, 3)), torch.randn(examples, 5, 4)
     wanted = model(x)
     with attach(model, flat(model), 1.0) as engine:
-        outputs = model(x)
-        torch.testing.assert_close(outputs, wanted)
-        engine.backward(outputs.flatten(1).sum(1))
-        with engine.bypassed():
-            right = norms_by_loop(model, lambda i: model(x[i : i + 1]), examples)
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), x)
+        with engine.forward(examples):
+            torch.testing.assert_close(model(x), wanted)
+        right = norms_by_loop(model, lambda i: model(x[i : i + 1]), examples)
     torch.testing.assert_close(engine.per_example_norms[0], right)
 
 
@@ -223,9 +233,8 @@ class Pairs(nn.Module):
 def test_a_norm_of_rows_in_any_order(double, examples):
     model, x = Pairs(), torch.randn(examples, 6, 4)
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(x).sum(1))
-        with engine.bypassed():
-            right = norms_by_loop(model, lambda i: model(x[i : i + 1]), examples)
+        clip_batch(engine, lambda x: model(x).sum(1), x)
+        right = norms_by_loop(model, lambda i: model(x[i : i + 1]), examples)
     torch.testing.assert_close(engine.per_example_norms[0], right)
 
 
@@ -246,9 +255,8 @@ class LearnedMask(nn.Module):
 def test_a_mask_that_is_learned(double, examples, by_name):
     model, x = LearnedMask(), torch.randn(examples, 6, 4)
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(x, by_name).flatten(1).sum(1))
-        with engine.bypassed():
-            right = norms_by_loop(model, lambda i: model(x[i : i + 1], by_name), examples)
+        clip_batch(engine, lambda x: model(x, by_name).flatten(1).sum(1), x)
+        right = norms_by_loop(model, lambda i: model(x[i : i + 1], by_name), examples)
     torch.testing.assert_close(engine.per_example_norms[0], right)
 
 
@@ -269,9 +277,8 @@ def test_one_example_of_which_an_expert_gets_no_token(double, tokens):
     model, x = Routed(), torch.randn(1, 3, 4)
     x[..., 0] = torch.arange(3) - 2.5 + tokens
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(x).sum(1))
-        with engine.bypassed():
-            right = norms_by_loop(model, lambda i: model(x), 1)
+        clip_batch(engine, lambda x: model(x).sum(1), x)
+        right = norms_by_loop(model, lambda i: model(x), 1)
     torch.testing.assert_close(engine.per_example_norms[0], right)
 
 
@@ -310,7 +317,7 @@ def test_what_all_examples_share_may_meet_them_before_its_group_has_run(double, 
     for n in (8, 5):
         x = examples(n)
         with attach(model, grouping(model), 1.0) as engine:
-            engine.backward(losses_of(model, x))
+            clip_batch(engine, partial(losses_of, model), x)
             found = engine.per_example_norms.square().sum(0).sqrt()
         torch.testing.assert_close(found, norms_by_loop(model, lambda i, x=x: losses_of(model, x[i : i + 1]), n))
 
@@ -333,6 +340,6 @@ def test_a_convolution_that_frames_share_is_measured_a_few_examples_at_a_time(do
     monkeypatch.setattr(shared_parameters, "CHUNK_FLOATS", 200)
     model, x = Frames(), torch.randn(5, 2, 3, 4, 4)
     with attach(model, flat(model), 1.0) as engine:
-        engine.backward(model(x))
+        clip_batch(engine, model, x)
         found = engine.per_example_norms[0]
     torch.testing.assert_close(found, norms_by_loop(model, lambda i: model(x[i : i + 1]), 5))

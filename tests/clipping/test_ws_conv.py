@@ -13,6 +13,7 @@ from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.ws_conv import WSConv2dRule
+from tests.clipping.traced import clip_batch, trace_batch
 
 EVEN = Rates(matmul=1e10, gram=1e10, outer=1e10, kernel=1e10, bytes=1e10, calls=1e6)
 
@@ -41,7 +42,9 @@ def test_inner_products_serve_every_gain(gain, filters, norms, double, monkeypat
     monkeypatch.setattr(WSConv2dRule, "gradient_chunks", lambda *_: pytest.fail("gradients are formed"))
     monkeypatch.setattr(WSConv2dRule, "_convolve", lambda *given: convolved.append(1) or real(*given))
     with attach(layer, partition, norm, formula="gram", norms=norms) as engine:
-        engine.backward(layer(x).flatten(1).square().sum(1))
+        trace_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), x)
+        convolved.clear()
+        clip_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), x)
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
         assert "gram" in explain(engine) and len(convolved) == (1 if kept else 2)
     for name, parameter in layer.named_parameters():
@@ -64,7 +67,7 @@ def largest_sum(layer: WSConv2d, x: Tensor, directions: Tensor, formula: str, dt
     for row, direction in zip(x, directions, strict=True):
         layer.zero_grad()
         with attach(layer, per_layer(layer), 1e-6, formula=formula) as engine:
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), engine.forward(1):
                 y = layer(row.unsqueeze(0))
             engine.backward((y.float() * direction).flatten(1).sum(1))
         squares = sum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None)
@@ -111,7 +114,9 @@ def test_autocast_lowers_filters_when_they_are_standardised(gain):
         gradients = [p.grad.clone() for p in layer.parameters()]
         layer.zero_grad()
         with attach(layer, per_layer(layer), 1e9) as engine:
-            y = layer(x)
+            trace_batch(engine, lambda x: layer(x).float().flatten(1).square().sum(1), x)
+            with engine.forward(2):
+                y = layer(x)
             assert y.dtype == torch.bfloat16
             assert torch.equal(y, expected)
             engine.backward(y.float().flatten(1).square().sum(1))
@@ -203,7 +208,7 @@ def test_an_example_whose_sums_overflow_is_left_out_or_clipped(gain, formula):
             model.zero_grad()
             engine.reset()
             scales = torch.tensor([big, 1, 1, 1]).view(-1, 1)
-            engine.backward((model(x).flatten(1) * scales).sum(1))
+            clip_batch(engine, lambda x, w: (model(x).flatten(1) * w).sum(1), x, scales)
             total = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
             assert float(total) <= (4 - engine.nonfinite) * (1 + 1e-6)
             left_out.append(engine.nonfinite)

@@ -221,7 +221,7 @@ def test_every_model_runs_in_every_mode(emulate) -> None:
 
 LOOP = """
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 import torch
 from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
 from benchmarks.emulated.step import RATES, EmulatedNoise
@@ -231,41 +231,55 @@ from groupwise.data.images import normalize
 from groupwise.models import wide_resnet
 from groupwise.privacy import make_plan
 from groupwise.tasks.image_classification import ImageClassification
-from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds
-from groupwise.training.mechanism import Mechanism
-from groupwise.training.step import Trainer
+from groupwise.training.from_config import autocast, make_optimizer, make_thresholds
+from groupwise.training.private_step import PrivateStep
+from groupwise.training.step import TaskSums
 
 device, gpu, last = torch.device("cuda", 0), EmulatedGPU(), torch.channels_last
-with torch.device("meta"):
+prepare = lambda some: normalize(some, (0.5,) * 3, (0.25,) * 3).contiguous(memory_format=last)
+PrivateStep.microbatch = lambda self, step, start: nullcontext()  # a GPU's generators are not emulated
+torch.cuda.is_current_stream_capturing = lambda: True  # nor asked where they stand
+
+def make_task(place):
     model = wide_resnet(depth=10, width=1, block_order="deepmind", weight_standardization=True).to(memory_format=last)
-    images, labels = torch.empty(200, 3, 32, 32, dtype=torch.uint8), torch.empty(200, dtype=torch.int64)
-Mechanism.microbatch = lambda self, step, start: nullcontext()  # a GPU's generators are not emulated
+    split = torch.empty(200, 3, 32, 32, dtype=torch.uint8), torch.empty(200, dtype=torch.int64)
+    if place == "cpu":
+        split[0].random_(), split[1].random_(10)
+    else:
+        emulate(model)
+        split = tuple(on_device(each) for each in split)
+    return ImageClassification(model, split, split, prepare, {}, autocast("float32", torch.device(place)))
+
+on_cpu = make_task("cpu")  # the one that has numbers to trace
+plan_of_layers = attach(on_cpu.model, per_layer(on_cpu.model), 0.1, rates=RATES).trace(on_cpu.losses_of, range(6))
+
+class Counted(TaskSums):
+    def add(self, private, step, drawn):
+        super().add(private, step, drawn)
+        stack.close()
+        rest = stack.enter_context(gpu.counted())
+        rows.append({"microbatches": -(-len(drawn) // 32), "passed": passed, "rest": rest})
+        return torch.zeros(())  # nobody has the value that the loss would have
+
 with gpu:
-    emulate(model)
-    split = on_device(images), on_device(labels)
-    prepare = lambda some: normalize(some, (0.5,) * 3, (0.25,) * 3).contiguous(memory_format=last)
-    task = ImageClassification(model, split, split, prepare, {}, autocast("float32", device))
+    with torch.device("meta"):
+        task = make_task("cuda")
+    model = task.model
     engine = attach(model, per_layer(model), 0.1, rates=RATES)
+    engine.plan = plan_of_layers
     sizes = dict(dataset_size=200, expected_batch_size=64, steps=2, num_groups=len(engine.groups), quantile_budget=0.1)
     plan = make_plan(**sizes, delta=1e-5, noise_multiplier=1.0, accountant="rdp")
-    optimizer = make_optimizer(model.parameters(), OptimConfig())
-    mechanism = Mechanism(
+    private = PrivateStep(
         model=model, engine=engine, thresholds=make_thresholds(ClipConfig(quantile_budget=0.1), plan), plan=plan,
-        noise=EmulatedNoise.from_seed(0), allocation="global", optimizer=optimizer, device=device,
+        noise=EmulatedNoise.from_seed(0), allocation="global", device=device, sums=Counted(task, 32),
+        optimizer=make_optimizer(model.parameters(), OptimConfig()),
     )
-    engine.asks_order = False  # a device without numbers shows no gradients
-    engine.masks_rows = False  # as build_trainer has it
-    trainer = Trainer(task, mechanism, make_schedule(optimizer, OptimConfig(), 2), 32)
-    for size in (33, 37):  # two sizes tell which axis is the batch, as the check before training does
-        task.losses(range(size))
-    rows = []
-    for step in range(2):
-        with gpu.counted() as passed:
-            trainer._accumulate(mechanism.open(step), step)
-        drawn = mechanism.drawn
-        with gpu.counted() as rest:
-            mechanism.close()
-        rows.append({"microbatches": -(-drawn // 32), "passed": passed, "rest": rest})
+    task.losses_of(range(1))  # the scale of colours is sent once, and kept
+    rows, stack = [], ExitStack()
+    for _ in range(2):
+        passed = stack.enter_context(gpu.counted())
+        private.step()
+        stack.close()
 print(json.dumps(rows))
 """
 
@@ -275,7 +289,7 @@ def test_the_host_waits_for_the_counts_alone(python) -> None:
         assert row["passed"]["waits"] == {"clipping/factors.py:Counts._on_host": 1}
         uploads = {
             "clipping/factors.py:Counts.set_thresholds": 1,
-            "clipping/engine.py:ClippingEngine.set_thresholds": 1,
+            "clipping/thresholds_and_counts.py:ThresholdsAndCounts.set_thresholds": 1,
             "training/task.py:to_device": row["microbatches"],
         }
         assert row["passed"]["uploads"] == uploads

@@ -1,6 +1,5 @@
 """The loop on a device: a release is what the reference says, a resumed run repeats it, lack of memory halves."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
-from groupwise.training.mechanism import Mechanism
 from groupwise.training.memory import choose_microbatch
-from groupwise.training.step import Trainer
+from groupwise.training.private_step import PrivateStep
+from groupwise.training.step import TaskSums, Trainer
 from groupwise.training.task import Task, row_numbers
 
 pytestmark = pytest.mark.cuda
@@ -48,19 +47,16 @@ class Images(Task):
         self.calls, self.fails = 0, (0, 0)
         """Microbatches so far; the numbers of those that run out of memory."""
 
-    def losses(self, examples: Any) -> Tensor:
-        self.calls += 1
-        if self.calls in self.fails:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return self.losses_of(self.read(examples))
-
     def read(self, examples: Any, even: bool = False) -> dict[str, Any]:
         rows = row_numbers(examples, self.x.device)
         return {"x": self.x[rows], "y": self.y[rows]}
 
-    def losses_of(self, read: dict[str, Any]) -> Tensor:
-        x = read["x"].contiguous(memory_format=torch.channels_last)
-        return F.cross_entropy(self.model(x), read["y"], reduction="none")
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        self.calls += 1
+        if self.calls in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        x = batch["x"].contiguous(memory_format=torch.channels_last)
+        return F.cross_entropy(model(x), batch["y"], reduction="none")
 
     def evaluate(self, split: Any, batch_size: int, limit: int | None = None, final: bool = False) -> dict[str, float]:
         return {}
@@ -80,6 +76,7 @@ def trainer(
     task, optim = Images(device, dtype), OptimConfig(name="adam", learning_rate=0.05)
     engine = make_engine(task.model, clip)
     assert engine is not None
+    engine.trace(task.losses_of, range(6))
     plan = make_plan(
         dataset_size=EXAMPLES,
         expected_batch_size=BATCH,
@@ -91,7 +88,7 @@ def trainer(
         accountant="rdp",
     )
     optimizer = make_optimizer(task.model.parameters(), optim)
-    mechanism = Mechanism(
+    private = PrivateStep(
         model=task.model,
         engine=engine,
         thresholds=make_thresholds(clip, plan),
@@ -100,8 +97,9 @@ def trainer(
         allocation="global",
         optimizer=optimizer,
         device=device,
+        sums=TaskSums(task, microbatch),
     )
-    return Trainer(task, mechanism, make_schedule(optimizer, optim, STEPS), microbatch)
+    return Trainer(task, private, make_schedule(optimizer, optim, STEPS))
 
 
 def weights(made: Trainer) -> Tensor:
@@ -115,27 +113,33 @@ def trained(made: Trainer, steps: range = range(STEPS)) -> Trainer:
     return made
 
 
+class Seen(TaskSums):
+    """Keeps the clipped sums of a batch as they were before the noise."""
+
+    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
+        loss = super().add(private, step, drawn)
+        names = self.task.model.named_parameters()
+        self.clipped = {name: p.grad.cpu().double() for name, p in names if p.grad is not None}
+        return loss
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, mode: str) -> None:
     made = trainer(MODES[mode], device)
     truth = trainer(MODES[mode], torch.device("cpu"), dtype=torch.float64)
-    drawn = made.mechanism.open(0)
+    drawn = made.private.sampler.indices(0)
     thresholds = made.thresholds
     assert thresholds is not None and made.engine is not None
     clips = thresholds.clip_thresholds.tolist()
+    made.private.sums = seen = Seen(made.task, 16)
     with arithmetic(device):
-        for start in range(0, len(drawn), 16):
-            with made.mechanism.microbatch(0, start):
-                made.mechanism.backward(made.task.losses(drawn[start : start + 16]))
+        noisy = made.private.step()
     names = {parameter: name for name, parameter in made.task.model.named_parameters()}
-    sums = {name: p.grad.cpu().double() for p, name in names.items() if p.grad is not None}
     assert truth.engine is not None
-    truth.engine.detach()
     partition = truth.engine.partition
-    loop = clipped_sums(truth.task.model, lambda i: truth.task.losses([i])[0], drawn.tolist(), partition, clips)
+    loop = clipped_sums(truth.task.model, lambda i: truth.task.losses_of([i])[0], drawn.tolist(), partition, clips)
     for name, expected in loop.sums.items():
-        assert float((sums[name] - expected).norm()) <= 1e-4 * max(clips) * len(drawn) ** 0.5
-    noisy = made.mechanism.close()
+        assert float((seen.clipped[name] - expected).norm()) <= 1e-4 * max(clips) * len(drawn) ** 0.5
     assert noisy.drawn == len(drawn) and noisy.noise_norm is not None and noisy.noise_norm > 0.0
     again = [torch.zeros(p.shape) for group in made.engine.groups for p in group.parameters]
     std = made.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
@@ -144,7 +148,7 @@ def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, m
     for name, noise in zip(order, again, strict=True):
         gradient = made.task.model.get_parameter(name).grad
         assert gradient is not None
-        expected = (sums[name] + noise.double()) / BATCH
+        expected = (seen.clipped[name] + noise.double()) / BATCH
         torch.testing.assert_close(gradient.cpu().double(), expected, rtol=1e-5, atol=1e-6 * std / BATCH)
 
 
@@ -192,7 +196,7 @@ def test_memory_that_runs_out_halves_and_changes_nothing(
     usual = trained(trainer(MODES[mode], device), range(2))
     short = trainer(MODES[mode], device)
     assert isinstance(short.task, Images)
-    short.task.fails = (2, 4)  # when something has been summed already, at 16 and at 8 examples
+    short.task.calls, short.task.fails = 0, (2, 4)  # when something has been summed already, at 16 and at 8 examples
     trained(short, range(2))
     assert short.microbatch == 4 and "4 examples at once" in capsys.readouterr().err
     torch.testing.assert_close(weights(short), weights(usual), rtol=1e-4, atol=1e-5)
@@ -201,7 +205,15 @@ def test_memory_that_runs_out_halves_and_changes_nothing(
 def recorded(made: Trainer) -> Trainer:
     if made.device.type != "cuda":
         pytest.skip("CUDA graphs are of a GPU")
-    return replace(made, graphs=MicrobatchGraphs(made.task, made.engine, recorder_of(made.device)))
+    graphs = MicrobatchGraphs(made.task, made.engine, recorder_of(made.device))
+    made.private.sums = TaskSums(made.task, made.microbatch, graphs)
+    made.private.keeps_gradients = True
+    return made
+
+
+def graphs_of(made: Trainer) -> MicrobatchGraphs:
+    assert isinstance(made.private.sums, TaskSums) and made.private.sums.graphs is not None
+    return made.private.sums.graphs
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -209,7 +221,7 @@ def test_recorded_microbatches_train_as_eager_ones(device: torch.device, mode: s
     eager, found = trainer(MODES[mode], device, microbatch=4), recorded(trainer(MODES[mode], device, microbatch=4))
     trained(eager)
     trained(found)
-    assert found.graphs is not None and len(found.graphs) >= 1
+    assert len(graphs_of(found)) >= 1
     torch.testing.assert_close(weights(found), weights(eager), rtol=1e-4, atol=1e-6)
     assert found.thresholds is not None and eager.thresholds is not None
     torch.testing.assert_close(found.thresholds.clip_thresholds, eager.thresholds.clip_thresholds, rtol=1e-6, atol=0)
@@ -219,18 +231,18 @@ def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.devic
     made = trainer(MODES["adaptive_layer"], device)
     made.task.model[4] = nn.Dropout(0.5)  # type: ignore[index]  # in the place of a ReLU
     made = recorded(made)
-    examples = made.mechanism.open(0)[:8]
+    private, examples = made.private, made.private.sampler.indices(0)[:8]
 
     def sums(start: int) -> Tensor:
-        made._clear()
-        with made.mechanism.microbatch(0, start):
-            made._backward(examples)
+        private.clear()
+        with private.microbatch(0, start):
+            graphs.run(private, examples)
         return torch.cat([p.grad.flatten() for p in made.task.model.parameters() if p.grad is not None]).clone()
 
-    assert made.graphs is not None
-    with arithmetic(device), made.graphs.running():
+    graphs = graphs_of(made)
+    with arithmetic(device), graphs.running():
         [sums(0) for _ in range(3)]
-        assert len(made.graphs) == 1
+        assert len(graphs) == 1
         first, other, again = sums(0), sums(8), sums(0)
     torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-7)
     assert float((other - first).norm()) > 0.01 * float(first.norm())
@@ -238,9 +250,9 @@ def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.devic
 
 def test_the_microbatch_is_the_same_each_time(device: torch.device) -> None:
     task = Images(device)
-    first = choose_microbatch(task.losses, task.model, device, np.arange(EXAMPLES))
+    first = choose_microbatch(task.losses_of, task.model, device, np.arange(EXAMPLES))
     held = torch.empty(1 << 24, device=device)  # whoever else uses the device
-    assert choose_microbatch(task.losses, task.model, device, np.arange(EXAMPLES)) == first == 64
+    assert choose_microbatch(task.losses_of, task.model, device, np.arange(EXAMPLES)) == first == 64
     del held
 
 

@@ -2,12 +2,15 @@
 
 import copy
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.factors import LARGE, add_weighed_rows
@@ -46,17 +49,23 @@ def test_sums_and_norms_are_those_of_a_float64_loop(device: torch.device, name: 
     torch.set_default_dtype(torch.float32)
     inputs = case.inputs.to(device, torch.float32 if case.inputs.is_floating_point() else None)
     targets = case.targets.to(device, torch.float32)
+    memory = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     of_sums, of_norms = (COARSE, COARSE) if dtype == "bfloat16" and name in SENSITIVE else ERRORS[dtype]
     for mode, (partition, thresholds, truth) in truths.items():
         model = copy.deepcopy(case.model).to(device, torch.float32)
         if layout == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
         precise = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
-        with arithmetic(device), device, attach(model, partition, thresholds, norms=MODES[mode][1]) as engine:
+
+        def losses_of(rows: Sequence[int], model: nn.Module = model, precise: Any = precise) -> Tensor:
+            some = list(rows)
             with precise:
-                outputs = model(inputs)
-            losses = F.mse_loss(outputs.float().flatten(1), targets, reduction="none").sum(1)
+                outputs = model(inputs[some].contiguous(memory_format=memory))
+            return F.mse_loss(outputs.float().flatten(1), targets[some], reduction="none").sum(1)
+
+        with arithmetic(device), device, attach(model, partition, thresholds, norms=MODES[mode][1]) as engine:
+            engine.trace(losses_of, range(BATCH))
+            losses = engine.losses(losses_of, range(BATCH))
             with products(tf32=False):
                 engine.backward(losses)
             found = engine.per_example_norms.cpu().double()

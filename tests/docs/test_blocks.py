@@ -56,9 +56,9 @@ def test_data_can_be_read(block: Block) -> None:
     assert (yaml.safe_load if block.language == "yaml" else json.loads)(block.text)
 
 
-def test_the_readme_has_ten_lines_of_clipping_before_any_table() -> None:
+def test_the_readme_has_sixteen_lines_of_code_before_any_table() -> None:
     [block] = [block for block in PYTHON if block.document == "README.md"]
-    assert len([line for line in block.text.splitlines() if line.strip()]) <= 10
+    assert len([line for line in block.text.splitlines() if line.strip()]) <= 16
     readme = (ROOT / "README.md").read_text()
     assert readme.index(block.text) < readme.index("\n|")
     assert len(readme) <= 9000

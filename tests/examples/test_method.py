@@ -59,11 +59,20 @@ def engine_of(theta: list[np.ndarray], C: np.ndarray):
     return attach(model, per_layer(model), torch.from_numpy(C))
 
 
+def run_batch(engine, x: np.ndarray, y: np.ndarray) -> None:
+    """One batch of all rows, forward and backward."""
+
+    def losses_of(rows) -> torch.Tensor:
+        logits = engine.model(torch.from_numpy(x[list(rows)]))
+        return nn.functional.cross_entropy(logits, torch.from_numpy(y[list(rows)]), reduction="none")
+
+    engine.clip(losses_of, range(len(x)))
+
+
 def test_one_step_clips_and_moves_thresholds_as_the_engine_does(method, step):
     theta, C, x, y, sums, counts = step
     engine = engine_of(theta, C)
-    losses = nn.functional.cross_entropy(engine.model(torch.from_numpy(x)), torch.from_numpy(y), reduction="none")
-    engine.backward(losses)
+    run_batch(engine, x, y)
     for layer, ours in zip(engine.model[::2], sums, strict=True):
         theirs = np.column_stack([layer.weight.grad.numpy(), layer.bias.grad.numpy()])
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
@@ -102,14 +111,11 @@ def test_several_steps_of_training_are_those_of_the_library(method, monkeypatch)
     engine = engine_of(batches[0][0], initial)
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)
     for step, (_, rows) in enumerate(batches):
-        labels = y[[int(np.flatnonzero((x == row).all(axis=1))[0]) for row in rows]]
+        labels = y[[np.flatnonzero((x == row).all(axis=1))[0] for row in rows]]
         optimizer.zero_grad()
         engine.reset()
         engine.set_thresholds(adaptive.clip_thresholds)
-        losses = nn.functional.cross_entropy(
-            engine.model(torch.from_numpy(rows)), torch.from_numpy(labels), reduction="none"
-        )
-        engine.backward(losses)
+        run_batch(engine, rows, labels)
         release_gradients(
             engine.sensitivity("add_remove"),
             allocation="global",

@@ -29,7 +29,7 @@ def test_a_network_of_ones_own_reads_digits(monkeypatch, capsys):
     epsilon, accuracy = printed("own_model.py", monkeypatch, capsys)
     assert 7.9 < epsilon <= 8
     assert accuracy >= 0.9
-    assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 40
+    assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 42
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_groups_of_ones_own_each_get_a_threshold(monkeypatch, capsys):
     assert len({*thresholds}) == 3 and sum(t * t for t in thresholds) == pytest.approx(1, abs=0.01)  # moved, rescaled
     epsilon, accuracy = map(float, re.findall(r"[\d.]+", last))
     assert 7.9 < epsilon <= 8 and accuracy >= 0.8
-    assert len((EXAMPLES / "custom_partition.py").read_text().splitlines()) <= 60
+    assert len((EXAMPLES / "custom_partition.py").read_text().splitlines()) <= 65
 
 
 @pytest.mark.slow
@@ -68,6 +68,6 @@ def test_a_rule_of_ones_own_is_used_once_it_is_imported(slopes, monkeypatch):
     thresholds = loop([1.0] * 3).norms.median(1).values  # clips some, leaves others
     told = loop(thresholds)
     with attach(model, partition, thresholds) as engine:
-        engine.backward(F.cross_entropy(model(x), y, reduction="none"))
+        engine.clip(lambda rows: F.cross_entropy(model(x[list(rows)]), y[list(rows)], reduction="none"), range(6))
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, told.sums[name], rtol=1e-9, atol=1e-12)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 import groupwise.integrations  # noqa: F401
-from tests.checked import verify_once
 
 
 @pytest.fixture(autouse=True)
@@ -16,12 +15,6 @@ def _as_loud_as_before():
     before = logging.get_verbosity()
     yield
     logging.set_verbosity(before)
-
-
-@pytest.fixture(autouse=True)
-def _checked_once(monkeypatch):
-    """Models of one shape are checked before training once a process."""
-    monkeypatch.setattr("groupwise.integrations.transformers.verify", verify_once)
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from groupwise import make_private
 from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
 
 X = torch.randn(60, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
@@ -21,6 +22,10 @@ SETTINGS = {"noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp", "steps"
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def prepared(**options):
@@ -34,45 +39,60 @@ def prepared(**options):
 def test_accelerates_optimizer_is_refused_and_the_one_inside_works():
     _, model, wrapped, plain = prepared()
     with pytest.raises(UserError, match="wrapped in AcceleratedOptimizer"):
-        make_private(model, wrapped, DATA, **SETTINGS)
+        make_private(model, wrapped, DATA, losses, **SETTINGS)
     assert wrapped.optimizer is plain
-    private = make_private(model, wrapped.optimizer, DATA, **SETTINGS)
-    for x, y in private.batches(8):
-        private.backward(F.cross_entropy(model(x), y, reduction="none"))
-        private.step()
-    assert private.executed == 3
+    private = make_private(model, wrapped.optimizer, DATA, losses, **SETTINGS)
+    assert [step.number for step in private.steps()] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("do", "words"),
-    [
-        (lambda accelerator, losses, wrapped, model: accelerator.backward(losses.mean()), "one loss per example"),
-        (lambda accelerator, losses, wrapped, model: wrapped.step(), "without noise"),
-    ],
-)
-def test_accelerates_own_steps_are_refused(do, words):
-    accelerator, model, wrapped, plain = prepared()
-    private = make_private(model, plain, DATA, **SETTINGS)
-    for x, y in private.batches(8):
-        losses = F.cross_entropy(model(x), y, reduction="none")
-        with pytest.raises(UserError, match=words):
-            do(accelerator, losses, wrapped, model)
-        break
-
-
-def test_gradients_that_accelerate_clips_are_refused():
+def test_a_loader_that_accelerate_has_prepared_gives_its_dataset():
     accelerator, model, _, plain = prepared()
-    private = make_private(model, plain, DATA, **SETTINGS)
-    for x, y in private.batches(8):
-        private.backward(F.cross_entropy(model(x), y, reduction="none"))
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(UserError, match="Gradients were changed"):
-            private.step()
-        break
+    loader = accelerator.prepare(DataLoader(DATA, 4, shuffle=True))
+    with pytest.warns(UserWarning, match="data is a DataLoader"):
+        private = make_private(model, plain, loader, losses, **SETTINGS)
+    assert private.plan.dataset_size == 60 and len(list(private.steps())) == 3
+
+
+def test_a_step_of_accelerates_optimizer_is_refused():
+    _, model, wrapped, plain = prepared()
+    private = make_private(model, plain, DATA, losses, **SETTINGS)
+    for _ in private.steps():
+        with pytest.raises(UserError, match=r"is part of private\.step"):
+            wrapped.step()
+
+
+def test_what_accelerate_does_to_gradients_between_steps_changes_nothing():
+    ends = []
+    for does in (False, True):
+        torch.manual_seed(0)
+        accelerator, model, _, plain = prepared()
+        private = make_private(model, plain, DATA, losses, noise_source=NoiseSource.from_seed(1), **SETTINGS)
+        for _ in private.steps():
+            if does:
+                accelerator.backward(losses(model, (X, Y)).mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+def test_accelerates_backward_in_the_losses_is_refused():
+    accelerator, model, _, plain = prepared()
+
+    def backward_too(model, batch):
+        made = losses(model, batch)
+        if training:
+            accelerator.backward(made.sum())
+        return made
+
+    training: list[bool] = []
+    private = make_private(model, plain, DATA, backward_too, **SETTINGS)
+    training.append(True)
+    with pytest.raises(UserError, match="let the private step run the backward pass"):
+        private.step()
 
 
 def module(step, automatic: bool, wrapped: bool = False):
-    """A Lightning module whose training step is ``step(self, losses)``."""
+    """A Lightning module whose training step is ``step(self)``; it is fitted, and then returned."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -83,28 +103,28 @@ def module(step, automatic: bool, wrapped: bool = False):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
             if not wrapped:
-                self.private = make_private(self.network, optimizer, DATA, **SETTINGS)
+                self.private = make_private(self.network, optimizer, DATA, losses, **SETTINGS)
             return optimizer
 
         def training_step(self, turn):
             if wrapped:
-                make_private(self.network, self.optimizers(), DATA, **SETTINGS)
-            x, y = next(self.private.batches(8, steps=1))
-            return step(self, F.cross_entropy(self.network(x), y, reduction="none"))
+                make_private(self.network, self.optimizers(), DATA, losses, **SETTINGS)
+            return step(self)
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     made = lightning.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet)
+    fitted = Module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made.fit(Module(), range(1))
+        made.fit(fitted, range(1))
+    return fitted
 
 
 @pytest.mark.parametrize(
     ("step", "options", "words"),
     [
-        (lambda self, losses: losses.mean(), {"automatic": True}, "without noise"),
-        (lambda self, losses: self.manual_backward(losses.mean()), {"automatic": False}, "one loss per example"),
-        (lambda self, losses: self.optimizers().step(), {"automatic": False}, "without noise"),
+        (lambda self: losses(self.network, (X, Y)).mean(), {"automatic": True}, "is part of private.step"),
+        (lambda self: self.optimizers().step(), {"automatic": False}, "is part of private.step"),
         (None, {"automatic": False, "wrapped": True}, "wrapped in LightningSGD"),
     ],
 )
@@ -113,10 +133,22 @@ def test_lightnings_own_steps_are_refused(step, options, words):
         module(step, **options)
 
 
+def test_lightnings_backward_between_steps_changes_nothing():
+    def step(self):
+        self.manual_backward(losses(self.network, (X, Y)).mean())
+        gradients.append([p.grad.clone() for p in self.network.parameters()])
+        self.private.step()
+
+    gradients: list[list[torch.Tensor]] = []
+    fitted = module(step, automatic=False)
+    left = [p.grad for p in fitted.network.parameters()]
+    assert fitted.private.executed == 1 and not any(map(torch.equal, gradients[0], left))
+
+
 def test_one_of_several_processes_does_not_draw_alone(monkeypatch):
     model = network()
-    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, **SETTINGS)
+    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, losses, **SETTINGS)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match="2 processes train, and make_private knows of 1"):
-        private.batches(8)
+        private.step()

@@ -186,12 +186,12 @@ class Rows(Texts):
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "compute_loss_func, or compute_loss of one's own": (own_loss, "compute_loss gives one loss for a whole batch"),
-    "losses_of that returns a mean": (
-        lambda f: trainer(f, losses_of=mean_of_a_batch).train(),
+    "losses that return a mean": (
+        lambda f: trainer(f, losses=mean_of_a_batch).train(),
         "The loss must be one value per example",
     ),
-    "losses_of that mixes examples": (
-        lambda f: trainer(f, losses_of=mixed).train(),
+    "losses that mix examples": (
+        lambda f: trainer(f, losses=mixed).train(),
         "a layer or the loss mixes the examples of a batch",
     ),
     "labels that are no classes or tokens": (regression, "no whole numbers as 'labels'"),
@@ -208,7 +208,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: trainer(f, budget=privacy(secure_noise=True)),
         "secure_noise=True does not reach the given noise_source",
     ),
-    "an encoder-decoder without losses_of": (seq2seq, "makes its inputs from the labels"),
+    "an encoder-decoder without losses": (seq2seq, "makes its inputs from the labels"),
     "a dataset without numbered examples": (
         lambda f: trainer(f, train_dataset=Stream()).train(),
         "without a length or numbered examples",
@@ -250,7 +250,7 @@ def test_a_secure_source_is_taken_with_secure_noise(tmp_path):
     source = NoiseSource.from_seed(1, secure=True)
     run = trainer(tmp_path, budget=privacy(secure_noise=True), noise_source=source, save_strategy="no", max_steps=1)
     run.train()
-    assert run.private.mechanism.noise.secure
+    assert run.private.core.noise.secure
 
 
 def test_a_folder_beside_which_no_key_can_be_kept_is_refused(tmp_path, monkeypatch):

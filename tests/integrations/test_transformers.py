@@ -18,8 +18,7 @@ from groupwise.errors import UserError
 from groupwise.integrations.resume import STATE, key_path
 from groupwise.integrations.transformers import PrivacyArguments
 from groupwise.privacy import NoiseSource
-from groupwise.private import loop
-from groupwise.private.batches import load
+from groupwise.private import data as reading
 from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, encoder, privacy, trainer, weights
 
 
@@ -48,6 +47,11 @@ class Kill(TrainerCallback):
             raise Killed
 
 
+def losses(model, inputs):
+    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    return F.cross_entropy(logits, inputs["labels"], reduction="none")
+
+
 def loop_of_ones_own(model, steps: int = 8, longest_first: bool = False) -> torch.Tensor:
     """What the trainer of `tiny` does, through `make_private` and by hand."""
     decayed = {"lr": 0.02, "weight_decay": 0.0}
@@ -55,14 +59,12 @@ def loop_of_ones_own(model, steps: int = 8, longest_first: bool = False) -> torc
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (8 - step) / 8)
     data, settings = Texts(), {"noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
     source = NoiseSource.from_seed(SEED)
-    private = make_private(model.train(), optimizer, data, steps=8, batch_size=12, noise_source=source, **settings)
     lengths = np.array([len(row) for row in data.rows])
     order = (lambda drawn: drawn[np.argsort(-lengths[drawn], kind="stable")]) if longest_first else None
-    for batch in private.batches(4, steps=steps, collate_fn=collate, order=order):
-        labels = batch.pop("labels")
-        private.backward(F.cross_entropy(model(**batch).logits, labels, reduction="none"))
-        if private.step():
-            schedule.step()
+    how = {"collate_fn": collate, "order": order, "microbatch": 4, "noise_source": source}
+    private = make_private(model.train(), optimizer, data, losses, steps=8, batch_size=12, **how, **settings)
+    for _ in private.steps(steps):
+        schedule.step()
     private.detach()
     return weights(model)
 
@@ -96,7 +98,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, whole, killed, asked):
     output = resumed.train(asked if asked is True else asked(tmp_path / "killed" / "checkpoint-3"))
     assert begun.at == (6 if asked is True else 3)
     assert torch.equal(weights(resumed.model), weights(whole.model))
-    thresholds = [run.private.mechanism.thresholds.clip_thresholds for run in (resumed, whole)]
+    thresholds = [run.private.core.thresholds.clip_thresholds for run in (resumed, whole)]
     assert torch.equal(*thresholds)
     assert output.metrics["epsilon"] == whole.private.epsilon
     lines = [[line for line in run.state.log_history if "grad_norm" in line] for run in (resumed, whole)]
@@ -172,7 +174,7 @@ class Uploads(TrainerCallback):
         self.trainer, self.found = trainer, []
 
     def on_save(self, args, state, control, **kwargs):
-        self.found.append(secrets_in(Path(args.output_dir), self.trainer.private.mechanism.noise.key))
+        self.found.append(secrets_in(Path(args.output_dir), self.trainer.private.core.noise.key))
 
     on_train_end = on_save
 
@@ -183,7 +185,7 @@ def test_the_key_is_in_one_file_beside_the_folder_that_its_owner_alone_reads(tmp
     with caplog.at_level("DEBUG"), pytest.raises(Killed):
         run.train()
     run.save_model()
-    key = run.private.mechanism.noise.key
+    key = run.private.core.noise.key
     assert secrets_in(tmp_path, key) == ["out.noise_key.pt"] and key_path(folder) == tmp_path / "out.noise_key.pt"
     assert key_path(folder).stat().st_mode & 0o777 == 0o600
     assert (folder / "checkpoint-6" / STATE).stat().st_mode & 0o777 == 0o600
@@ -192,7 +194,7 @@ def test_the_key_is_in_one_file_beside_the_folder_that_its_owner_alone_reads(tmp
     resumed.add_callback(uploads := Uploads(resumed))
     resumed.train(True)
     assert uploads.found == [[], []], "at step 8 and at the end"
-    assert resumed.private.mechanism.noise.key == key
+    assert resumed.private.core.noise.key == key
     assert secrets_in(tmp_path, key) == [], "the key of a run that is done is removed"
 
 
@@ -248,7 +250,7 @@ def test_without_noise_a_step_of_a_causal_model_is_that_of_a_loop_over_single_ex
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     run = trainer(tmp_path, model, budget, train_dataset=data, optimizers=(sgd, None), **options | {"warmup_steps": 0})
     run.train()
-    rows = run.private.mechanism.sampler.indices(0)
+    rows = run.private.core.sampler.indices(0)
     parameters = list(plain.parameters())
     sums, clipped = [torch.zeros_like(p) for p in parameters], 0
     for row in rows:
@@ -298,28 +300,30 @@ def test_an_empty_batch_is_a_step_too(tmp_path):
     few = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "logging_steps": 1}
     run = trainer(tmp_path, save_strategy="no", max_steps=8, **few)
     run.train()
-    drawn = [len(run.private.mechanism.sampler.indices(step)) for step in range(8)]
+    drawn = [len(run.private.core.sampler.indices(step)) for step in range(8)]
     assert 0 in drawn and run.private.executed == run.state.global_step == 8
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_examples_are_read_by_one_loader_for_all_steps(tmp_path, whole, monkeypatch, workers):
     made = []
-    monkeypatch.setattr(loop, "load", lambda *given, **options: made.append(options) or load(*given, **options))
+
+    class Counted(reading.DataLoader):
+        def __init__(self, *given, **options):
+            made.append(options)
+            super().__init__(*given, **options)
+
+    monkeypatch.setattr(reading, "DataLoader", Counted)
     run = trainer(tmp_path, save_strategy="no", dataloader_num_workers=workers)
     run.train()
-    assert [options["num_workers"] for options in made] == [workers]
-    assert torch.equal(weights(run.model), weights(whole.model)) and run._batches is None
+    assert [options["num_workers"] for options in made] == [workers] * (workers > 0)
+    assert torch.equal(weights(run.model), weights(whole.model)) and run.private._sums._loaded is None
 
 
 def test_losses_of_ones_own_and_checkpointed_activations(tmp_path):
-    def losses(model, inputs):
-        labels = inputs.pop("labels")
-        return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
-
     plain = trainer(tmp_path, encoder(0.0), save_strategy="no")
     plain.train()
-    same = trainer(tmp_path, encoder(0.0), losses_of=losses, save_strategy="no", activation_checkpointing=True)
+    same = trainer(tmp_path, encoder(0.0), losses=losses, save_strategy="no", activation_checkpointing=True)
     same.train()
     torch.testing.assert_close(weights(same.model), weights(plain.model))
 
@@ -337,8 +341,8 @@ def test_settings_reach_the_plan_and_the_thresholds(tmp_path):
     budget = privacy(noise="weighted", target_quantile=0.8, quantile_budget=0.2, initial_threshold=2.0, rescale=False)
     run = trainer(tmp_path, budget=budget, save_strategy="no", max_steps=1)
     run.train()
-    assert run.private.plan.quantile_budget == 0.2 and run.private.mechanism.allocation == "weighted"
-    moved = run.private.mechanism.thresholds.clip_thresholds / 2.0
+    assert run.private.plan.quantile_budget == 0.2 and run.private.core.allocation == "weighted"
+    moved = run.private.core.thresholds.clip_thresholds / 2.0
     assert float(moved.log().abs().max()) < 10, "they began at 2"
 
 

@@ -71,7 +71,7 @@ def trainer(
 ) -> PrivateTrainer:
     """The trainer of a predictable key; options are its own, or else those of `TrainingArguments`."""
     own = {"train_dataset": Texts(), "data_collator": collate, "noise_source": NoiseSource.from_seed(SEED)}
-    names = (*own, "eval_dataset", "callbacks", "losses_of", "compute_metrics", "optimizers", "compute_loss_func")
+    names = (*own, "eval_dataset", "callbacks", "losses", "compute_metrics", "optimizers", "compute_loss_func")
     given = {name: options.pop(name) for name in names if name in options}
     return PrivateTrainer(
         model or encoder(), arguments(folder, **options), privacy=budget or privacy(), **{**own, **given}

@@ -8,6 +8,7 @@ from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import PATIENCE, MovedAdapters, add_adapters, choose_trainable
+from tests.clipping.traced import clip_batch
 
 CLASSES = ("negative", "positive")
 
@@ -93,10 +94,14 @@ def test_a_private_step_with_frozen_half_precision(made, trains):
     for architecture, causal, first in (("roberta", False, 2), ("gpt2", True, 0)):
         model = made(architecture, causal, trains=trains, frozen_dtype="bfloat16")
         ids = torch.randint(5, 60, (3, 6))
-        with attach(model, per_layer(model), 0.1) as engine:
+
+        def losses_of(ids, model=model, first=first):
             with torch.autocast("cpu", torch.bfloat16):
-                logits = model(input_ids=ids, position_ids=torch.arange(6).repeat(3, 1) + first).logits
-            engine.backward(logits.float().flatten(1).square().mean(1))
+                logits = model(input_ids=ids, position_ids=torch.arange(6).repeat(len(ids), 1) + first).logits
+            return logits.float().flatten(1).square().mean(1)
+
+        with attach(model, per_layer(model), 0.1) as engine:
+            clip_batch(engine, losses_of, ids)
         for name, parameter in model.named_parameters():
             assert (parameter.grad is not None) == parameter.requires_grad, name
             assert parameter.grad is None or parameter.grad.dtype == torch.float32, name

@@ -13,6 +13,7 @@ from groupwise.errors import UserError
 from groupwise.pipeline.runner import StageRunner, SteppedStage, check_schedule, held_at_once, least_microbatches
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.task import Microbatch
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import BATCHES, MICROBATCH, Case, Images, make_trainer
 
@@ -50,14 +51,19 @@ def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():
 
 def test_thresholds_that_need_other_stages_are_refused():
     trainer = make_trainer(Case(stages=1), Alone())
-    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.ranks).mechanism
+    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.ranks).private
     rescaled.thresholds.rescale_to = 1.0
     with pytest.raises(UserError, match=r"clip\.rescale=false"):
-        PipelineTrainer(**{**_fields(trainer), "mechanism": rescaled})
+        PipelineTrainer(**{**_fields(trainer), "private": rescaled})
 
 
 def _fields(trainer: PipelineTrainer) -> dict:
     return {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.init}
+
+
+def drawn(trainer: PipelineTrainer, size: int, least: int = 1) -> list[Microbatch]:
+    """The microbatches of the first step, its examples as they are numbered."""
+    return trainer.private.sums.feed.microbatches(trainer.private.sampler.indices(0), size, least)
 
 
 def on_two_stages(rank: int, world: int) -> dict:
@@ -86,6 +92,7 @@ def passes(ranks: Ranks) -> dict:
             for step in (0, 2):
                 seen.clear()
                 random = torch.get_rng_state()
+                trainer.private.executed = step
                 trainer.step(step)
                 assert torch.equal(random, torch.get_rng_state())
                 steps.append(dict(seen))
@@ -98,7 +105,7 @@ def buffers(ranks: Ranks) -> dict:
     found = {}
     for schedule in ("1f1b", "gpipe"):
         trainer = make_trainer(Case(schedule=schedule), ranks)
-        microbatches = trainer.feed.microbatches(trainer.task.order(trainer.mechanism.sampler.indices(0)), 2)
+        microbatches = drawn(trainer, 2)
         kept: list[int] = []
         backward = SteppedStage.backward_one_chunk
 
@@ -123,7 +130,7 @@ def buffers(ranks: Ranks) -> dict:
 def losses(ranks: Ranks) -> tuple:
     """Losses of a step, and of one without examples."""
     trainer = make_trainer(Case(), ranks)
-    microbatches = trainer.feed.microbatches(trainer.mechanism.sampler.indices(0), MICROBATCH, trainer.runner.least)
+    microbatches = drawn(trainer, MICROBATCH, trainer.runner.least)
     return trainer.runner.run(microbatches, nothing_random), trainer.runner.run([], nothing_random)
 
 
@@ -131,8 +138,8 @@ def same_dropout(ranks: Ranks) -> float:
     """Flat clipping of one example, with dropout: the squared norm of this stage's part."""
     trainer = make_trainer(Case(grouping="flat", dropout=0.5), ranks, batches=((3,),))
     trainer.engine.set_thresholds(0.01)
-    microbatches = trainer.feed.microbatches(trainer.mechanism.sampler.indices(0), 1, 2)
-    trainer.runner.run_flat(microbatches, partial(trainer.mechanism.microbatch, 0))
+    microbatches = drawn(trainer, 1, 2)
+    trainer.runner.run_flat(microbatches, partial(trainer.private.microbatch, 0))
     return sum(float(p.grad.square().sum()) for p in trainer.runner.stage.parameters())
 
 
@@ -143,13 +150,13 @@ def left_out(ranks: Ranks) -> tuple:
         both = []
         for batch in ((0, 5, 1), (0, 1)):
             trainer = make_trainer(Case(model="wrn", grouping=grouping), ranks)
-            prepare = trainer.feed._prepare
-            bad = Images().images[5]
-            trainer.feed._prepare = lambda images, bad=bad, prepare=prepare: torch.where(
+            feed, bad = trainer.private.sums.feed, Images().images[5]
+            prepare = feed._prepare
+            feed._prepare = lambda images, bad=bad, prepare=prepare: torch.where(
                 (images == bad).flatten(1).all(1).view(-1, 1, 1, 1), torch.nan, prepare(images)
             )
             run = trainer.runner.run_flat if grouping == "flat" else trainer.runner.run
-            run(trainer.feed.microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
+            run(feed.microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
             counts = (trainer.engine.nonfinite, trainer.engine.examples)
             both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
         found.append(both)
@@ -165,10 +172,8 @@ def seen():
 def test_what_two_stages_run_and_keep(seen):
     for rank, found in enumerate(seen):
         for (schedule, again), steps in found["passes"].items():
-            for i, (count, step) in enumerate(zip(COUNTS, steps, strict=True)):
+            for count, step in zip(COUNTS, steps, strict=True):
                 blocks = 2 * count if again else count
-                if again and rank == 1 and i == 0:  # whose rows are whose is looked at once, by three backward passes
-                    blocks += 3
                 assert step == {"forward": count, "backward": count, "block": blocks}, (rank, schedule, again)
         sends = rank == 0  # the first stage receives gradients, the last activations
         assert found["buffers"] == {"1f1b": (6, {2 if sends else 1}, 0), "gpipe": (6, {6}, 0)}
@@ -176,9 +181,7 @@ def test_what_two_stages_run_and_keep(seen):
 
 def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):
     alone = make_trainer(Case(stages=1), Alone())
-    expected = alone.runner.run(
-        alone.feed.microbatches(alone.mechanism.sampler.indices(0), len(BATCHES[0])), nothing_random
-    )
+    expected = alone.runner.run(drawn(alone, len(BATCHES[0])), nothing_random)
     assert seen[0]["losses"] == (None, None)
     found, none = seen[1]["losses"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -199,7 +202,7 @@ def test_an_example_without_a_finite_norm_is_left_out_on_every_stage(seen):
 
 def test_what_goes_wrong_inside_a_pass_is_told_in_one_sentence():
     trainer = make_trainer(Case(stages=1), Alone())
-    microbatches = trainer.feed.microbatches(trainer.mechanism.sampler.indices(0), MICROBATCH)
+    microbatches = drawn(trainer, MICROBATCH)
     errors = {"lower it": UserError("lower it"), "Stage 0 ran out of its device's memory": torch.OutOfMemoryError()}
     for sentence, cause in errors.items():
 

@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from groupwise.build import alone
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import choose_ranges, cut
-from groupwise.pipeline.trainer import PipelineTrainer
+from groupwise.pipeline.trainer import PipelineTrainer, StageSums
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, make_plan
 from groupwise.tasks.image_classification import ImageFeed
 from groupwise.tasks.samples import Rows, Samples
 from groupwise.tasks.text_generation import TextFeed
 from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
-from groupwise.training.mechanism import Mechanism
+from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
 
@@ -102,7 +103,10 @@ class Given(Task):
     def __init__(self, model: nn.Module) -> None:
         self.model, self.train_size = model, EXAMPLES
 
-    def losses(self, examples):
+    def read(self, examples, even=False):
+        raise NotImplementedError
+
+    def losses(self, model, batch):
         raise NotImplementedError
 
     def evaluate(self, split, batch_size, limit=None, final=False):
@@ -128,6 +132,10 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
     stage = cut(model, choose_ranges(model, case.stages), ranks.stage, rematerialize=case.rematerialize)
     device = torch.device("cpu")
     engine = make_engine(stage, ClipConfig(grouping=case.grouping, policy=case.policy))
+    feed = Images().feed() if case.model == "wrn" else Texts().feed()
+    if engine is not None:
+        some = feed.microbatches(feed.order(np.arange(EXAMPLES)), EXAMPLES)[0]
+        engine.trace(alone(stage, some, device), range(EXAMPLES))
     here = 1 if engine is None else len(engine.groups)
     one_group = case.grouping == "flat"
     groups = 1 if one_group else round(ranks.agree(here / ranks.replicas)[0])
@@ -144,9 +152,10 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
     thresholds = None if engine is None else make_thresholds(case, here, groups, plan.count_noise_multiplier)
     optim = OptimConfig(learning_rate=LEARNING_RATE)
     optimizer = make_optimizer(stage.parameters(), optim)
+    runner = StageRunner(stage, engine, device, case.schedule, getattr(ranks, "pipeline", None))
     return PipelineTrainer(
         task=Given(stage),
-        mechanism=Mechanism(
+        private=PrivateStep(
             model=stage,
             engine=engine,
             thresholds=thresholds,
@@ -156,12 +165,11 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
             allocation="equal_budget",
             optimizer=optimizer,
             device=device,
+            sums=StageSums(runner, feed, MICROBATCH, one_group),
             ranks=ranks,
         ),
         schedule=make_schedule(optimizer, optim, 1000),
-        microbatch=MICROBATCH,
-        runner=StageRunner(stage, engine, device, case.schedule, getattr(ranks, "pipeline", None)),
-        feed=Images().feed() if case.model == "wrn" else Texts().feed(),
+        runner=runner,
         one_group=one_group,
     )
 

@@ -32,7 +32,7 @@ def write_learned_text() -> Callable:
         optimizer = torch.optim.Adam(task.model.parameters(), lr=0.01)
         for _ in range(60):
             optimizer.zero_grad()
-            task.losses([0]).sum().backward()
+            task.losses_of([0]).sum().backward()
             optimizer.step()
         found = task.evaluate("test", 50, limit=1, final=True)
         assert task.outputs()["test"][0]["output"] == target

@@ -3,6 +3,7 @@
 import io
 import logging
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from groupwise.errors import UserError
 from groupwise.tasks import beam_search
 from groupwise.tasks.beam_search import generate
 from groupwise.torchvision_import import import_torchvision
+from tests.clipping.traced import rows_of, trace_batch
 
 import_torchvision()
 import transformers  # noqa: E402
@@ -235,11 +237,13 @@ def test_an_attached_engine_notices_nothing(tokenizer, lora):
     found = []
     for writes in (False, True):
         with attach(model, per_layer(model), 1.0) as engine:
+            some_of = partial(losses_of, model)
+            trace_batch(engine, some_of, rows)
             model.zero_grad()
             if writes:
                 assert write(model, tokenizer, prompts, beams=3) == alone
                 assert engine.examples == 0
-            losses = losses_of(model, rows)
+            losses = engine.losses(rows_of(some_of, rows), range(3))
             if writes:
                 assert write(model, tokenizer, prompts, beams=3) == alone
             engine.backward(losses)

@@ -16,6 +16,7 @@ from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
+from tests.clipping.traced import clip
 from tests.combinations import CONF
 from tests.rdp_alone import rdp_alone
 from tests.tasks.decoders import CPU, EXAMPLE, FAMILIES, TARGETS, folder_of, settings
@@ -74,7 +75,7 @@ def check_sums(folder: Path, task: str, trains: str, mode: str, **model) -> None
     thresholds, truth = truth_of(folder, task, trains, make_partition)
     made = in_float64(settings(folder, task, trains=trains, **model))
     with in_double(), attach(made.model, make_partition(made.model), thresholds, norms=norms) as engine:
-        engine.backward(made.losses(EXAMPLES))
+        clip(engine, made.losses_of, EXAMPLES)
         assert torch.equal(engine.counts, truth.counts)
     for name, parameter in made.model.named_parameters():
         if parameter.requires_grad:
@@ -115,7 +116,7 @@ def test_blocks_are_computed_again_where_it_is_asked_for(folders):
         block = task.model.get_base_model().model.layers[0].mlp
         runs[again] = []
         block.register_forward_pre_hook(lambda *_, seen=runs[again]: seen.append(1))
-        task.losses([0, 1]).sum().backward()
+        task.losses_of([0, 1]).sum().backward()
     assert (len(runs[False]), len(runs[True])) == (1, 2)
 
 
@@ -128,7 +129,7 @@ def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_flo
         frozen = {p.dtype for p in task.model.parameters() if p.dim() > 1 and not p.requires_grad}
         assert frozen == {torch.bfloat16 if half else torch.float32}
         with attach(task.model, flat(task.model), 1e3) as engine:
-            engine.backward(task.losses(EXAMPLES))
+            clip(engine, task.losses_of, EXAMPLES)
         found.append(torch.cat([p.grad.flatten() for p in task.model.parameters() if p.requires_grad]))
         assert found[-1].dtype == torch.float32
     assert 0 < float((found[1] - found[0]).norm()) < 0.05 * float(found[0].norm())
@@ -146,7 +147,7 @@ def test_the_head_reads_the_last_token_that_is_no_padding(folders, family):
     assert begin is None or all(row[0] == begin for row in rows)
     task.model.eval()
     with torch.no_grad():
-        together = task.logits(task.inputs(rows, CPU))
+        together = task.logits(task.model, task.inputs(rows, CPU))
         for row, logits in zip(rows, together, strict=True):
             states = task.model.model(torch.as_tensor(row).long()[None]).last_hidden_state
             torch.testing.assert_close(task.model.score(states[0, -1]), logits, rtol=1e-4, atol=1e-5)
@@ -164,8 +165,8 @@ def test_padding_is_the_models_own_though_the_tokeniser_has_none(folders, tmp_pa
     EXAMPLE["write"](str(tmp_path), "llama", pad_token_id=5)
     task = make_task(settings(tmp_path, "sst2"), CPU)
     assert task.tokenizer.pad_token_id is None
-    alone = torch.cat([task.losses([i]) for i in EXAMPLES])
-    torch.testing.assert_close(task.losses(EXAMPLES), alone, rtol=1e-4, atol=1e-5)
+    alone = torch.cat([task.losses_of([i]) for i in EXAMPLES])
+    torch.testing.assert_close(task.losses_of(EXAMPLES), alone, rtol=1e-4, atol=1e-5)
 
 
 # -- adapters, and what is refused -----------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_every_adapter_moves_in_two_steps_without_noise(folders, family):
             before = {name: p.detach().clone() for name, p in named.items()}
             optimizer.zero_grad()
             engine.reset()
-            engine.backward(task.losses(EXAMPLES))
+            clip(engine, task.losses_of, EXAMPLES)
             optimizer.step()
             still = [name for name, p in named.items() if torch.equal(p, before[name])]
             assert not [name for name in still if moved in name]

@@ -10,6 +10,7 @@ from groupwise.clipping import attach, flat
 from groupwise.config.schema import DataConfig, ModelConfig, PathsConfig, RunConfig, TrainConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
+from tests.clipping.traced import clip
 
 CPU = torch.device("cpu")
 
@@ -24,9 +25,9 @@ def config(**changes) -> RunConfig:
 def test_losses_are_one_value_an_example_and_no_mean():
     task = make_task(config(), CPU)
     task.model.eval()
-    together = task.losses([3, 5, 8])
+    together = task.losses_of([3, 5, 8])
     assert together.shape == (3,)
-    torch.testing.assert_close(torch.cat([task.losses([i]) for i in (3, 5, 8)]), together, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(torch.cat([task.losses_of([i]) for i in (3, 5, 8)]), together, rtol=1e-3, atol=1e-5)
 
 
 def test_metrics_are_those_of_a_plain_loop():
@@ -88,7 +89,7 @@ def test_real_cifar10_makes_the_papers_network():
     task = make_task(config(data=DataConfig("cifar10"), model=ModelConfig(), paths=paths), CPU)
     assert task.train_size == 50_000
     assert sum(p.numel() for p in task.model.parameters()) == 2_753_818
-    assert task.losses([0, 1]).shape == (2,)
+    assert task.losses_of([0, 1]).shape == (2,)
 
 
 def test_views_of_an_example_are_one_example_to_the_engine():
@@ -98,15 +99,16 @@ def test_views_of_an_example_are_one_example_to_the_engine():
     plain = make_task(config(), CPU)
     plain.model.load_state_dict(task.model.network.state_dict())
     rows = [3, 5, 8, 13]
-    drawn = task._views(task._splits["train"][0][rows])
+    images = task._splits["train"][0][rows]
+    drawn = task._views(images)
     assert drawn.shape == (4, 3, 1, 8, 8)
-    task._views = lambda images: drawn[: len(images)]
+    task._views = lambda some: drawn[[next(i for i in range(4) if torch.equal(images[i], one)) for one in some]]
     labels = task._splits["train"][1][rows]
     each = [
         torch.stack([F.cross_entropy(plain.model(plain._prepare(one[None])), label[None]) for one in view]).mean()
         for view, label in zip(drawn, labels, strict=True)
     ]
-    torch.testing.assert_close(task.losses(rows), torch.stack(each), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(task.losses_of(rows), torch.stack(each), rtol=1e-3, atol=1e-5)
     threshold = 0.05
     expected = [torch.zeros_like(parameter) for parameter in plain.model.parameters()]
     for loss in each:
@@ -114,7 +116,7 @@ def test_views_of_an_example_are_one_example_to_the_engine():
         factor = min(1.0, threshold / float(sum(part.square().sum() for part in gradient)) ** 0.5)
         expected = [total + factor * part for total, part in zip(expected, gradient, strict=True)]
     with attach(task.model, flat(task.model), threshold) as engine:
-        engine.backward(task.losses(rows))
+        clip(engine, task.losses_of, rows)
     for parameter, total in zip(task.model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, total, rtol=1e-3, atol=1e-6)
 
@@ -123,7 +125,7 @@ def test_augmentation_leaves_evaluation_alone_and_is_drawn_anew():
     task = make_task(config(data=DataConfig("digits", flip=True, crop=1)), CPU)
     assert task.evaluate("valid", 50, limit=50) == task.evaluate("valid", 50, limit=50)
     torch.manual_seed(0)
-    first, second = task.losses([1, 2, 3]), task.losses([1, 2, 3])
+    first, second = task.losses_of([1, 2, 3]), task.losses_of([1, 2, 3])
     assert not torch.equal(first, second)
     with pytest.raises(UserError, match=r"data\.crop=8"):
         make_task(config(data=DataConfig("digits", crop=8)), CPU)
@@ -136,7 +138,7 @@ def test_a_small_network_learns_on_scattering_features():
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.5, momentum=0.9)
     for step in range(20):
         optimizer.zero_grad()
-        task.losses(range(step % 4, task.train_size, 4)).mean().backward()
+        task.losses_of(range(step % 4, task.train_size, 4)).mean().backward()
         optimizer.step()
     assert task.evaluate("valid", 400)["accuracy"] > 60
     with pytest.raises(UserError, match=r"model\.norm_groups=16 does not divide the 81"):

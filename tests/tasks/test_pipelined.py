@@ -42,7 +42,7 @@ def test_a_stage_makes_of_them_what_the_task_makes_of_the_examples(name, request
     task = request.getfixturevalue(name)
     examples = task.order(np.array([3, 17, 8, 1, 29]))
     with torch.no_grad():
-        wanted = task.losses(examples)
+        wanted = task.losses_of(examples)
     blocks = 3 if isinstance(task.model, WideResNet) else 1
     stage = cut(task.model, ((0, blocks),), 0, token_loss="sum")
     microbatches = task.feed("train", CPU).microbatches(examples, size=2, least=4)

@@ -15,6 +15,7 @@ from groupwise.data.text_examples import Labelled
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode
+from tests.clipping.traced import clip
 
 CPU = torch.device("cpu")
 ROBERTA = {
@@ -71,12 +72,12 @@ def test_clipped_sums_are_those_of_single_examples(name, mode, request):
     assert len(set(task._lengths[EXAMPLES])) > 2, "padding must be there"
     make_partition, norms = MODES[mode]
     partition = make_partition(task.model)
-    loss_of = lambda i: task.losses([i])[0]  # noqa: E731
+    loss_of = lambda i: task.losses_of([i])[0]  # noqa: E731
     thresholds = clipped_sums(task.model, loss_of, EXAMPLES, partition, [1.0] * len(partition)).norms.median(1).values
     truth = clipped_sums(task.model, loss_of, EXAMPLES, partition, thresholds)
     task.model.zero_grad()
     with attach(task.model, partition, thresholds, norms=norms) as engine:
-        engine.backward(task.losses(EXAMPLES))
+        clip(engine, task.losses_of, EXAMPLES)
     for parameter, sums in gradients(task.model).items():
         assert float((sums - truth.sums[parameter]).norm()) <= 1e-9 * float(truth.sums[parameter].norm()) + 1e-13
 
@@ -87,7 +88,7 @@ def test_what_stands_at_padding_changes_nothing(sst2):
         sst2.inputs._pad_token = token
         sst2.model.zero_grad()
         with attach(sst2.model, per_layer(sst2.model), 0.1) as engine:
-            engine.backward(sst2.losses(EXAMPLES))
+            clip(engine, sst2.losses_of, EXAMPLES)
         found.append(gradients(sst2.model))
     sst2.inputs._pad_token = 1
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -115,7 +116,7 @@ def test_order_leaves_the_sum_as_it_is(sst2):
         sst2.model.zero_grad()
         with attach(sst2.model, per_layer(sst2.model), 0.1) as engine:
             for part in np.split(examples, 4):
-                engine.backward(sst2.losses(part))
+                clip(engine, sst2.losses_of, part)
         found.append(gradients(sst2.model))
     for name, first in found[0].items():
         torch.testing.assert_close(found[1][name], first, rtol=1e-9, atol=1e-13)
@@ -140,7 +141,7 @@ def test_metrics_are_those_of_a_plain_loop(mnli):
 
 def test_the_models_dropout_is_on_in_training_and_off_in_evaluation():
     task = make_task(config(model={"dropout": 0.5}), CPU)
-    assert not torch.equal(task.losses([0, 1]), task.losses([0, 1]))
+    assert not torch.equal(task.losses_of([0, 1]), task.losses_of([0, 1]))
     assert task.evaluate("valid", 50) == task.evaluate("valid", 50)
 
 
@@ -152,25 +153,25 @@ def test_another_encoder_gets_its_token_types(tmp_path):
     shape = {**ROBERTA, "max_position_embeddings": 64, "type_vocab_size": 2}
     task = make_task(config("qnli", {"source": str(tmp_path), "architecture": "bert", "shape": shape}), CPU)
     assert set(task._train.types.values) == {0, 1}
-    together = task.losses(EXAMPLES)
-    torch.testing.assert_close(torch.cat([task.losses([i]) for i in EXAMPLES]), together)
+    together = task.losses_of(EXAMPLES)
+    torch.testing.assert_close(torch.cat([task.losses_of([i]) for i in EXAMPLES]), together)
     with attach(task.model, per_layer(task.model), 0.1) as engine:
-        verify(engine, task.losses, EXAMPLES, 1e-3)
+        verify(engine, task.losses_of, EXAMPLES, 1e-3)
 
 
 def test_a_causal_model_classifies_too():
     shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 64}
     model = {"source": "pretrained/gpt2_mini", "architecture": "gpt2", "shape": shape}
     task = make_task(config("qnli", model), CPU)
-    torch.testing.assert_close(torch.cat([task.losses([i]) for i in EXAMPLES]), task.losses(EXAMPLES))
+    torch.testing.assert_close(torch.cat([task.losses_of([i]) for i in EXAMPLES]), task.losses_of(EXAMPLES))
 
 
 def test_bfloat16_is_the_same_loss_roughly_and_in_float32():
     exact = make_task(config(), CPU)
     coarse = make_task(config(train=TrainConfig(precision="bfloat16")), CPU)
-    assert coarse.losses(EXAMPLES).dtype == torch.float32
-    torch.testing.assert_close(coarse.losses(EXAMPLES), exact.losses(EXAMPLES), rtol=0.02, atol=0)
-    assert not torch.equal(coarse.losses(EXAMPLES), exact.losses(EXAMPLES))
+    assert coarse.losses_of(EXAMPLES).dtype == torch.float32
+    torch.testing.assert_close(coarse.losses_of(EXAMPLES), exact.losses_of(EXAMPLES), rtol=0.02, atol=0)
+    assert not torch.equal(coarse.losses_of(EXAMPLES), exact.losses_of(EXAMPLES))
 
 
 def test_long_texts_are_cut_and_counted():
@@ -213,7 +214,7 @@ def test_lora_trains_adapters_and_the_head_and_watches_them():
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
     for step in range(2):
         optimizer.zero_grad()
-        task.losses(EXAMPLES).sum().backward()
+        task.losses_of(EXAMPLES).sum().backward()
         optimizer.step()
         task.check_update(step)
     stuck = make_task(config(model=model), CPU)
@@ -231,7 +232,7 @@ def test_export_is_a_folder_that_transformers_reads(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     assert model.config.id2label == {0: "entailment", 1: "neutral", 2: "contradiction"}
     inputs = task.inputs([task._train.tokens[i] for i in EXAMPLES], CPU)
-    torch.testing.assert_close(model(**inputs).logits, task.logits(inputs))
+    torch.testing.assert_close(model(**inputs).logits, task.logits(task.model, inputs))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("A film", "Good.")["input_ids"] == task.tokenizer("A film", "Good.")["input_ids"]
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())
@@ -266,4 +267,4 @@ def test_real_sst2():
     assert (found["train_examples"], found["valid_examples"]) == (60, 872)
     assert found["cut_examples_valid"] < 9, "hardly any of them has more than 64 tokens"
     assert "generated" not in found
-    assert task.losses(EXAMPLES).shape == (5,)
+    assert task.losses_of(EXAMPLES).shape == (5,)

@@ -29,6 +29,7 @@ from groupwise.tasks import make_task
 from groupwise.tasks.samples import PairEncoder, Rows, plain_frame
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
+from tests.clipping.traced import clip
 
 CPU = torch.device("cpu")
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 160}
@@ -161,7 +162,7 @@ def test_losses_are_of_the_targets_tokens_alone(tasks, name):
     samples = task._samples["train"]
     expected = [loss_by_hand(task, samples.tokens[i], samples.starts[i]) for i in EXAMPLES]
     expected = torch.stack([part.sum() if "sum" in name else part.mean() for part in expected])
-    torch.testing.assert_close(task.losses(EXAMPLES), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(task.losses_of(EXAMPLES), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -171,12 +172,12 @@ def test_clipped_sums_are_those_of_single_examples(tasks, name, mode):
     assert len(set(task._lengths[EXAMPLES])) > 2, "padding must be there"
     make_partition, norms = MODES[mode]
     partition = make_partition(task.model)
-    loss_of = lambda i: task.losses([i])[0]  # noqa: E731
+    loss_of = lambda i: task.losses_of([i])[0]  # noqa: E731
     thresholds = clipped_sums(task.model, loss_of, EXAMPLES, partition, [1.0] * len(partition)).norms.median(1).values
     truth = clipped_sums(task.model, loss_of, EXAMPLES, partition, thresholds)
     task.model.zero_grad()
     with attach(task.model, partition, thresholds, norms=norms) as engine:
-        engine.backward(task.losses(EXAMPLES))
+        clip(engine, task.losses_of, EXAMPLES)
     for parameter, sums in gradients(task.model).items():
         assert float((sums - truth.sums[parameter]).norm()) <= 1e-9 * float(truth.sums[parameter].norm()) + 1e-13
 
@@ -187,24 +188,24 @@ def test_what_stands_at_padding_changes_nothing(tied):
         tied.inputs._pad_token = token
         tied.model.zero_grad()
         with attach(tied.model, per_layer(tied.model), 0.1) as engine:
-            engine.backward(tied.losses(EXAMPLES))
+            clip(engine, tied.losses_of, EXAMPLES)
         found.append(gradients(tied.model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_model_that_cannot_leave_logits_out_has_the_same_losses(tied, monkeypatch):
-    expected = tied.losses(EXAMPLES)
+    expected = tied.losses_of(EXAMPLES)
     monkeypatch.setattr(tied.inputs, "accepts", tied.inputs.accepts - {"logits_to_keep"})
-    torch.testing.assert_close(tied.losses(EXAMPLES), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(tied.losses_of(EXAMPLES), expected, rtol=1e-12, atol=0)
 
 
 def test_a_model_that_keeps_no_logits_is_asked_for_all(tied, monkeypatch):
-    kept = tied.losses(EXAMPLES)
+    kept = tied.losses_of(EXAMPLES)
     monkeypatch.setattr(tied.inputs, "accepts", tied.inputs.accepts - {"logits_to_keep"})
     asked = []
     logits = tied.logits
-    monkeypatch.setattr(tied, "logits", lambda inputs: (asked.append(inputs.keys()), logits(inputs))[1])
-    torch.testing.assert_close(tied.losses(EXAMPLES), kept)
+    monkeypatch.setattr(tied, "logits", lambda model, inputs: (asked.append(inputs.keys()), logits(model, inputs))[1])
+    torch.testing.assert_close(tied.losses_of(EXAMPLES), kept)
     assert asked and "logits_to_keep" not in asked[0]
 
 
@@ -219,7 +220,7 @@ def test_order_leaves_the_sum_as_it_is_and_pads_less(tied):
         tied.model.zero_grad()
         with attach(tied.model, per_layer(tied.model), 0.1) as engine:
             for part in np.split(examples, 3):
-                engine.backward(tied.losses(part))
+                clip(engine, tied.losses_of, part)
         found.append(gradients(tied.model))
     for name, first in found[0].items():
         torch.testing.assert_close(found[1][name], first, rtol=1e-9, atol=1e-13)
@@ -322,7 +323,9 @@ def test_export_keeps_tied_weights_one_and_may_halve_them(tmp_path):
         assert {w.dtype for w in weights.values()} == {dtype or torch.float32}
         assert sum(w.shape == task.model.lm_head.weight.shape for w in weights.values()) == 1
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
-        torch.testing.assert_close(model(**inputs).logits, task.logits(inputs), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            model(**inputs).logits, task.logits(task.model, inputs), rtol=tolerance, atol=tolerance
+        )
         assert json.loads((tmp_path / name / "provenance.json").read_text())["seed"] == 0
     assert {p.dtype for p in task.model.parameters()} == {torch.float32}
     with pytest.raises(UserError, match="cannot be written"):
@@ -349,7 +352,7 @@ def test_export_of_adapters_names_the_base(tmp_path):
     model = PeftModel.from_pretrained(model, tmp_path / "out").eval()
     task.model.eval()
     inputs = task.inputs([task._samples["train"].tokens[0]], CPU)
-    torch.testing.assert_close(model(**inputs).logits, task.logits(inputs))
+    torch.testing.assert_close(model(**inputs).logits, task.logits(task.model, inputs))
 
 
 @pytest.mark.parametrize(
@@ -381,7 +384,7 @@ def test_bad_input_is_one_sentence(changes, message):
 def test_real_texts(name, train_file):
     data = {"name": "files", "train_file": train_file}
     task = make_task(config(name, data=data, paths=PathsConfig(data=os.environ["GROUPWISE_DATA"])), CPU)
-    assert task.losses(EXAMPLES).shape == (4,)
+    assert task.losses_of(EXAMPLES).shape == (4,)
     found = task.describe_data()
     assert found["train_examples"] == 40 and "generated" not in found
     assert found["test_inputs"] == {"e2e": 630, "dart": 5097, "samsum": 819}[name]

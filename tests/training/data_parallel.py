@@ -62,13 +62,16 @@ class PointsTask(Task):
         torch.manual_seed(0)
         self.x, self.y = torch.randn(EXAMPLES, 5).double(), torch.randint(0, 3, (EXAMPLES,))
 
-    def losses(self, examples):
+    def read(self, examples, even=False):
         rows = torch.as_tensor(np.asarray(examples))
-        return F.cross_entropy(self.model(self.x[rows]), self.y[rows], reduction="none")
+        return self.x[rows], self.y[rows]
+
+    def losses(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     @torch.no_grad()
     def evaluate(self, split, batch_size, limit=None, final=False):
-        return {"loss": float(self.losses(range(EXAMPLES)).mean())}
+        return {"loss": float(self.losses_of(range(EXAMPLES)).mean())}
 
     def describe_data(self):
         return {}
@@ -116,7 +119,7 @@ def build(
     )
     with checked_once((clip.name, type(task)) if isinstance(ranks, Alone) else "one of several processes"):
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
-    trainer.mechanism.sampler = Batches(batches)
+    trainer.private.sampler = Batches(batches)
     return trainer
 
 

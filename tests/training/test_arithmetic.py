@@ -1,6 +1,6 @@
 """The arithmetic of a GPU is what was asked for, and afterwards what it was; seen here in torch's own settings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from groupwise.errors import UserError
 from groupwise.privacy import FixedThresholds, NoiseSource, make_plan
 from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
 from groupwise.training.from_config import autocast, tolerances
-from groupwise.training.mechanism import Mechanism
+from groupwise.training.private_step import PrivateStep
 from tests.combinations import run
 from tests.forks import Command
 
@@ -90,11 +90,15 @@ def test_settings_of_the_new_kind_are_as_they_were_beside_the_old(tf32: bool) ->
 
 def test_torch_can_read_its_settings_in_the_backward_pass_of_a_tf32_run() -> None:
     seen = []
-    mechanism = clipped()
-    with products(tf32=True):
-        losses = mechanism.model(torch.randn(3, 3)).sum(1)
+    private, x = clipped(), torch.randn(3, 3)
+
+    def losses_of(rows: Sequence[int]) -> torch.Tensor:
+        losses = private.model(x[list(rows)]).sum(1)
         losses.register_hook(lambda _: seen.append(settings()))
-        mechanism.backward(losses)
+        return losses
+
+    with products(tf32=True):
+        private.clip(losses_of, range(3))
     assert set(seen) == {(False, False)}
 
 
@@ -102,10 +106,11 @@ def test_settings_of_the_new_kind_are_kept_too(told: list[str]) -> None:
     assert told[1:] == ["['ieee', 'ieee'] False", "['tf32', 'tf32'] True", "['tf32', 'tf32']"]
 
 
-def clipped() -> Mechanism:
+def clipped() -> PrivateStep:
     model = nn.Linear(3, 2)
     engine = attach(model, flat(model), [1.0])
-    return Mechanism(
+    engine.trace(lambda rows: model(torch.randn(6, 3)[list(rows)]).sum(1), range(6))
+    return PrivateStep(
         model=model,
         engine=engine,
         thresholds=FixedThresholds([1.0]),
@@ -114,15 +119,16 @@ def clipped() -> Mechanism:
         allocation="global",
         optimizer=torch.optim.SGD(model.parameters()),
         device=CUDA,
+        sums=None,  # type: ignore[arg-type]  # no step is taken
     )
 
 
 def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    mechanism = clipped()
-    monkeypatch.setattr(mechanism.engine, "backward", lambda losses: seen.append(settings()))
+    private = clipped()
+    monkeypatch.setattr(private.engine, "backward", lambda losses: seen.append(settings()))
     with products(tf32=True):
-        mechanism.backward(torch.zeros(3))
+        private.clip(lambda rows: private.model(torch.zeros(len(rows), 3)).sum(1), range(3))
         assert settings() == (True, True)
     assert seen == [(False, False)]
 

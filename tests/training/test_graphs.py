@@ -1,7 +1,6 @@
 """What is recorded of a microbatch does on other examples what the eager microbatch does, to the bit."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
 from groupwise.training.graphs import WARM_UP, MicrobatchGraphs, recorder_of
 from groupwise.training.ranks import Alone
+from tests.checked import only_traced
 from tests.tapes import Tape
 from tests.training.test_step import ADAPTIVE_FLAT, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
 
@@ -27,17 +27,25 @@ CPU = torch.device("cpu")
 
 def recorded(trainer, tape=None):
     """The same trainer, whose microbatches a tape holds."""
-    return replace(trainer, graphs=MicrobatchGraphs(trainer.task, trainer.engine, tape or Tape()))
-
-
-def with_parts(trainer):
-    """`ToyTask` in two parts, with dropout."""
-    task = trainer.task
-    task.model[1] = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
-    task.read = lambda rows, even=False: {"x": task.x[torch.as_tensor(rows)], "y": task.y[torch.as_tensor(rows)]}
-    task.losses_of = lambda read: nn.functional.cross_entropy(task.model(read["x"]), read["y"], reduction="none")
-    task.losses = lambda rows: task.losses_of(task.read(rows))
+    trainer.private.sums.graphs = MicrobatchGraphs(trainer.task, trainer.engine, tape or Tape())
+    trainer.private.keeps_gradients = True
     return trainer
+
+
+def with_dropout(trainer):
+    trainer.task.model[1] = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
+    return trainer
+
+
+def scaled(trainer, factor):
+    """The losses times what a function of a batch gives."""
+    losses = trainer.task.losses
+    trainer.task.losses = lambda model, batch: losses(model, batch) * factor(batch)
+    return trainer
+
+
+def graphs_of(trainer):
+    return trainer.private.sums.graphs
 
 
 def state(trainer):
@@ -53,11 +61,13 @@ def state(trainer):
 @pytest.mark.parametrize("clip", [NONE, FLAT, GHOST, ADAPTIVE_LAYER, ADAPTIVE_FLAT], ids=lambda clip: clip.name)
 def test_a_recorded_run_has_the_bits_of_the_eager_one(clip):
     tape = Tape()
-    eager = state(with_parts(make_trainer(clip, microbatch=6)))
-    graphs = recorded(with_parts(make_trainer(clip, microbatch=6)), tape)
+    eager = state(with_dropout(make_trainer(clip, microbatch=6)))
+    graphs = recorded(with_dropout(make_trainer(clip, microbatch=6)), tape)
     found = state(graphs)
     assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and found[2] == eager[2]
-    assert len(graphs.graphs) >= 1 and tape.launches >= 5  # microbatches of six, of about five in each of three steps
+    assert (
+        len(graphs_of(graphs)) >= 1 and tape.launches >= 5
+    )  # microbatches of six, of about five in each of three steps
 
 
 def whole(task, clip, *more):
@@ -69,14 +79,14 @@ def whole(task, clip, *more):
     engine = make_engine(made.model, config.clip)
     plan = plan_run(config, made.train_size, None if engine is None else len(engine.groups))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("groupwise.build.verify", lambda *_, **__: 0.0)  # both runs are of one engine, right or wrong
+        patch.setattr("groupwise.build.verify", only_traced)  # both runs are of one engine, right or wrong
         return build_trainer(config, made, engine, plan, CPU, Alone(), None)
 
 
 def evenly(trainer):
     """Microbatches that run eagerly, padded as those that are recorded."""
     task = trainer.task
-    task.losses = lambda rows: task.losses_of(task.read(rows, even=True))
+    task.losses_of = lambda rows: task.losses(task.model, task.read(rows, even=True))
     return trainer
 
 
@@ -101,9 +111,8 @@ def test_so_have_the_papers_tasks(task, clip, more, monkeypatch):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_waits_for_the_device_is_refused_in_one_sentence():
-    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
-    inner = trainer.task.losses_of
-    trainer.task.losses_of = lambda read: inner(read) * (1.0 + 0.0 * float(read["x"].sum()))
+    trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    scaled(trainer, lambda read: 1.0 + 0.0 * float(read["x"].sum()))
     with pytest.raises(UserError, match=r"inside of a microbatch.*capturing.*leave the option out\.$"):
         state(recorded(trainer))
 
@@ -111,9 +120,8 @@ def test_what_waits_for_the_device_is_refused_in_one_sentence():
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_what_the_host_draws_would_stand_still_and_is_refused(draw):
-    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
-    inner = trainer.task.losses_of
-    trainer.task.losses_of = lambda read: inner(read) * (1.0 + (draw() > 2))  # which never is
+    trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    scaled(trainer, lambda _: 1.0 + (draw() > 2))  # which never is
     with pytest.raises(UserError, match="draws random numbers on the host"):
         state(recorded(trainer))
 
@@ -129,9 +137,8 @@ STEPS_OF_THEIR_OWN = {
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("own", STEPS_OF_THEIR_OWN.values(), ids=STEPS_OF_THEIR_OWN)
 def test_a_number_of_the_models_own_that_changes_with_each_call_is_refused(own):
-    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
-    inner = trainer.task.losses_of
-    trainer.task.losses_of = lambda read: inner(read) * (1.0 + own(trainer.task))
+    trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    scaled(trainer, lambda _: 1.0 + own(trainer.task))
     with pytest.raises(UserError, match="other losses for the same inputs and masks"):
         state(recorded(trainer))
 
@@ -147,10 +154,10 @@ def by_a_number_of_its_own(task, rows):
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("change", [by_a_tensor_of_its_own, by_a_number_of_its_own])
 def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(change):
-    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3))
-    read, inner, task = trainer.task.read, trainer.task.losses_of, trainer.task
+    trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=3))
+    read, task = trainer.task.read, trainer.task
     task.read = lambda rows, even=False: (change(task, rows), read(rows))[1]
-    task.losses_of = lambda given: inner(given) * task.weight
+    scaled(trainer, lambda _: task.weight)
     with pytest.raises(UserError, match=r"at launch 1 of a graph the losses are not .* Return it from read"):
         state(recorded(trainer))
 
@@ -160,7 +167,7 @@ def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(chan
     "wrap", [lambda x: {"x": x}, lambda x: [x], lambda x: x.to("meta")], ids=["dict", "list", "away"]
 )
 def test_inputs_that_would_stand_still_are_refused(wrap):
-    trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     read = trainer.task.read
     trainer.task.read = lambda rows, even=False: read(rows) | {"more": wrap(read(rows)["x"])}
     with pytest.raises(UserError, match=r"read gives 'more' as a .* that is not on cpu"):
@@ -170,11 +177,10 @@ def test_inputs_that_would_stand_still_are_refused(wrap):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_plain_arguments_have_graphs_of_their_own():
     def made(wrap):
-        trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3))
-        read, inner = trainer.task.read, trainer.task.losses_of
+        trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=3))
+        read = trainer.task.read
         trainer.task.read = lambda rows, even=False: read(rows) | {"weight": 1.0 + int(rows[0]) % 2}
-        trainer.task.losses_of = lambda given: inner(given) * given["weight"]
-        return state(wrap(trainer))
+        return state(wrap(scaled(trainer, lambda read: read["weight"])))
 
     tape = Tape()
     found, eager = made(lambda trainer: recorded(trainer, tape)), made(lambda trainer: trainer)
@@ -185,12 +191,12 @@ def test_plain_arguments_have_graphs_of_their_own():
 @pytest.mark.parametrize("change", ["gradients", "weights", "mode"])
 def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change):
     def made(wrap):
-        trainer = wrap(with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=3)))
+        trainer = wrap(with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=3)))
         for step in range(STEPS):
             trainer.step(step)
             model = trainer.task.model
             if change == "gradients":
-                trainer.mechanism.optimizer.zero_grad()
+                trainer.private.optimizer.zero_grad()
             elif change == "weights":
                 model[0].weight.data = model[0].weight.data.clone()
             else:
@@ -202,20 +208,17 @@ def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change)
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_norms_are_those_of_the_last_launch():
-    trainer, eager = recorded(with_parts(make_trainer(FLAT))), with_parts(make_trainer(FLAT))
+    trainer, eager = recorded(with_dropout(make_trainer(FLAT))), with_dropout(make_trainer(FLAT))
     for one in (trainer, eager):
         one.task.model.eval()
-        one.mechanism.open(0)
+        one.private.clear()
         for first, count in ((0, 9), (0, 6), (0, 6), (0, 6), (0, 4), (0, 4), (0, 4), (3, 6)):
-            one._backward(range(first, first + count))
-    assert len(trainer.graphs) == 2
+            one.private.sums.run(one.private, 0, 0, range(first, first + count), False)
+    assert len(graphs_of(trainer)) == 2
     assert torch.equal(trainer.engine.per_example_norms, eager.engine.per_example_norms)
 
 
-def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refused(tmp_path):
-    trainer = make_trainer(ADAPTIVE_LAYER)
-    with pytest.raises(UserError, match="needs read and losses_of, which ToyTask has none of"):
-        state(recorded(trainer))
+def test_another_device_and_what_cannot_be_recorded_are_refused():
     with pytest.raises(UserError, match="for NVIDIA's GPUs, and this run is on cpu"):
         recorder_of(CPU)
     for options in (
@@ -231,9 +234,8 @@ def test_a_task_in_one_part_another_device_and_what_cannot_be_recorded_are_refus
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
     def made(wrap):
-        trainer = with_parts(make_trainer(ADAPTIVE_LAYER, microbatch=4))
-        trainer.task.x[int(trainer.mechanism.sampler.indices(1)[9])] = float("nan")
-        trainer.engine.masks_rows = False
+        trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=4))
+        trainer.task.x[int(trainer.private.sampler.indices(1)[9])] = float("nan")
         return state(wrap(trainer))
 
     tape = Tape()
@@ -243,13 +245,13 @@ def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
 
 
 def test_each_shape_warms_up_and_a_graph_is_for_gradients_that_stayed_where_they_were():
-    trainer = recorded(with_parts(make_trainer(NONE)))
-    trainer.mechanism.open(0)
+    trainer = recorded(with_dropout(make_trainer(NONE)))
+    trainer.private.clear()
 
     def after(*counts):
         for count in counts:
-            trainer._backward(range(count))
-        return len(trainer.graphs)
+            trainer.private.sums.run(trainer.private, 0, 0, range(count), False)
+        return len(graphs_of(trainer))
 
     assert WARM_UP == 2 and after(5) == 0  # which makes the gradients
     assert after(4, 4, 3) == 0 and after(4) == 1 and after(3) == 1 and after(3, 4) == 2
@@ -257,5 +259,5 @@ def test_each_shape_warms_up_and_a_graph_is_for_gradients_that_stayed_where_they
     weight.grad = weight.grad.clone()
     before = weight.grad.clone()
     assert after(4) == 2 and not torch.equal(weight.grad, before)  # eagerly
-    trainer.graphs.forget()
+    trainer.private.sums.forget()
     assert after(4, 4) == 0 and after(4) == 1

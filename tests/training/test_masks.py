@@ -38,8 +38,11 @@ class DroppedOut(Task):
         nn.init.zeros_(self.model[1].weight)
         self.train_size = OTHERS + 1
 
-    def losses(self, examples):
-        return self.model(inputs(np.asarray(examples))).squeeze(1)
+    def read(self, examples, even=False):
+        return inputs(np.asarray(examples))
+
+    def losses(self, model, batch):
+        return model(batch).squeeze(1)
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         return examples[::-1]
@@ -64,7 +67,7 @@ def trainer(having: bool, noise_seed: int, microbatch: int = OTHERS + 1):
         made = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
     present = np.ones(OTHERS + 1, dtype=bool)
     present[-1] = having
-    made.mechanism.sampler = Present(made.mechanism.sampler, present)
+    made.private.sampler = Present(made.private.sampler, present)
     return made
 
 
@@ -99,7 +102,7 @@ def test_an_attacker_who_deals_masks_from_the_public_seed_learns_nothing_beyond_
 
 
 def gradient(made, step: int = 0) -> Tensor:
-    made._accumulate(np.arange(OTHERS + 1), step)
+    made.private.sums.add(made.private, step, np.arange(OTHERS + 1))
     return made.task.model[1].weight.grad.clone()
 
 
@@ -112,7 +115,7 @@ def test_masks_follow_the_key_the_step_and_the_microbatch_and_not_the_seed():
     assert not torch.equal(gradient(trainer(True, 2)), found), "another key has others"
     halves = trainer(True, 1, microbatch=(OTHERS + 1) // 2)
     rows = np.arange((OTHERS + 1) // 2)
-    halves._accumulate(rows, 0)
+    halves.private.sums.add(halves.private, 0, rows)
     first = halves.task.model[1].weight.grad.clone()
     assert not torch.allclose(gradient(halves), 2 * first), "another microbatch has others"
 
@@ -125,7 +128,7 @@ def test_every_process_has_masks_of_its_own(process):
     class Other(Alone):
         replica, stage, stages = process
 
-    made.mechanism.ranks = Other()
+    made.private.ranks = Other()
     assert torch.equal(gradient(made), alone) == (process == (0, 0, 1))
 
 

@@ -56,19 +56,23 @@ def weights(trainer: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()])
 
 
+def sums_of_the_first_batch(trainer: Any) -> None:
+    trainer.private.sums.add(trainer.private, 0, trainer.private.sampler.indices(0))
+
+
 def trained(clip: Any, microbatch: int, at: int = 0, kind: str = "CPU") -> tuple[Any, int]:
     """After all steps, the first of which failed at operation `at` of its backward and forward passes."""
     trainer = make_trainer(clip, microbatch=microbatch)
     failing = FailingOnce(at, ERRORS[kind])
-    accumulate = trainer._accumulate
+    add = trainer.private.sums.add
 
-    def within(examples: Any, step: int) -> None:
+    def within(*given: Any) -> torch.Tensor:
         with failing:
-            accumulate(examples, step)
+            return add(*given)
 
-    trainer._accumulate = within
+    trainer.private.sums.add = within
     trainer.step(0)
-    trainer._accumulate = accumulate
+    trainer.private.sums.add = add
     for step in range(1, STEPS):
         trainer.step(step)
     return trainer, failing.seen
@@ -98,9 +102,9 @@ def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
     for microbatch, at in ((8, 0), (16, 30)):
         trainer = make_trainer(FLAT, microbatch=microbatch)
         losses = trainer.task.losses
-        trainer.task.losses = lambda rows, losses=losses: losses(rows) * torch.rand(len(rows))
+        trainer.task.losses = lambda *given, losses=losses: (made := losses(*given)) * torch.rand(len(made))
         with FailingOnce(at, ERRORS["CPU"]):
-            trainer._accumulate(trainer.mechanism.sampler.indices(0), 0)
+            sums_of_the_first_batch(trainer)
         ends.append([p.grad.clone() for p in trainer.task.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
@@ -108,14 +112,14 @@ def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
 def test_what_is_no_lack_of_memory_is_not_tried_again():
     trainer = make_trainer(FLAT)
     with FailingOnce(10, lambda: RuntimeError("a bug")), pytest.raises(RuntimeError, match="a bug"):
-        trainer._accumulate(trainer.mechanism.sampler.indices(0), 0)
+        sums_of_the_first_batch(trainer)
     assert trainer.microbatch == 64
 
 
 def test_one_example_that_does_not_fit_is_one_sentence():
     trainer = make_trainer(FLAT, microbatch=4)
 
-    def full(rows: Any) -> torch.Tensor:
+    def full(*_: Any) -> torch.Tensor:
         raise ERRORS["CPU"]()
 
     trainer.task.losses = full
@@ -128,14 +132,14 @@ def test_nothing_of_the_part_that_did_not_fit_is_held():
     trainer = make_trainer(ADAPTIVE_BLOCK, microbatch=16)
     gc.collect()
     with FailingOnce(60, ERRORS["CPU"]):
-        trainer._accumulate(trainer.mechanism.sampler.indices(0)[:0], 0)
+        trainer.private.sums.add(trainer.private, 0, np.arange(0))
         before = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-        trainer._accumulate(trainer.mechanism.sampler.indices(0), 0)
+        sums_of_the_first_batch(trainer)
     assert trainer.microbatch == 8
-    trainer._clear()
+    trainer.private.clear()
     gc.collect()
     assert sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()) <= before + 2 * len(
-        trainer.mechanism.trainable
+        trainer.private.trainable
     )
 
 

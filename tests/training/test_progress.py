@@ -2,7 +2,7 @@
 
 import io
 
-from groupwise.training.reports import Progress
+from groupwise.training.progress import Progress
 
 
 class Clock:

@@ -10,10 +10,10 @@ from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import NoiseSource, PoissonSampler, make_plan
-from groupwise.training import mechanism as a_step
+from groupwise.training import private_step as a_step
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
-from groupwise.training.mechanism import Mechanism
-from groupwise.training.step import Trainer
+from groupwise.training.private_step import PrivateStep
+from groupwise.training.step import TaskSums, Trainer
 from groupwise.training.task import Task
 
 EXAMPLES, BATCH, STEPS = 96, 32, 3
@@ -36,9 +36,12 @@ class ToyTask(Task):
         self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
         self.x, self.y = torch.randn(EXAMPLES, 5).double(), torch.randint(0, 3, (EXAMPLES,))
 
-    def losses(self, examples):
+    def read(self, examples, even=False):
         rows = torch.as_tensor(np.asarray(examples))
-        return F.cross_entropy(self.model(self.x[rows]), self.y[rows], reduction="none")
+        return {"x": self.x[rows], "y": self.y[rows]}
+
+    def losses(self, model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
     def evaluate(self, split, batch_size, limit=None, final=False):
         return {}
@@ -56,6 +59,8 @@ def make_trainer(
 ) -> Trainer:
     task, optim = ToyTask(), optim or OptimConfig(learning_rate=0.5)
     engine = make_engine(task.model, clip)
+    if engine is not None:
+        engine.trace(task.losses_of, range(6))
     plan = make_plan(
         dataset_size=EXAMPLES,
         expected_batch_size=batch_size,
@@ -70,7 +75,7 @@ def make_trainer(
     optimizer = make_optimizer(task.model.parameters(), optim)
     return Trainer(
         task=task,
-        mechanism=Mechanism(
+        private=PrivateStep(
             model=task.model,
             engine=engine,
             thresholds=None if engine is None else make_thresholds(clip, plan),
@@ -80,9 +85,9 @@ def make_trainer(
             allocation="global",
             optimizer=optimizer,
             device=torch.device("cpu"),
+            sums=TaskSums(task, microbatch),
         ),
         schedule=make_schedule(optimizer, optim, STEPS),
-        microbatch=microbatch,
     )
 
 
@@ -120,16 +125,16 @@ def test_infinite_thresholds_without_noise_are_plain_sgd(grouping):
 def test_division_is_by_the_configured_batch_size():
     trainer = make_trainer(NONE, optim=OptimConfig(learning_rate=1.0))
     before = trainer.task.model[3].bias.detach().clone()
-    drawn = trainer.mechanism.sampler.indices(0)
+    drawn = trainer.private.sampler.indices(0)
     assert len(drawn) != BATCH
-    gradient = torch.autograd.grad(trainer.task.losses(drawn).sum(), trainer.task.model[3].bias)[0]
+    gradient = torch.autograd.grad(trainer.task.losses_of(drawn).sum(), trainer.task.model[3].bias)[0]
     trainer.step(0)
     torch.testing.assert_close(before - trainer.task.model[3].bias.detach(), gradient / BATCH)
 
 
 def test_an_empty_batch_is_a_step_of_noise_alone():
     trainer = make_trainer(ADAPTIVE_LAYER, batch_size=0.01)
-    assert len(trainer.mechanism.sampler.indices(0)) == 0
+    assert len(trainer.private.sampler.indices(0)) == 0
     before = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()])
     thresholds = trainer.thresholds.clip_thresholds
     report = trainer.report(trainer.step(0))
@@ -180,12 +185,12 @@ def test_the_task_orders_a_batch_and_looks_at_each_update(monkeypatch):
     trainer, seen = make_trainer(FLAT), []
     checked: list[int] = []
 
-    def losses(examples):
+    def read(examples, even=False):
         seen.extend(examples)
-        return ToyTask.losses(trainer.task, examples)
+        return ToyTask.read(trainer.task, examples)
 
     monkeypatch.setattr(trainer.task, "order", lambda examples: -np.sort(-examples))
-    monkeypatch.setattr(trainer.task, "losses", losses)
+    monkeypatch.setattr(trainer.task, "read", read)
     monkeypatch.setattr(trainer.task, "check_update", checked.append)
     trainer.step(0)
-    assert seen == sorted(trainer.mechanism.sampler.indices(0), reverse=True) and checked == [0]
+    assert seen == sorted(trainer.private.sampler.indices(0), reverse=True) and checked == [0]

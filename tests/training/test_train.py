@@ -12,7 +12,7 @@ import torch.distributed as dist
 from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.mechanism import Mechanism
+from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord
 from groupwise.training.step import Trainer
@@ -133,18 +133,18 @@ def test_a_run_whose_last_evaluation_does_not_end_goes_on_with_it_alone(ends, to
 
 @pytest.mark.parametrize(("error", "words"), [(-1, "released 0 steps"), (+1, "released 5 steps|spent epsilon")])
 def test_the_account_is_of_the_steps_that_were_released(error, words, tmp_path, monkeypatch):
-    close = Mechanism.close
+    step = PrivateStep.step
 
     def miscounted(self):
-        released = close(self)
-        self.executed += error if self.executed == 1 else 0
+        released = step(self)
+        self.executed += error if self.executed == (1 if error < 0 else 4) else 0
         return released
 
     session(tmp_path / "counted", Alone())
     [folder] = (tmp_path / "counted" / "runs").iterdir()
     privacy = json.loads((folder / "privacy.json").read_text())
     assert privacy["executed_steps"] == privacy["spent"]["executed_steps"] == privacy["plan"]["steps"] == 4
-    monkeypatch.setattr(Mechanism, "close", miscounted)
+    monkeypatch.setattr(PrivateStep, "step", miscounted)
     with pytest.raises(UserError, match=words):
         session(tmp_path / "miscounted", Alone())
     [folder] = (tmp_path / "miscounted" / "runs").iterdir()

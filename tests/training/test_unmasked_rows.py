@@ -6,7 +6,9 @@ from torch import nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
-from tests.training.test_step import ADAPTIVE_LAYER, FIXED_LAYER, GHOST, after, make_trainer
+from groupwise.training.step import TaskSums
+from tests.clipping.traced import clip_batch
+from tests.training.test_step import ADAPTIVE_LAYER, FIXED_LAYER, GHOST, STEPS, after, make_trainer
 
 on_a_gpu = pytest.mark.usefixtures("as_on_a_gpu")
 WAYS = [(per_layer, "bookkeeping"), (flat, "bookkeeping"), (flat, "ghost")]
@@ -31,13 +33,17 @@ def sums(model: nn.Module) -> torch.Tensor:
 def test_sums_without_masks_are_those_with_them_or_spoiled(partition, norms, bad):
     model, x = network(bad)
     found = {}
+
+    def losses_of(rows: torch.Tensor) -> torch.Tensor:
+        return model(rows).flatten(1).square().sum(1)
+
     with attach(model, partition(model), 0.3, norms=norms) as engine:
         for masks in (True, False):
             for last in (1, 0):  # without the first image, and with it
                 engine.masks_rows = masks
                 model.zero_grad()
                 engine.reset()
-                engine.backward(model(x[last:]).flatten(1).square().sum(1))
+                clip_batch(engine, losses_of, x[last:])
                 found[masks, last] = sums(model)
                 assert engine.spoiled == (engine.nonfinite > 0 and not masks)
                 if last and masks is False:
@@ -51,22 +57,35 @@ def test_sums_without_masks_are_those_with_them_or_spoiled(partition, norms, bad
     torch.testing.assert_close(found[True, 0], found[True, 1], rtol=1e-12, atol=1e-15)
 
 
+class Masking(TaskSums):
+    """Masks rows from the beginning."""
+
+    def _through(self, private, *given):
+        private.engine.masks_rows = True
+        return super()._through(private, *given)
+
+
 @on_a_gpu
 @pytest.mark.parametrize("clip", [ADAPTIVE_LAYER, FIXED_LAYER, GHOST], ids=lambda clip: clip.name)
 def test_a_spoiled_batch_is_begun_again_with_masks(clip):
+    batches = [make_trainer(clip).private.sampler.indices(step) for step in range(STEPS)]
+    spoiling = int(batches[1][9])
+
     def run(masks: bool, bad: bool) -> tuple[torch.Tensor, list[int], bool]:
         trainer, seen = make_trainer(clip, microbatch=8), []
         if bad:
-            trainer.task.x[int(trainer.mechanism.sampler.indices(1)[9])] = float("nan")
-        trainer.engine.masks_rows = masks
-        losses = trainer.task.losses
-        trainer.task.losses = lambda examples: seen.append(len(examples)) or losses(examples)
+            trainer.task.x[spoiling] = float("nan")
+        if masks:
+            trainer.private.sums = Masking(trainer.task, 8)
+        read = trainer.task.read
+        trainer.task.read = lambda examples: seen.append(len(examples)) or read(examples)
         steps = after(trainer)
         return steps, seen, trainer.engine.masks_rows
 
-    (always, once, _), (later, again, masks) = run(True, True), run(False, True)
+    (always, once, _), (later, again, _) = run(True, True), run(False, True)
     assert torch.equal(later, always) and later.isfinite().all()
-    assert not masks and len(again) > len(once)  # other batches are computed as they would have been
+    twice = sum(len(batch) for batch in batches if spoiling in batch)
+    assert sum(again) == sum(once) + twice  # other batches are computed as they would have been
     (always, once, _), (later, again, masks) = run(True, False), run(False, False)
     assert torch.equal(later, always) and again == once and not masks
 
@@ -75,6 +94,6 @@ def test_a_cpu_looks_and_begins_nothing_again():
     model, x = network(float("nan"))
     with attach(model, per_layer(model), 0.3) as engine:
         engine.masks_rows = False
-        engine.backward(model(x).flatten(1).square().sum(1))
+        clip_batch(engine, lambda rows: model(rows).flatten(1).square().sum(1), x)
         assert engine.nonfinite == 1 and not engine.spoiled and sums(model).isfinite().all()
         assert engine.sensitivity("add_remove").total > 0

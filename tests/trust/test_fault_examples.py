@@ -44,10 +44,10 @@ def test_a_rule_that_keeps_them_is_caught(careless):
 def pair(request) -> Iterator[tuple]:
     """Trainers that differ in one drawn example: NaN in the first, not there in the second."""
     bad, good = make_trainer(request.param), make_trainer(request.param)
-    drawn = bad.mechanism.sampler.indices(0)
+    drawn = bad.private.sampler.indices(0)
     bad.task.x[drawn[1]] = math.nan
-    bad.mechanism.sampler.indices = lambda step: drawn
-    good.mechanism.sampler.indices = lambda step: np.delete(drawn, 1)
+    bad.private.sampler.indices = lambda step: drawn
+    good.private.sampler.indices = lambda step: np.delete(drawn, 1)
     yield bad, good
     for trainer in (bad, good):
         trainer.engine.detach()
@@ -66,4 +66,4 @@ def test_a_run_goes_on_as_if_the_example_were_not_there(pair):
 def test_the_check_before_training_bears_them_too(pair):
     bad, _ = pair
     bad.task.x[:2] = torch.tensor([math.nan, math.inf]).double().unsqueeze(1)
-    verify(bad.engine, bad.task.losses, range(3))
+    verify(bad.engine, bad.task.losses_of, range(3))

@@ -79,9 +79,10 @@ def test_the_patches_leave_nothing_behind():
 def test_a_mean_loss_is_refused_before_training():
     task = Given(torch.randn(3, 1, 1, 4, dtype=torch.float64))
     engine = attach(task.model, flat(task.model), 1.0)
-    verify(engine, task.losses, range(3))
+    engine.trace(task.losses_of, range(3))
+    verify(engine, task.losses_of, range(3))
     with pytest.raises(UserError, match="mixes the examples"):
-        verify(engine, lambda examples: task.losses(examples) / len(examples), range(3))
+        verify(engine, lambda examples: task.losses_of(examples) / len(examples), range(3))
 
 
 def test_the_command_measures_and_writes_only_whole_tables(tmp_path, monkeypatch, capsys):

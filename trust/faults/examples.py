@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,15 @@ class Case:
         self.thresholds = torch.tensor([chance.uniform(0.01, 2.0) for _ in self.engine.groups], dtype=torch.float64)
         self.engine.set_thresholds(self.thresholds)
         self.x, self.y = torch.randn(EXAMPLES, WIDTH), torch.randint(0, 3, (EXAMPLES,))
+        self.engine.trace(self._losses_of, range(EXAMPLES))
         self.bad = sorted(chance.sample(range(EXAMPLES), chance.randint(1, EXAMPLES - 1)))
         for i in self.bad:
             self.x[i, chance.randrange(WIDTH)] = chance.choice(BAD)
         self.microbatch = chance.choice((1, 5, EXAMPLES))
+
+    def _losses_of(self, rows: Sequence[int]) -> Tensor:
+        x, y = self.x[list(rows)], self.y[list(rows)]
+        return F.cross_entropy(self.model(x), y, reduction="none")
 
     def sums(self, examples: list[int]) -> list[Tensor]:
         """The groups' sums over these examples, K tensors (d_k,), in float64."""
@@ -49,7 +55,7 @@ class Case:
         self.engine.reset()
         for start in range(0, len(examples), self.microbatch):
             rows = examples[start : start + self.microbatch]
-            self.engine.backward(F.cross_entropy(self.model(self.x[rows]), self.y[rows], reduction="none"))
+            self.engine.clip(self._losses_of, rows)
         return [
             torch.cat(
                 [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group.parameters]

@@ -3,7 +3,7 @@
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -148,9 +148,9 @@ def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -
     truth, subject = known.truth[size], build(architecture, size, torch.float64, known.frozen)
     partition = mode.partition(subject.model)
     with mode.attach(subject.model, 1.0, partition) as engine:
-        refusal = _verify(engine, subject) if truth is None or size is SQUARE else None
+        refusal = _check_first(engine, subject, verified=truth is None or size is SQUARE)
         if refusal is not None:
-            alarm = truth is not None and _is_exact(architecture, mode, known)
+            alarm = size is SQUARE and truth is not None and _is_exact(architecture, mode, known)
             raise _FalseAlarm(told(refusal, 600)) if alarm else refusal
         if truth is None:
             raise _Wrong("Its examples mix, and nobody refused it.")
@@ -180,7 +180,7 @@ def _clip(engine: ClippingEngine, subject: Subject, truth: Truth, examples: int)
     engine.reset()
     model.zero_grad()
     with buffers_kept(model), in_double():
-        engine.backward(subject.losses(model, _rows(subject, list(range(examples)))))
+        engine.clip(partial(losses_of, subject), range(examples))
     sums = {name: parameter.grad for name, parameter in trained(model).items()}
     error, where = compare(sums, engine.per_example_norms, truth, groups, thresholds)
     if not error < TOLERANCE:
@@ -195,15 +195,23 @@ def _is_exact(architecture: Architecture, mode: Mode, known: Known) -> bool:
     return row is not None and row.status == EXACT
 
 
-def _verify(engine: ClippingEngine, subject: Subject) -> UserError | None:
-    """The check before training, as every user calls it: its refusal, or None."""
+def _check_first(engine: ClippingEngine, subject: Subject, verified: bool) -> UserError | None:
+    """The trace, and the check that follows it, as every training begins: the refusal, or None."""
     examples = range(len(next(iter(subject.batch.values()))))
+    losses = partial(losses_of, subject)
     try:
         with in_double():
-            verify(engine, lambda rows: subject.losses(subject.model, _rows(subject, list(rows))), examples)
+            engine.trace(losses, examples)
+            if verified:
+                verify(engine, losses, examples)
     except UserError as error:
         return error
     return None
+
+
+def losses_of(subject: Subject, rows: Sequence[int]) -> Tensor:
+    """The losses of these examples, (n,)."""
+    return subject.losses(subject.model, _rows(subject, list(rows)))
 
 
 def _rows(subject: Subject, rows: list[int]) -> dict[str, Tensor]:
@@ -241,7 +249,8 @@ def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
     """A step with dropout on, and thresholds that clip nobody: sums are finite, and everybody is counted."""
     subject = build(architecture, replace(SMALL, dropout=DROPOUT), torch.float64, known.frozen)
     with mode.attach(subject.model, 1e9) as engine, in_double():
-        engine.backward(subject.losses(subject.model, subject.batch))
+        engine.trace(partial(losses_of, subject), range(SMALL.batch))
+        engine.clip(partial(losses_of, subject), range(SMALL.batch))
         for name, parameter in trained(subject.model).items():
             if parameter.grad is None or not bool(torch.isfinite(parameter.grad).all()):
                 raise _Wrong(f"With dropout the sum of {name} is not finite.")

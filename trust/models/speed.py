@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from trust.models.architecture import Architecture, Size, Subject
-from trust.models.check import WAYS, Known, attempt, build
+from trust.models.check import WAYS, Known, attempt, build, losses_of
 from trust.models.rows import EXACT, Row
 
 LARGE = Size(batch=8, tokens=64, width=128, image=32, vocabulary=1000)
@@ -83,19 +84,23 @@ def _private_step(architecture: Architecture, known: Known, mode: str, size: Siz
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine = WAYS[mode].attach(subject.model, 1.0)
-    step = _step(subject, engine.backward)
+    examples = range(size.batch)
+    engine.trace(partial(losses_of, subject), examples)
+    step = _step(subject, partial(engine.clip, examples=examples))
     if step.time() < LONGEST / 2:
         step.seconds.clear()
     return step
 
 
-def _step(subject: Subject, backward: Callable[[torch.Tensor], None] | None = None) -> Step:
+def _step(subject: Subject, clip: Callable[[Callable[[Sequence[int]], Tensor]], Tensor] | None = None) -> Step:
+    def losses(_: Sequence[int]) -> Tensor:
+        return subject.losses(subject.model, subject.batch)
+
     def run() -> None:
         subject.model.zero_grad(set_to_none=True)
-        losses = subject.losses(subject.model, subject.batch)
-        if backward is None:
-            losses.sum().backward()
+        if clip is None:
+            losses(()).sum().backward()
         else:
-            backward(losses)
+            clip(losses)
 
     return Step(run, [])

@@ -247,7 +247,7 @@ def measure(case: Case, law: str, entries: int, seed: int = 0) -> Row:
         warnings.filterwarnings("ignore", "groupwise has no rule")
         engine = attach(model, (flat if case.flat else per_layer)(model), SHARE * true, **case.attach)
     with engine:
-        engine.backward((model(inputs) * g).flatten(1).sum(1))
+        engine.clip(lambda _: (model(inputs) * g).flatten(1).sum(1), [0])
         stated = float(engine.per_example_norms[0, 0])
         added = _length([p.grad for p in model.parameters()])
         choices = engine.groups[0].members[0].context.choices

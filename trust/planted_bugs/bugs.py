@@ -16,8 +16,8 @@ from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, mechanism, thresholds
-from groupwise.training import mechanism as a_step
-from groupwise.training.mechanism import Mechanism, Released
+from groupwise.training import private_step
+from groupwise.training.private_step import LossesOf, PrivateStep, Released
 
 Bug = Callable[[], AbstractContextManager[object]]
 PUBLIC_SEED = 0
@@ -44,12 +44,12 @@ def noise_without_root_k() -> AbstractContextManager[object]:
 def noise_on_every_rank() -> Iterator[None]:
     """Each of R replicas noises its own share at σ/R with a key of its own; the sum has σ/√R."""
 
-    def keep(self: Mechanism) -> Tensor:
+    def keep(self: PrivateStep) -> Tensor:
         return torch.zeros(0) if self.engine is None else self.engine.counts
 
-    def release(self: Mechanism, step: int) -> float | None:
+    def release(self: PrivateStep, step: int) -> float | None:
         assert self.engine is not None and self.thresholds is not None
-        a_step.release_gradients(
+        private_step.release_gradients(
             self.engine.sensitivity(self.plan.adjacency),
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier / self.ranks.replicas,
@@ -57,10 +57,10 @@ def noise_on_every_rank() -> Iterator[None]:
             noise=self.noise.child(f"rank {self.ranks.replica}"),
             step=step,
         )
-        self.ranks.sum_(self._own_sums())
+        self.ranks.sum_(self._gradients())
         return None
 
-    with patch.object(Mechanism, "_sum_over_replicas", keep), patch.object(Mechanism, "_release", release):
+    with patch.object(PrivateStep, "_sum_over_replicas", keep), patch.object(PrivateStep, "_release", release):
         yield
 
 
@@ -96,7 +96,7 @@ def masks_from_the_public_seed() -> AbstractContextManager[object]:
             torch.manual_seed(PUBLIC_SEED)
             yield
 
-    return patch.object(a_step, "secret_randomness", public)
+    return patch.object(private_step, "secret_randomness", public)
 
 
 def no_clipping() -> AbstractContextManager[object]:
@@ -150,12 +150,12 @@ def tied_uses_as_if_separate() -> AbstractContextManager[object]:
 def thresholds_before_noise() -> Iterator[None]:
     """Thresholds move before the gradients are noised, and the noise is that of those in force, which did not clip."""
     real_release, real_update, real_sensitivity = (
-        Mechanism._release,
+        PrivateStep._release,
         AdaptiveThresholds.update,
         ClippingEngine.sensitivity,
     )
 
-    def release(self: Mechanism, step: int) -> float | None:
+    def release(self: PrivateStep, step: int) -> float | None:
         assert self.engine is not None and isinstance(self.thresholds, AdaptiveThresholds)
         real_update(self.thresholds, self.engine.counts, self.engine.examples, self.count_noise, step)
         moved = self.thresholds.clip_thresholds
@@ -167,7 +167,7 @@ def thresholds_before_noise() -> Iterator[None]:
             return real_release(self, step)
 
     with (
-        patch.object(Mechanism, "_release", release),
+        patch.object(PrivateStep, "_release", release),
         patch.object(AdaptiveThresholds, "update", lambda self, counts, examples, noise, step: None),
     ):
         yield
@@ -180,30 +180,30 @@ def counts_not_centred() -> AbstractContextManager[object]:
 
 def counts_of_the_last_microbatch() -> AbstractContextManager[object]:
     """Counts begin anew with each microbatch."""
-    real = Mechanism.backward
+    real = PrivateStep.clip
 
-    def backward(self: Mechanism, losses: Tensor) -> None:
+    def clip(self: PrivateStep, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
         if self.engine is not None:
             self.engine.reset()
-        real(self, losses)
+        return real(self, losses_of, rows, filler)
 
-    return patch.object(Mechanism, "backward", backward)
+    return patch.object(PrivateStep, "clip", clip)
 
 
 def drawn_batch_size() -> AbstractContextManager[object]:
     """The noisy sum is divided by the number of examples that were drawn."""
-    real, release = Mechanism._release, a_step.release_gradients
+    real, release = PrivateStep._release, private_step.release_gradients
 
-    def divided(self: Mechanism, step: int) -> float | None:
+    def divided(self: PrivateStep, step: int) -> float | None:
         drawn = max(self.engine.examples if self.engine else 0, 1)
 
         def by_drawn(*groups: Any, expected_batch_size: float, **settings: Any) -> Tensor:
             return release(*groups, expected_batch_size=drawn, **settings)
 
-        with patch.object(a_step, "release_gradients", by_drawn):
+        with patch.object(private_step, "release_gradients", by_drawn):
             return real(self, step)
 
-    return patch.object(Mechanism, "_release", divided)
+    return patch.object(PrivateStep, "_release", divided)
 
 
 def shuffled_batches() -> AbstractContextManager[object]:
@@ -220,13 +220,15 @@ def shuffled_batches() -> AbstractContextManager[object]:
 
 def empty_batches_skipped() -> AbstractContextManager[object]:
     """A step that draws nobody does nothing."""
-    real = Mechanism.close
+    real = PrivateStep.step
 
-    def close(self: Mechanism) -> Released:
-        drawn = self.drawn
-        return real(self) if drawn else Released(drawn, torch.zeros(1), 0.0)
+    def step(self: PrivateStep) -> Released:
+        if len(self.sampler.indices(self.executed)):
+            return real(self)
+        self.executed += 1
+        return Released(0, torch.zeros(1), 0.0, 0, 0.0)
 
-    return patch.object(Mechanism, "close", close)
+    return patch.object(PrivateStep, "step", step)
 
 
 def mean_loss() -> AbstractContextManager[object]:

@@ -49,9 +49,13 @@ class Given(Task):
         """As they are, or the other way round."""
         return examples[::-1].copy() if self._turned else examples
 
-    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Tensor:
+        """Their gradients, (n, K, U, width)."""
+        return self.x[np.asarray(examples)]
+
+    def losses(self, model: nn.Module, batch: Tensor) -> Tensor:
         """⟨w, x⟩ of each, (n,)."""
-        return self.model(self.x[np.asarray(examples)])
+        return model(batch)
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -100,7 +104,7 @@ class Together:
     def __init__(self, trainers: Sequence[Trainer]) -> None:
         hands: list[list[Tensor]] = [[] for _ in trainers]
         for replica, trainer in enumerate(trainers):
-            trainer.mechanism.ranks = InTurn(replica, hands)
+            trainer.private.ranks = InTurn(replica, hands)
         self._first, *self._others = trainers
 
     def __call__(self, step: int) -> None:
@@ -108,6 +112,7 @@ class Together:
             try:
                 trainer.step(step)
             except Handed:
+                trainer.private.executed = step + 1
                 continue
             raise AssertionError("a replica took a step without a sum over all of them")
         self._first.step(step)
@@ -182,12 +187,14 @@ class Worst:
         )
         torch.manual_seed(0)
         gradients = torch.cat([self.others, self.canary.unsqueeze(0)])
+        if len(gradients) == 1:  # another one for the trace, which is never drawn
+            gradients = gradients.repeat(2, 1, 1, 1)
         task = Given(gradients, self.dropout)
         engine = make_engine(task.model, self.clip)
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
         size = len(self.others) + canary
         key = trainer.noise.derive("sampling")
-        trainer.mechanism.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
+        trainer.private.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
         return trainer
 
 

@@ -164,7 +164,7 @@ def stds_of(trainer: Trainer) -> list[float]:
         trainer.thresholds.clip_thresholds,
         [sum(parameter.numel() for parameter in group.parameters) for group in groups],
         plan.gradient_noise_multiplier,
-        trainer.mechanism.allocation,
+        trainer.private.allocation,
         groups_elsewhere=plan.num_groups - len(groups),
     ).tolist()
 

@@ -10,7 +10,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
-from groupwise.training.mechanism import Sampler
+from groupwise.training.private_step import Sampler
 from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
 LOUD = 30.0
@@ -175,9 +175,13 @@ class CanaryTask(Task):
     def __init__(self, model: nn.Module, canaries: int) -> None:
         self.model, self.train_size = model, canaries
 
-    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Tensor:
+        """Their numbers, (n,)."""
+        return torch.as_tensor(np.asarray(examples, dtype=np.int64))
+
+    def losses(self, model: nn.Module, batch: Tensor) -> Tensor:
         """One loss each, (n,)."""
-        return self.model(torch.as_tensor(np.asarray(examples, dtype=np.int64)))
+        return model(batch)
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False

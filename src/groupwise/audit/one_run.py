@@ -95,7 +95,7 @@ def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
         raise UserError("clip=none claims nothing, so there is nothing to audit: choose a clipping mode.")
     plan = plan_run(config, m, len(engine.groups))
     trainer = build_trainer(config, CanaryTask(model, m), engine, plan, torch.device("cpu"), Alone(), None)
-    trainer.mechanism.sampler = Present(trainer.mechanism.sampler, present_canaries(setting))
+    trainer.private.sampler = Present(trainer.private.sampler, present_canaries(setting))
     try:
         return plan, follow(setting, Attacker(trainer, plain, lambda model, who: model(who), setting), plan)
     finally:
@@ -156,7 +156,7 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     here = len(engine.groups)
     plan = plan_run(config, m, 1 if config.clip.grouping == "flat" else round(ranks.agree(here)[0]))
     trainer = build_pipeline_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
-    trainer.mechanism.sampler = Present(trainer.mechanism.sampler, present_canaries(setting))
+    trainer.private.sampler = Present(trainer.private.sampler, present_canaries(setting))
     attacker = Attacker(trainer, plain, lambda model, who: model.own(who), setting)  # type: ignore[operator]
     by_stage = ranks.gather(follow(setting, attacker, plan))
     dist.destroy_process_group()

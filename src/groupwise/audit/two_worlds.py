@@ -192,8 +192,6 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     if setting.design == "search":
         setting, claimed = _with_noise_for_a_search(setting)
     trainer, other = (_trainer(setting, 2 * setting.seed + world) for world in (0, 1))
-    if trainer.task.train_size < 2:
-        raise UserError("An audit needs an example, and another one beside it: give data.train_limit=2 or more.")
     public = setting.design == "masks"
     stds = _by_entry(trainer)
     canary = int(_everybody(trainer)[0]) if public else _loudest(trainer, stds)
@@ -222,6 +220,8 @@ def _trainer(setting: Setting, noise_seed: int) -> Trainer:
     config = replace(setting.config, debug=DebugConfig(noise_seed=noise_seed))
     cpu = torch.device("cpu")
     task = make_task(config, cpu)
+    if task.train_size < 2:
+        raise UserError("An audit needs an example, and another one beside it: give data.train_limit=2 or more.")
     engine = make_engine(task.model, config.clip)
     assert engine is not None, "options refuses clip=none"
     plan = plan_run(config, task.train_size, len(engine.groups))
@@ -233,7 +233,7 @@ def _world(trainer: Trainer, direction: Tensor, absent: int | None) -> TrainerWo
     present = np.ones(trainer.task.train_size, dtype=bool)
     if absent is not None:
         present[absent] = False
-    trainer.mechanism.sampler = Present(trainer.mechanism.sampler, present)
+    trainer.private.sampler = Present(trainer.private.sampler, present)
 
     def along(releases: list[Release]) -> float:
         return float(releases[0].update @ direction)
@@ -273,9 +273,9 @@ def _clipped_sum(trainer: Trainer, examples: np.ndarray) -> Tensor:
     engine, thresholds = trainer.engine, trainer.thresholds
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
-    trainer.mechanism.clear()
+    trainer.private.clear()
     for start in range(0, len(examples), trainer.microbatch):
-        engine.backward(trainer.task.losses(examples[start : start + trainer.microbatch]))
+        engine.clip(trainer.task.losses_of, examples[start : start + trainer.microbatch].tolist())
     sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.task.model.parameters()]
     return torch.cat([own.flatten() for own in sums]).double()
 

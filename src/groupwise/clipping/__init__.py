@@ -4,13 +4,15 @@
 >>> from groupwise.clipping import attach, per_layer
 >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 >>> engine = attach(model, per_layer(model), thresholds=0.1)
->>> losses = torch.nn.functional.cross_entropy(model(torch.randn(3, 4)), torch.tensor([0, 1, 1]), reduction="none")
->>> engine.backward(losses)
+>>> x, y = torch.randn(8, 4), torch.randint(2, (8,))
+>>> losses = lambda rows: torch.nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none")
+>>> _ = engine.trace(losses, range(6))
+>>> _ = engine.clip(losses, [0, 3, 5])
 >>> bool(model[0].weight.grad.norm() <= 3 * 0.1)
 True
->>> engine.detach()
 """
 
+from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.cost_model import Rates
 from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.factors import Sensitivity, automatic_factors, clip_factors
@@ -22,12 +24,14 @@ from groupwise.clipping.rules.ws_conv import WSConv2d
 from groupwise.clipping.verification import verify
 
 __all__ = [
+    "ClipPlan",
     "ClippingEngine",
     "Group",
     "LayerRule",
     "Partition",
     "Rates",
     "Sensitivity",
+    "UntracedCall",
     "WSConv2d",
     "attach",
     "automatic_factors",

@@ -184,14 +184,14 @@ class CopiesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, parameter: Tensor) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout = group_pass, member, FIRST
+        ctx.group_pass, ctx.member = group_pass, member
         return parameter.unsqueeze(0).expand(group_pass.batch, *parameter.shape)
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Any:
         with no_autocast(g.device.type):
-            ctx.group_pass.receive(ctx.member, ctx.layout, (), g)
+            ctx.group_pass.receive(ctx.member, FIRST, (), g)
         return None, None, None, None
 
 
@@ -199,7 +199,6 @@ class LateFunction(torch.autograd.Function):
     """Zeros (B, T, p), as if added to T products with one weight whose inputs come one after the other (recurrence).
 
     Their gradients, with the inputs (B, T, d) that were noted by then, are those of one linear layer on a sequence.
-    `depends` says whether those inputs depend on parameters, as autograd knows it of other layers' inputs.
     """
 
     @staticmethod
@@ -210,10 +209,9 @@ class LateFunction(torch.autograd.Function):
         layout: Layout,
         probe: Tensor,
         inputs: list[Tensor],
-        depends: bool,
         zeros: Tensor,
     ) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout, ctx.inputs, ctx.depends = group_pass, member, layout, inputs, depends
+        ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
         return zeros
 
     @staticmethod
@@ -222,7 +220,7 @@ class LateFunction(torch.autograd.Function):
         with no_autocast(g.device.type):
             [x] = ctx.inputs
             ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
-        return None, None, None, None, None, None, None
+        return None, None, None, None, None, None
 
 
 class DirectFunction(torch.autograd.Function):

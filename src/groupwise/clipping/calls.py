@@ -1,14 +1,12 @@
-"""Runs layers and products inside their groups: finds where an input holds the batch, and the group's open pass.
+"""Runs layers and products inside their groups: looks up where an input holds the batch, and the group's open pass.
 
 Besides the model's own layers a group may have members that are none: a parameter that a module uses by itself, and
 linear maps and embeddings inside a module. They are made when they are first used.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from torch.autograd import forward_ad
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import FIRST, NONE, BatchAxis, Layout, ModelCall, Order
+from groupwise.clipping.layouts import FIRST, Layout, Order
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
 from groupwise.clipping.partition import COPIED
 from groupwise.clipping.per_example import PerExample
@@ -46,99 +44,42 @@ class LayerCalls:
     """The calls of an engine's layers, while the model runs.
 
     Args:
-        model: whose buffers and frozen parameters are the same for all examples.
         groups: the engine's.
         passes: where the passes of the groups are kept.
         context: what their rules share.
-        batch_axis: which axis of an input counts examples where no call of the model tells it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: tuple[ClippingGroup, ...],
-        passes: OpenPasses,
-        context: RuleContext,
-        batch_axis: int,
-    ) -> None:
-        self.passes = passes
-        self._model, self._context, self._axis = model, context, batch_axis
-        self._constants: set[int] | None = None
+    def __init__(self, groups: tuple[ClippingGroup, ...], passes: OpenPasses, context: RuleContext) -> None:
+        self.passes, self._context = passes, context
         self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         self._members: dict[tuple[object, ...], Member] = {}
 
-    # -- the call of the model ------------------------------------------------------------------------------------
+    def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
+        """Where the input of a call holds the batch, as the plan has it.
 
-    @contextmanager
-    def within(self, call: ModelCall) -> Iterator[None]:
-        """Inside, layers belong to this call of the model."""
-        self.passes.model_call = call
-        try:
-            yield
-        finally:
-            self.passes.model_call = self._constants = None
-
-    def batch(self, label: str) -> int:
-        """B of the model's call.
+        Args:
+            label: of the layer or parameter.
+            x: its input.
+            meets: x meets a parameter, or what was made of one, outside of a layer.
 
         Raises:
-            UserError: naming what is used outside of a call, in one without a batch, or inside of `torch.func`.
+            UntracedCall: the plan does not know it.
+            UserError: it is inside of `torch.func`, or x is nested or sparse.
         """
         _refuse_transforms(label)
-        call = self.passes.model_call
-        if call is None:
-            raise UserError(
-                f"{label} left the model as if it were the same for all examples: give the model its inputs as "
-                "tensors, the batch first, each on its own (not end to end, by torch.cat), and do what the loss does "
-                "with parameters inside the model."
-            )
-        if call.batch is None:
-            raise UserError(
-                f"{label} is used in a call without a tensor that has an axis for the batch, so it cannot be told how "
-                "many examples there are: give the model its inputs as tensors, the batch first."
-            )
-        return call.batch
+        if x.is_nested or x.layout is not torch.strided:
+            _refuse_layout(label, x)
+        return self.passes.forward_pass.find(label, x, meets)
 
-    def batch_axis_of(self, x: Tensor, label: str) -> BatchAxis | None:
-        """Where a tensor that meets a parameter has its examples; None for a constant.
+    @property
+    def batch(self) -> int:
+        """B of the forward pass."""
+        return self.passes.forward_pass.examples
 
-        Raises:
-            UserError: it depends on the batch, and no axis of it has its size.
-        """
-        batch, call = self.batch(label), self.passes.model_call
-        if x.dim() == 0 or not len(x):
-            return None
-        if batch == 1:
-            return BatchAxis(0, len(x))
-        assert call is not None
-        if not x.requires_grad and not call.is_given(x) and self._is_constant(x):
-            return None
-        layout = self.passes.layouts.of(_meeting(label, x), x, batch, True, call.is_given, alike=False)
-        if layout.order is Order.NONE:
-            call.turned |= call.is_given(x) and batch in x.shape
-            return None
-        self.passes.note(label, layout)
-        return BatchAxis(1 if layout.order is Order.SECOND else 0, layout.each, layout.certain)
-
-    def was_certain(self, label: str, x: Tensor, place: BatchAxis) -> bool:
-        """Whether it is certain that x, which depends on the batch, has its examples there, and was when this call of
-        the model first asked: what a checkpoint runs once more, after gradients have shown it, must go the same way."""
-        call = self.passes.model_call
-        assert call is not None
-        certain = place.certain and (x.requires_grad or call.is_given(x))
-        return call.certain.setdefault((label, x.shape, place.order), certain) and certain
-
-    def doubt(self, group: ClippingGroup, label: str, x: Tensor, place: BatchAxis) -> None:
-        """Gradients must show that a parameter met the batch on the axis that was taken for it."""
-        group_pass = self.passes.open[group.index]
-        group_pass.uncertain = True
-        group_pass.doubts.add((_meeting(label, x), x.shape, place.order))
-
-    def _is_constant(self, x: Tensor) -> bool:
-        if self._constants is None:
-            frozen = (p for p in self._model.parameters() if not p.requires_grad)
-            self._constants = {t.untyped_storage().data_ptr() for t in (*self._model.buffers(), *frozen)} - {0}
-        return x.untyped_storage().data_ptr() in self._constants
+    @property
+    def traces(self) -> bool:
+        """Whether the forward pass is one of the trace."""
+        return self.passes.forward_pass.recorder is not None
 
     # -- members that are no layers of the model ------------------------------------------------------------------
 
@@ -178,8 +119,9 @@ class LayerCalls:
             self._members[key] = Member(name, rule, wanted, places, context, rows if any(rows) else ())
         return self._members[key]
 
-    def copies(self, group: ClippingGroup, place: int, batch: int) -> Tensor:
+    def copies(self, group: ClippingGroup, place: int) -> Tensor:
         """A parameter's copies (B, *shape), made once a forward pass."""
+        batch = self.batch
         key = ("parameter", group.index, place)
         if key not in self._members:
             home, local = group.homes[place]
@@ -193,68 +135,52 @@ class LayerCalls:
             self._members[key] = Member(group.names[place], rule, (True,), (place,), self._context.for_layer())
         member, parameter = self._members[key], group.parameters[place]
         group_pass = self.passes.open.get(group.index)
-        if group_pass is not None and group_pass.batch == batch and place in group_pass.copies:
+        if group_pass is not None and place in group_pass.copies:
             return group_pass.copies[place]
-        group_pass, probe = self.enter(group, member, batch, parameter.device)
+        group_pass, probe = self.enter(group, member, parameter.device)
         copies: Tensor = CopiesFunction.apply(group_pass, member, probe, parameter.detach())
         group_pass.copies[place] = copies
         return copies
 
     # -- calls of layers ------------------------------------------------------------------------------------------
 
-    def enter(
-        self, group: ClippingGroup, member: Member, batch: int, device: torch.device
-    ) -> tuple[GroupPass, Tensor | None]:
-        """The group's pass for a call with B examples, and its probe."""
-        group_pass = self.passes.pass_of(group, member, batch)
+    def enter(self, group: ClippingGroup, member: Member, device: torch.device) -> tuple[GroupPass, Tensor | None]:
+        """The group's pass for a call, and its probe."""
+        group_pass = self.passes.pass_of(group, member)
         return group_pass, probe_of(group_pass, device)
 
     def run(
-        self,
-        group: ClippingGroup,
-        member: Member,
-        x: Tensor,
-        values: Values,
-        batch_first: bool = False,
-        layout: Layout | None = None,
+        self, group: ClippingGroup, member: Member, x: Tensor, values: Values, layout: Layout | None = None
     ) -> Tensor:
-        """A layer's output for an input x of any layout, or of the one that is given, with its parameters' values."""
-        _refuse_transforms(member.label)
+        """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
-        if layout is not None:
-            batch = self.batch(member.label)
-        else:
-            layout, batch = self.layout_of(member, x, batch_first)
-        if layout.order is Order.NONE:
-            return self._without_batch(group, member, x, values, batch)
+        if self.batch == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
+            return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
+        layout = layout or self.find(member.label, x)
+        if layout.shared:
+            return self._without_batch(group, member, x, values)
+        if layout.axis and (layout.each > 1 or not member.rule.features_last):
+            raise UserError(
+                f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this "
+                "type of layer is clipped with the batch on its first axis."
+            )
         inputs, values = autocast(member.rule.autocast, x, values)
-        group_pass, probe = self.enter(group, member, batch, x.device)
-        group_pass.uncertain |= not layout.certain
-        self.passes.note(member.label, layout)
+        group_pass, probe = self.enter(group, member, x.device)
         y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
         return y
 
     def run_direct(self, group: ClippingGroup, member: Member, x: Tensor, parameters: Values) -> Tensor:
         """A layer's output where it returns its parameters' gradients itself; x has the batch as its first axis."""
-        _refuse_transforms(member.label)
+        if self.find(member.label, x) != FIRST:
+            raise UserError(
+                f"{member.label} got a tensor of shape {tuple(x.shape)} without one row for each example on the first "
+                "axis, and in shards (direct=True) no other layout is possible: do without fully_shard."
+            )
         x, _ = autocast(member.rule.autocast, x, [])
-        group_pass, probe = self.enter(group, member, x.shape[0], x.device)
+        group_pass, probe = self.enter(group, member, x.device)
         y: Tensor = DirectFunction.apply(group_pass, member, probe, x, *parameters)
         return y
-
-    def layout_of(self, member: Member, x: Tensor, batch_first: bool) -> tuple[Layout, int]:
-        """How a layer's input holds the batch, and B."""
-        known = self.passes.model_call
-        batch = known.batch if known is not None and known.batch is not None else x.shape[self._axis]
-        given = known.is_given if known is not None else lambda _: True
-        if batch > 1 and not x.requires_grad and not given(x) and self._is_constant(x):
-            return NONE, batch
-        any_order = member.rule.features_last and not batch_first
-        layout = self.passes.layouts.of(member.label, x, batch, any_order, given)
-        if known is not None and layout.order is Order.NONE:
-            known.turned |= given(x) and batch in x.shape
-        return layout, batch
 
     def _run_rows(self, group: ClippingGroup, member: Member, rows: Tensor, values: Values) -> Tensor:
         """The output for each example's own input, rows (B, ...)."""
@@ -262,23 +188,24 @@ class LayerCalls:
         alike = each > 1 and rows.stride(1) == 0  # a parameter that was expanded: one stands for all
         if each:
             rows = (rows[:, :1] if alike else rows).flatten(0, 1)
-        layout = FIRST if each < 2 or alike else Layout(Order.FOLDED, each)
+        layout = FIRST if each < 2 or alike else Layout(0, each)
         inputs, values = autocast(member.rule.autocast, rows, values)
-        group_pass, probe = self.enter(group, member, batch, rows.device)
+        group_pass, probe = self.enter(group, member, rows.device)
         y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
         y = y.unflatten(0, (batch, -1)) if each else y
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 
-    def _without_batch(self, group: ClippingGroup, member: Member, x: Tensor, values: Values, batch: int) -> PerExample:
+    def _without_batch(self, group: ClippingGroup, member: Member, x: Tensor, values: Values) -> PerExample:
         """The output for an input that all examples share; it has a copy for each of them once it is used."""
         with torch.no_grad():
             inputs, lowered = autocast(member.rule.autocast, x, values)
             like, _ = member.rule.forward(inputs, *lowered)
         made: list[Tensor] = []
+        rows = x.unsqueeze(0).expand(self.batch, *x.shape)
 
         def make() -> Tensor:
             if not made:
-                made.append(self._run_rows(group, member, x.unsqueeze(0).expand(batch, *x.shape), values))
+                made.append(self._run_rows(group, member, rows, values))
             return made[0]
 
         return PerExample(make, like, _output_of(self, group, member))
@@ -290,17 +217,32 @@ class GroupOrigin:
     def __init__(self, calls: LayerCalls, group: ClippingGroup, label: str) -> None:
         self.calls, self.group, self.label = calls, group, label
 
-    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
+    @property
+    def traces(self) -> bool:
         """See `per_example.Origin`."""
-        return self.calls.batch_axis_of(x, self.label)
+        return self.calls.traces
 
-    def doubt(self, x: Tensor, place: BatchAxis) -> None:
+    def layout_of(self, x: Tensor) -> Layout | None:
         """See `per_example.Origin`."""
-        self.calls.doubt(self.group, self.label, x, place)
+        if not x.numel():
+            return None
+        layout = self.calls.find(self.label, x, meets=True)
+        if layout.order is Order.TILED:
+            raise UserError(
+                f"{self.label} meets a tensor of shape {tuple(x.shape)} that holds one row of every example after the "
+                "other, in which its copies are not told apart: put each example's rows together, or freeze it."
+            )
+        return None if layout.shared else layout
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:
     return GroupOrigin(calls, group, f"The output of layer {member.name!r}")
+
+
+def _lacks_batch(rule: LayerRule, x: Tensor) -> bool:
+    if rule.features_last:
+        return x.dim() == 1 and x.is_floating_point()
+    return rule.has_batch(x.dim() + 1) and not rule.has_batch(x.dim())
 
 
 def _refuse_transforms(label: str) -> None:
@@ -318,5 +260,9 @@ def _refuse_transforms(label: str) -> None:
         )
 
 
-def _meeting(label: str, x: Tensor) -> str:
-    return f"{label}, which meets {'numbers' if x.is_floating_point() else 'indices'},"
+def _refuse_layout(label: str, x: Tensor) -> NoReturn:
+    nested = "pad them to the longest (torch.nested.to_padded_tensor), and give the model a mask"
+    raise UserError(
+        f"{label} got a {'nested' if x.is_nested else 'sparse'} tensor, whose examples are not told apart: "
+        f"{nested if x.is_nested else 'make it dense (to_dense)'}."
+    )

@@ -5,13 +5,12 @@ A parameter's gradient may come from its group (or from a layer that clips by it
 
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args
+from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import CopiesFunction, DirectFunction, GroupFunction, LateFunction, LayerFunction
+from groupwise.clipping.autograd import DirectFunction, GroupFunction
 from groupwise.clipping.cost_model import Formula
-from groupwise.clipping.example_by_example import ALONE
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.microbatches import BackwardPass
 from groupwise.clipping.partition import Partition
@@ -19,7 +18,7 @@ from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
 
-def check_options(norms: str, partition: Partition, formula: str, batch_axis: int, direct: bool) -> None:
+def check_options(norms: str, partition: Partition, formula: str) -> None:
     """Refuse options that are unknown, or do not go together.
 
     Raises:
@@ -33,18 +32,17 @@ def check_options(norms: str, partition: Partition, formula: str, batch_axis: in
         )
     if formula not in get_args(Formula):
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
-    if batch_axis not in (0, 1):
-        raise UserError(f"batch_axis={batch_axis!r} is unknown: 0, or 1 where sequences come first.")
-    if batch_axis and direct:
-        raise UserError("batch_axis=1 is not for direct=True (FSDP), which takes the first axis: put the batch first.")
 
 
-def check_losses(losses: Tensor) -> None:
-    """Refuse losses that are not one number for each example.
+def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
+    """Refuse losses that are not one number for each of the examples.
 
     Raises:
-        UserError: another shape, whole numbers, no gradient, or what holds no batch.
+        UserError: no tensor, another shape, whole numbers, what holds no batch, or no gradient, which some have none of
+            while they are `traced`.
     """
+    if not isinstance(losses, Tensor):
+        raise UserError(f"The losses are a {type(losses).__name__}: return a tensor with one loss for each example.")
     if losses.dim() != 1 or not losses.is_floating_point():
         raise UserError(
             f"The loss must be one value per example, a float tensor of shape (batch,); {tuple(losses.shape)} was "
@@ -53,9 +51,14 @@ def check_losses(losses: Tensor) -> None:
     if isinstance(losses, PerExample):
         raise UserError(
             f"The losses hold no batch (they come from {losses.origin.label[0].lower()}{losses.origin.label[1:]}): "
-            "the batch must be the first axis of the model's first input, or give batch_axis=1 if it is the second."
+            "compute each example's loss from its own inputs."
         )
-    if not losses.requires_grad:
+    if losses.shape != (examples,):
+        raise UserError(
+            f"{examples} examples gave losses of shape {tuple(losses.shape)}: return one loss for each of them "
+            "(reduction='none'), and of no others."
+        )
+    if not (losses.requires_grad or traced):
         raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")
 
 
@@ -68,22 +71,26 @@ class Attached:
     """
 
     def __init__(self, model: nn.Module, shards: bool) -> None:
-        self._model, self._shards = model, shards
-        self._known = {name: (p, p.requires_grad, p.shape, p.dtype) for name, p in model.named_parameters()}
+        self._shards = shards
+        self._known = [
+            (f"{name}.{local}" if name else local, module._parameters, local, p, p.requires_grad, p.shape, p.dtype)
+            for name, module in model.named_modules()
+            for local, p in module._parameters.items()
+            if p is not None
+        ]
 
     def check_same(self) -> None:
-        """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or got another shape or dtype.
+        """Refuse a parameter that was taken away, replaced, frozen, thawed, or got another shape or dtype.
+
+        One that was added since is refused where the losses reach it (`check_paths`).
 
         Raises:
             UserError: naming the parameter.
         """
-        seen = 0
-        for name, parameter in self._model.named_parameters():
-            known = self._known.get(name)
-            if known is None:
-                _refuse(name, "added or replaced")
-            before, trained, shape, dtype = known
-            seen += 1
+        for name, there, local, before, trained, shape, dtype in self._known:
+            parameter = there.get(local)
+            if parameter is None:
+                _refuse(name, "taken out of the model")
             if parameter.requires_grad != trained:
                 _refuse(name, "thawed" if parameter.requires_grad else "frozen")
             if not trained or self._shards:
@@ -92,9 +99,6 @@ class Attached:
                 _refuse(name, "replaced by another tensor", " (to change its values, copy them into it)")
             if parameter.shape != shape or parameter.dtype != dtype:
                 _refuse(name, f"made {parameter.dtype} of shape {tuple(parameter.shape)}")
-        if seen < len(self._known):
-            there = dict(self._model.named_parameters())
-            _refuse(next(name for name in self._known if name not in there), "taken out of the model, or tied,")
 
     def check_gradients(self) -> None:
         """Refuse a parameter that trains and has no gradient.
@@ -104,7 +108,7 @@ class Attached:
         """
         if self._shards:  # they may get their gradients later
             return
-        for name, (parameter, trained, _, _) in self._known.items():
+        for name, _, _, parameter, trained, _, _ in self._known:
             if trained and parameter.grad is None:
                 raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
 
@@ -133,7 +137,11 @@ def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
     raise UserError(f"Parameter {name!r} was {done} after attaching: detach(), then attach again{remedy}.")
 
 
-def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> bool:
+Leaves = dict[int, "ref[Tensor]"]
+"""Tensors that are no parameters and get a gradient, by their id."""
+
+
+def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, known: Leaves | None = None) -> Leaves:
     """Walk the autograd graph of the losses: only groups, or layers that clip by themselves, may lead to parameters.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
@@ -143,15 +151,16 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         losses: the per-example losses, (B,), or any other output of the model.
         names: names of the trainable parameters, by id.
         shards: parameters may be shards, and whole tensors that nobody can name while their layer runs.
+        known: what the last pass returned. A tensor that no pass makes for itself learns, and nobody clips it.
 
     Returns:
-        Whether an operation on the way may put rows in another order, as a mixture of experts does.
+        The other tensors that get a gradient: inputs, say, or what a pipeline's stage received.
 
     Raises:
         UserError: naming the parameter; reentrant checkpointing, inside which nothing can be seen.
     """
-    reorders = False
     group, direct = GroupFunction.__name__ + "Backward", DirectFunction.__name__ + "Backward"
+    leaves: Leaves = {}
     seen: set[Any] = set()
     stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
     while stack:
@@ -167,7 +176,6 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 "Reentrant checkpointing runs a part of the model inside the backward pass, where its parameters "
                 "cannot be clipped: use checkpointing with use_reentrant=False."
             )
-        reorders |= _reorders(node, kind, losses.shape[0] if losses.dim() else 1)
         variable = getattr(node, "variable", None)
         if isinstance(variable, PerExample):
             raise UserError(
@@ -186,65 +194,16 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "
                 "gradient nobody clips: make it part of the model before attaching, or freeze it."
             )
+        if isinstance(variable, Tensor):
+            before = (known or {}).get(id(variable))
+            if before is not None and before() is variable:
+                raise UserError(
+                    f"Pass after pass the losses use one tensor of shape {tuple(variable.shape)} that requires a "
+                    "gradient and is no parameter of the model, so nobody would clip it: make it a torch.nn.Parameter "
+                    "of the model before attaching, or detach it."
+                )
+            leaves[id(variable)] = ref(variable)
         ours = kind == direct and node._forward_cls is DirectFunction
         following = node.next_functions[:2] if ours else node.next_functions  # probe and input
         stack.extend((next_node, kind) for next_node, _ in following)
-    return reorders
-
-
-def layer_nodes(losses: Tensor) -> list[Any]:
-    """The nodes in the autograd graph of the losses that say which rows are whose, each with `member` and `layout`."""
-    kinds = {kind.__name__ + "Backward" for kind in (LayerFunction, LateFunction, CopiesFunction)}
-    seen, stack, found = set(), [losses.grad_fn], []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() in kinds:
-            found.append(node)
-        stack.extend(following for following, _ in node.next_functions)
-    return found
-
-
-_INDEXED = {"IndexBackward0", "IndexPutBackward0"}
-_ON_AN_AXIS = {
-    *("IndexSelectBackward0", "GatherBackward0", "ScatterBackward0", "ScatterBackward1", "ScatterAddBackward0"),
-    *("ScatterReduceBackward0", "IndexAddBackward0", "IndexCopyBackward0", "SortBackward0", "TopkBackward0"),
-    *("FlipBackward0", "RollBackward0", "SegmentReduceBackward0"),
-}
-_ANYWHERE = {"MaskedSelectBackward0", "MaskedScatterBackward0", "TakeBackward0", "PutBackward0", "EmbeddingBackward0"}
-_MOVING = _INDEXED | _ON_AN_AXIS | _ANYWHERE
-
-
-def _reorders(node: Any, kind: str, batch: int) -> bool:
-    """Whether an operation may move rows along an axis that may be the batch: one of the first two."""
-    if kind not in _MOVING or ALONE in node.metadata:  # asked before indices, which are looked at on the device
-        return False
-    if kind in _INDEXED:
-        return _moves(node, batch)
-    if kind in _ANYWHERE:
-        return True
-    axes = next(getattr(node, name) for name in ("_saved_dim", "_saved_dims", "_saved_axis") if hasattr(node, name))
-    axes = axes if isinstance(axes, tuple | list) else (axes,)
-    rank = len(node._input_metadata[0].shape)
-    first = {0, 1, -rank, 1 - rank} if rank < 4 else {0, -rank}  # images are rolled along their height, axis 1
-    return not axes or any((axis - (1 << 64) if axis >= 1 << 63 else axis) in first for axis in axes)
-
-
-def _moves(node: Any, batch: int) -> bool:
-    """Whether indices move rows: on the first axis, or on a second one that the batch may be on."""
-    shape = node._saved_self_sym_sizes if hasattr(node, "_saved_self_sym_sizes") else node._input_metadata[0].shape
-    indices = dict(enumerate(node._saved_indices[:2]))
-    given = [axis for axis, index in indices.items() if index is not None]
-    still = {axis for axis in given if _counts(indices[axis])}
-    if len(given) == 2 and indices[0].shape == indices[1].shape and list(shape[:2]) != [batch, batch]:
-        return 0 not in still and (shape[0] % batch == 0 or 1 not in still)  # rows of pairs: (i, what is picked there)
-    return any(axis not in still and (axis == 0 or shape[axis] % batch == 0) for axis in given)
-
-
-def _counts(index: Tensor) -> bool:
-    """Whether an index is 0, 1, 2, ...: rows stay where they are."""
-    flat = index.flatten()
-    along = max(index.shape, default=0)
-    return len(flat) == along and torch.equal(flat, torch.arange(along, device=flat.device))
+    return leaves

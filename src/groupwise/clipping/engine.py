@@ -1,31 +1,34 @@
 """Attaches a partition to a model, runs backward passes that clip, and gives the model back as it was."""
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.checks import Attached, check_groups, check_losses, check_options, check_paths
+from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
+from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.cost_model import Choices, Formula, Rates
-from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity, clip_factors, weighing
-from groupwise.clipping.groups import build_groups, one_each, share_thresholds
-from groupwise.clipping.microbatches import BackwardPass, OpenPasses
-from groupwise.clipping.ownership import prove_layouts, recording, refuse_doubts, rows_as_losses
+from groupwise.clipping.factors import ClipRule, clip_factors, weighing
+from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
+from groupwise.clipping.randomness import FOLLOWING_VALUES, Draws, ModuleCalls
 from groupwise.clipping.rules.base import RuleContext
+from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
+from groupwise.clipping.trace import Batches, Recorder, Run, UnevenPasses, confirm, trace
+from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
 
 
-class ClippingEngine:
+class ClippingEngine(ThresholdsAndCounts):
     """Makes backward passes of `model` clip per-example gradients group by group, until it is detached.
 
     After `engine.backward(losses)` every trainable parameter's .grad has grown by
@@ -42,7 +45,6 @@ class ClippingEngine:
         clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
         rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
-        batch_axis: which axis of the model's first input tensor counts examples: 0, or 1 for sequences first.
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
             one group a layer, or norms="ghost", and no shared parameter.
 
@@ -61,140 +63,167 @@ class ClippingEngine:
         clip_rule: ClipRule = clip_factors,
         formula: Formula = "auto",
         rates: Rates | None = None,
-        batch_axis: int = 0,
         direct: bool = False,
     ) -> None:
-        check_options(norms, partition, formula, batch_axis, direct)
+        check_options(norms, partition, formula)
         layers = find_layers(model)
         check_partition(layers, partition)
-        self._context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
-        self.model, self.partition, self.norms = model, partition, norms
-        self.groups = build_groups(layers, partition, clip_rule, self._context, direct)
-        self._tables = share_thresholds(self.groups)
-        self._counts = Counts(len(partition), self.groups[0].threshold)
-        self.squared_norms: dict[int, Tensor] = {}
+        context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
+        super().__init__(model, layers, partition, clip_rule, context, direct)
+        self.norms = norms
         self._passes = OpenPasses()
         self._checked = False
-        self.asks_order = True  # False: the caller sees to it that no operation puts examples in another order
+        self._leaves: Leaves = {}
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._direct = direct
         self.set_thresholds(thresholds)
-        calls = LayerCalls(model, self.groups, self._passes, self._context, batch_axis)
-        self._patches = Patches(model, layers, self.groups, calls, batch_axis, direct)
+        calls = LayerCalls(self.groups, self._passes, self._context)
+        self._patches = Patches(model, layers, self.groups, calls, direct)
         warn_of_copies(layers)
-
-    @property
-    def thresholds(self) -> Tensor:
-        """C_k that clips, (K,)."""
-        return torch.stack([group.threshold for group in self.groups])
-
-    @property
-    def count_thresholds(self) -> Tensor:
-        """The thresholds that counts are taken at, (K,)."""
-        return self._counts.at.clone()
-
-    def set_thresholds(
-        self, clip: float | Sequence[float] | Tensor, count: Sequence[float] | Tensor | None = None
-    ) -> None:
-        """Set the thresholds that clip and, where they differ, those that the counts are taken at; both (K,).
-
-        Raises:
-            UserError: not one finite positive number a group.
-        """
-        values = one_each(len(self.groups), clip)
-        self._counts.set_thresholds(values, values if count is None else one_each(len(self.groups), count))
-        for table, wide, groups in self._tables:
-            table.copy_(values[groups])
-            wide.copy_(table)
-
-    def sensitivity(self, relation: str) -> Sensitivity:
-        """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
-
-        It tells the thresholds that clipped, of several the largest. .grad must have been cleared when the batch began.
-
-        Args:
-            relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
-
-        Raises:
-            UserError: a relation for which no bound is proven; sums that are `spoiled`.
-        """
-        if self.spoiled:
-            raise UserError("A norm is not finite and masks_rows was False: begin the batch again with True.")
-        if relation not in RELATIONS:
-            raise UserError(
-                f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
-            )
-        return Sensitivity(relation, tuple(group.parameters for group in self.groups), self._counts.clipped)
-
-    @property
-    def counts(self) -> Tensor:
-        """b̄_k: how many examples since `reset` had ‖g_k‖ <= the count threshold, (K,) float64 on the CPU."""
-        return self._counts.within.double()
-
-    @property
-    def examples(self) -> int:
-        """Examples since `reset`."""
-        return self._counts.examples
-
-    @property
-    def nonfinite(self) -> int:
-        """Examples left out since `reset` because a norm was not finite (the most over groups)."""
-        return int(self._counts.left_out.max())
-
-    @property
-    def masks_rows(self) -> bool:
-        """Whether rows of examples that are left out become zeros first (0 · NaN is NaN), which copies all rows on a
-        GPU; a CPU looks. Who can begin a batch again sets it to False, and to True for one that was `spoiled`."""
-        return self.groups[0].masks
-
-    @masks_rows.setter
-    def masks_rows(self, masks: bool) -> None:
-        for group in self.groups:
-            group.masks = masks
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
-        return self._counts.spoiled
-
-    @property
-    def products_reused(self) -> int:
-        """How often a layer took XXᵀ from the layer before, which had the same input."""
-        return self._context.products.reused
-
-    @property
-    def per_example_norms(self) -> Tensor:
-        """‖g_k^(i)‖ of the last microbatch, (K, B); not private."""
-        return torch.stack([self.squared_norms[k] for k in range(len(self.groups))]).clamp_min(0).sqrt()
 
     def reset(self) -> None:
         """Begin a logical batch: forget counts, examples and waiting microbatches (.grad is the caller's to clear)."""
         self._passes.forget()
         self._counts.reset()
 
+    # -- the plan -------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> ClipPlan:
+        """Where the layers' inputs hold the examples, as `trace` has found it."""
+        return self._passes.plan
+
+    @plan.setter
+    def plan(self, plan: ClipPlan) -> None:
+        self._passes.plan = plan
+
+    def trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
+        """Find where every layer's input holds the examples, by a few forward passes; what was found before stays.
+
+        Generators and buffers are as they were afterwards.
+
+        Args:
+            losses_of: numbers of examples -> their losses, (n,), through the model.
+            examples: six numbers are enough, the longest example first where lengths differ.
+
+        Returns:
+            The plan, which later passes look calls up in.
+
+        Raises:
+            UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
+        """
+        with nullcontext() if self._direct else moved_parameters(self.model):  # what is whole of shards would stay
+            try:
+                return self._trace(losses_of, Batches.of(examples))
+            except UnevenPasses:  # sources and targets, say: the longest of each are other examples
+                return self._trace(losses_of, Batches.all_of(examples))
+
+    def confirm(self, losses_of: Callable[[Sequence[int]], Tensor], rows: list[int], replaced: list[int]) -> None:
+        """Refuse a plan that does not hold for a batch of another size: see `groupwise.clipping.trace.confirm`."""
+        with self._tracing(losses_of) as run:
+            confirm(run, self.plan, rows, replaced, _refuse_call)
+
+    def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
+        with self._tracing(losses_of) as run:
+            self.plan = self.plan.joined(trace(run, batches, _refuse_call))
+        return self.plan
+
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
-        with self._counts.kept():
+    def _tracing(self, losses_of: Callable[[Sequence[int]], Tensor]) -> Iterator[Run]:
+        """Inside, what is given takes passes that have their calls noted, each with the same random numbers."""
+        calls = ModuleCalls(self.model)
+        with unchanged(self.model) as generators:
+
+            def run(rows: list[int], recorder: Recorder) -> Tensor:
+                generators.seed(0)
+                with (
+                    self._patches.installed(),
+                    self._passes.forward(len(rows), recorder=recorder),
+                    Draws(calls, generators, FOLLOWING_VALUES),
+                ):
+                    losses = losses_of(rows)
+                check_losses(losses, len(rows), traced=True)
+                return losses.detach()
+
+            yield run
+
+    # -- one microbatch -------------------------------------------------------------------------------------------
+
+    def clip(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
+        """Run a microbatch forward and backward: `losses`, then `backward`.
+
+        Returns:
+            The losses, (n,), without their graph.
+        """
+        losses = self.losses(losses_of, examples)
+        self.backward(losses)
+        return losses.detach()
+
+    def losses(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
+        """The losses of a microbatch, (n,), for `backward`. A call of a layer that the plan does not know is traced on
+        these examples, once; the masks are those of a plan that had known it.
+
+        Args:
+            losses_of: numbers of examples -> one loss for each of them, (n,), through the model.
+            examples: the microbatch.
+
+        Raises:
+            UserError: as `trace` does.
+        """
+        to_the_beginning = Generators((self.groups[0].threshold.device,)).standing()
+        try:
+            with self.forward(len(examples)):
+                return losses_of(examples)
+        except UntracedCall:
+            if self._direct:  # other processes wait for this one's part of a pass
+                raise
+        known, self.plan = self.plan, ClipPlan()
+        try:
+            self._trace(losses_of, Batches.all_of(examples))
+            to_the_beginning()
+            with self.forward(len(examples)):
+                return losses_of(examples)
+        finally:
+            self.plan = known.joined(self.plan)
+
+    @contextmanager
+    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[None]:
+        """Inside, the model's layers clip; its losses, for so many examples, are then for `backward`.
+
+        Args:
+            examples: B.
+            microbatch: a name, where several forward passes wait for their backward passes (`backward_of`).
+
+        Raises:
+            UserError: inside of another pass.
+        """
+        with self._patches.installed(), self._passes.forward(examples, microbatch):
             yield
 
     def backward(self, losses: Tensor) -> None:
         """Add the clipped sums of one microbatch to the parameters' .grad, and its counts to `counts`.
 
         Args:
-            losses: one loss per example, (B,); they are summed, never averaged.
+            losses: one loss per example, (B,), of the last `forward`; they are summed, never averaged.
 
         Raises:
             UserError: losses of another shape; a parameter frozen or thawed since `attach`, or used outside its layer;
                 a trainable parameter that the losses do not reach.
         """
         self._passes.refuse_nesting()
-        check_losses(losses)
+        forward_pass = self._passes.last
+        if forward_pass is None:
+            raise UserError(
+                "No forward pass waits for this backward pass: compute the losses inside engine.forward(examples), "
+                "once for each backward pass."
+            )
         try:
-            self.check_output(losses, first=self.asks_order and not recording())
+            check_losses(losses, forward_pass.examples)
+            self._attached.check_same()
+            self._leaves = check_paths(losses, self._names, self._direct, self._leaves)
         except UserError:
-            self._passes.end()  # what was refused shows nothing of another forward pass
+            self._passes.end()
             raise
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
@@ -203,10 +232,6 @@ class ClippingEngine:
             run_backward(losses)
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
-
-    def repeated(self, examples: int) -> None:
-        """Note that a CUDA graph of `backward` ran, recorded with this `masks_rows` and gradients in this memory."""
-        self._counts.repeated(examples, self.masks_rows)
 
     def _ghost_norms(self, losses: Tensor) -> Tensor:
         """First pass: only squared norms; the graph stays for the second."""
@@ -224,34 +249,18 @@ class ClippingEngine:
         self._passes.backward_pass = current
         return current
 
-    def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
-        self.squared_norms = squared_norms
-        self._counts.add(squared_norms, examples)
-
     @contextmanager
     def _backward(self, phase: Phase, examples: int, *microbatch: Hashable) -> Iterator[BackwardPass]:
         """Inside, layers report; afterwards the passes that took part are over."""
         try:
             with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
                 self._counts.begin_clipping(self.masks_rows)
-                if self.asks_order:
-                    refuse_doubts(current.passes.values(), examples)
-                with self._patches.recomputing():
+                with self._patches.installed():  # for what runs once more (checkpointing)
                     yield current
         finally:
             self._context.clear()
 
-    @contextmanager
-    def forward_of(self, microbatch: Hashable) -> Iterator[None]:
-        """Forward passes inside belong to `microbatch`; several may wait for their backward passes.
-
-        Raises:
-            UserError: inside another one; or the microbatch waits already, with another batch size.
-        """
-        with self._passes.forward_of(microbatch):
-            yield
-
-    def check_output(self, output: Tensor, first: bool = False) -> None:
+    def check_output(self, output: Tensor) -> None:
         """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.
 
         `backward` does it each time; the model of a pipeline runs the same code on every microbatch, so once is enough.
@@ -260,19 +269,16 @@ class ClippingEngine:
             UserError: as `backward` of such a parameter.
         """
         self._attached.check_same()
-        reorders = check_paths(output, self._names, shards=self._direct)
-        if output.dim() > 0 and output.requires_grad and not self._direct:
-            rows = rows_as_losses(output)
-            prove_layouts(rows, self._passes, reorders and self.asks_order, first, self._patches.recomputing)
+        check_paths(output, self._names, shards=self._direct)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
-        """A backward pass inside, by anybody and from any output of `forward_of(microbatch)`, clips and is counted.
+        """A backward pass inside, by anybody and from any output of `forward(…, microbatch)`, clips and is counted.
 
         Its outputs must add up to Σ_i loss_i over the rows i of the batch, as `backward` has them.
 
         Args:
-            microbatch: the name that `forward_of` got; it may be used again afterwards.
+            microbatch: the name that `forward` got; it may be used again afterwards.
             examples: rows of the microbatch.
             absent: how many of them, at the end, are fillers: their losses have weight 0, and they are not counted.
 
@@ -315,7 +321,7 @@ class ClippingEngine:
         """A backward pass inside adds Σ_i factor_i · ∂loss_i to .grad, and is not counted; the losses are as they were.
 
         Args:
-            microbatch: the name that `forward_of` got.
+            microbatch: the name that `forward` got.
             examples: rows of the microbatch.
             factors: (examples,), of `factors`; rows with factor 0 are left out, whatever they hold. None: all are 1.
 
@@ -330,45 +336,30 @@ class ClippingEngine:
             yield
             self._check_reached(current)
 
-    def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
-        """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
-        return self.groups[group].factors(squared_norms).to(self.groups[group].threshold.dtype)
-
-    def count_norms(self, squared_norms: Tensor) -> None:
-        """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.
-
-        Raises:
-            UserError: not one row a group.
-        """
-        if squared_norms.dim() != 2 or len(squared_norms) != len(self.groups):
-            raise UserError(
-                f"Squared norms of shape {tuple(squared_norms.shape)} were given for {len(self.groups)} groups: give "
-                "one row a group, one column an example."
-            )
-        self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
-
     def _check_reached(self, current: BackwardPass) -> None:
         check_groups(self.groups, current, self._direct)
         self._attached.check_gradients()
         self._checked = True
 
-    @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """Inside, the model runs as if nothing were attached (gradients are then plain and unclipped)."""
-        with self._patches.bypassed():
-            yield
-
     def detach(self) -> None:
-        """Give the model back as it was."""
-        self._patches.remove()
+        """Let go of what waits; the model itself is as it was after each pass."""
         self._passes.forget()
-        self._passes.open.clear()
+        self._passes.end()
 
     def __enter__(self) -> "ClippingEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _refuse_call(label: str, shape: tuple[int, ...], what: str, kind: type[UserError] = UserError) -> NoReturn:
+    raise kind(
+        f"{label} (input {shape}) {what}; so it cannot be told which rows are an example's own, and no example's "
+        "influence is bounded: compute each example's loss from that example alone, in the order of the batch; where "
+        "data choose rows (experts, graphs), let every example have all of them, padded or masked (transformers: "
+        "experts_implementation='batched_mm'); or freeze the layer."
+    )
 
 
 attach = ClippingEngine

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from groupwise.clipping.layouts import BatchAxis
+from groupwise.clipping.layouts import Layout
 from groupwise.errors import UserError
 
 _WRITES = {
@@ -15,9 +15,6 @@ _WRITES = {
     *("select_scatter", "slice_scatter", "index_put", "__setitem__", "masked_scatter", "put", "diagonal_scatter"),
 }
 """Operations that put something into chosen places of their first argument."""
-
-ALONE = "parameters' copies and constants alone"
-"""In the metadata of the graph's nodes of such operations: the examples are on an axis of vmap's, and stay there."""
 
 _JOINS = {"cat", "concat", "concatenate", "vstack", "row_stack"}
 
@@ -30,7 +27,7 @@ _BESIDE = {
 
 
 def refuse_mixtures(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[BatchAxis | None], label: str
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[Layout | None], label: str
 ) -> None:
     """Refuse what mixes examples, or puts a parameter, or what is the same for all, into rows of the batch.
 
@@ -72,7 +69,7 @@ def refuse_mixtures(
     )
 
 
-def _mixes(equation: str, places: Sequence[BatchAxis | None]) -> bool:
+def _mixes(equation: str, places: Sequence[Layout | None]) -> bool:
     """Whether the operands of an einsum have their examples under different letters; places[0] is the equation's."""
     operands = equation.partition("->")[0].replace(" ", "").split(",")
     held = zip(operands, places[1:], strict=False)
@@ -139,8 +136,8 @@ def _row_axis(
     leaf: Tensor,
     at: int,
     leaves: Sequence[Any],
-    places: Sequence[BatchAxis | None],
-    place: BatchAxis,
+    places: Sequence[Layout | None],
+    place: Layout,
 ) -> int | None:
     """The axis on which an operation puts a leaf's rows beside those of the batch; None: it takes all of them."""
     if name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
@@ -161,8 +158,8 @@ def example_by_example(
     leaves: list[Any],
     spec: Any,
     copies: Mapping[int, Tensor],
-    places: Sequence[BatchAxis | None],
-    place: BatchAxis,
+    places: Sequence[Layout | None],
+    place: Layout,
     name: str,
     label: str,
 ) -> Any:
@@ -262,19 +259,6 @@ def for_examples(
         ) from error
     shown, shown_spec = nest
     return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in shown], shown_spec)
-
-
-def mark_alone(made: Tensor, sources: Iterable[Tensor]) -> None:
-    """Mark the graph's nodes between what was made of parameters' copies and constants alone, and those copies."""
-    ends, stack = {source.grad_fn for source in sources}, [made.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in ends:
-            continue
-        metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # torch's types have a method there
-        if ALONE not in metadata:
-            metadata[ALONE] = True
-            stack.extend(following for following, _ in node.next_functions)
 
 
 def _for_all(one: Callable[..., tuple[Tensor, ...]], parts: list[Tensor]) -> Iterable[Tensor]:

@@ -7,21 +7,24 @@ the passes of one microbatch only.
 """
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.factors import starts_kernels, with_gone
+from groupwise.clipping.forward_pass import ForwardPass
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import FIRST, Doubt, Layout, Layouts, ModelCall, Order, Pattern
+from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
 from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
+from groupwise.clipping.trace import Recorder
 from groupwise.errors import UserError
 
 
@@ -44,20 +47,13 @@ class BackwardPass:
 class GroupPass:
     """One group in one forward and backward pass: the probe, what its layers handed in, and the sums so far."""
 
-    def __init__(self, group: ClippingGroup, batch: int, passes: "OpenPasses") -> None:
-        self.group, self.batch, self._passes = group, batch, passes
+    def __init__(self, group: ClippingGroup, forward_pass: ForwardPass, passes: "OpenPasses") -> None:
+        self.group, self.forward_pass, self._passes = group, forward_pass, passes
+        self.batch = forward_pass.examples
         self.calls = 0
         self.uses: dict[int, list[slice | None]] = {}
         self.copies: dict[int, Tensor] = {}
         """Parameters with a copy for each example, by their place."""
-        self.uncertain = False
-        """Whether some layer's rows may belong to the examples in another order than the one that was taken."""
-        self.doubts: set[Doubt] = set()
-        """The same of parameters that met a tensor, for `Layouts.trust`."""
-        self.proven = False
-        """Whether gradients have shown whose rows are whose, for the losses of this backward pass."""
-        self.model_call = passes.model_call
-        """The call of the model that it belongs to, for what runs once more in the backward pass."""
         self.probe: Tensor | None = None
         """Zeros (B,) whose gradient is the group's squared norms; made with the group's first layer."""
         self.over = False
@@ -92,9 +88,7 @@ class GroupPass:
 
     def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> None:
         """Take a layer's activations and output gradients, for its norms and sums."""
-        current = self._current(member, layout, g)
-        if current.phase is Phase.LOOK:
-            return
+        current = self._current()
         self.received = True
         self.recomputed.note(current.phase, (g, *saved))
         rule, saved, g = self._examples_first(member, layout, saved, g)
@@ -117,15 +111,8 @@ class GroupPass:
         self, member: Member, layout: Layout, saved: Saved, g: Tensor
     ) -> tuple[LayerRule, Saved, Tensor]:
         """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
-        rule, examples = member.rule, self.running.examples
-        if examples == 1:
-            layout = FIRST if len(g) == 1 else Layout(Order.FOLDED, len(g))
-        elif examples != self.batch and not self.proven:
-            raise UserError(
-                f"{member.label} has several rows for each of the losses, and it cannot be told whose they are: give "
-                "the model inputs with the examples on the first axis."
-            )
-        if layout.order is Order.FIRST:
+        rule = member.rule
+        if layout == FIRST:
             return rule, saved, g
         if not rule.features_last:
             return FoldedRule(rule, layout), saved, g
@@ -134,12 +121,7 @@ class GroupPass:
 
     def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> Gradients:
         """The same for a layer that returns its gradients itself, one a parameter."""
-        current = self._current(member, FIRST, g)
-        if len(g) != current.examples:
-            raise UserError(
-                f"Layer {member.name!r} saw {len(g)} rows for {current.examples} losses, and with direct=True it can "
-                "not be told whose they are: give it one row for each example, or do without direct=True (FSDP)."
-            )
+        current = self._current()
         if member.name in current.reported:
             raise UserError(
                 f"Layer {member.name!r} runs twice in one forward pass, and with direct=True no norm joins the two: "
@@ -156,16 +138,9 @@ class GroupPass:
         self.done = True
         return member.rule.clipped_sum(saved, g, self.clip, member.wanted, member.context)
 
-    def _current(self, member: Member, layout: Layout, g: Tensor) -> BackwardPass:
-        """The backward pass that runs, if this layer's call can take part in it."""
+    def _current(self) -> BackwardPass:
+        """The backward pass that runs, if this group's calls can take part in it."""
         current = self.running
-        if self.batch != current.examples and (current.examples == 0 or self.batch % current.examples):
-            axis = 1 if layout.order is Order.SECOND else 0
-            raise UserError(
-                f"Layer {member.name!r} saw a batch of {g.shape[axis] // layout.each}, but there are "
-                f"{current.examples} losses: the batch must be the first axis of the model's first input, or give "
-                "batch_axis=1 if it is the second."
-            )
         if self.over:
             raise UserError("These losses come from a forward pass that is over: call backward before the next one.")
         return current
@@ -180,8 +155,8 @@ class GroupPass:
         current = self._passes.backward_pass
         if current is None:
             raise UserError(
-                "Give one loss per example to private.backward (engine.backward), not loss.backward(); gradients that "
-                "are for no step, such as one to the input, are taken inside engine.bypassed()."
+                "Return the losses and let the private step run the backward pass: loss.backward() inside of them "
+                "would not be clipped."
             )
         return current
 
@@ -205,7 +180,7 @@ class GroupPass:
         if current.passes.get(self.group.index) is not self:
             raise UserError(
                 f"Group {self.group.name!r} ran forward for another microbatch than the one whose backward pass this "
-                "is: a forward pass inside forward_of(m) needs its backward pass inside backward_of(m)."
+                "is: a forward pass inside forward(n, m) needs its backward pass inside backward_of(m)."
             )
         current.closed.add(self.group.index)
         return True
@@ -260,7 +235,7 @@ class GroupPass:
 
 
 NOT_NAMED: Hashable = object()
-"""The microbatch of an ordinary forward pass, outside `forward_of`."""
+"""The microbatch of an ordinary forward pass, which its backward pass follows at once."""
 
 
 class OpenPasses:
@@ -269,15 +244,29 @@ class OpenPasses:
     def __init__(self) -> None:
         self.backward_pass: BackwardPass | None = None
         self.open: dict[int, GroupPass] = {}
-        self.layouts = Layouts()
-        self.model_call: ModelCall | None = None
-        """The call of the outermost module that runs."""
-        self.asked: dict[str, list[Pattern]] = {}
-        """How the calls since the last backward pass were taken, by their layer or parameter."""
-        self._microbatch = NOT_NAMED
+        self.plan = ClipPlan()
+        self.last: ForwardPass | None = None
+        """The ordinary forward pass that waits for its backward pass."""
+        self._forward_pass: ForwardPass | None = None
         self._waiting: dict[Hashable, dict[int, GroupPass]] = {}
 
-    def pass_of(self, group: ClippingGroup, member: Member, batch: int) -> GroupPass:
+    @property
+    def forward_pass(self) -> ForwardPass:
+        """The forward pass that runs, or runs once more in its backward pass."""
+        assert self._forward_pass is not None, "layers run as they are outside of the engine's passes"
+        return self._forward_pass
+
+    @contextmanager
+    def running(self, forward_pass: ForwardPass) -> Iterator[None]:
+        """Inside, layers belong to this forward pass."""
+        outer, self._forward_pass = self._forward_pass, forward_pass
+        try:
+            yield
+        finally:
+            self._forward_pass = outer
+            forward_pass.ended = True
+
+    def pass_of(self, group: ClippingGroup, member: Member) -> GroupPass:
         """The group's open pass; a recomputation inside backward (checkpointing) joins the one that is running."""
         group_pass = self.open.get(group.index)
         if self.backward_pass is not None:
@@ -289,69 +278,74 @@ class OpenPasses:
             group_pass.recomputed.on = True
             return group_pass
         refuse_float16(member.label, group.threshold.device.type)
-        if group_pass is None or group_pass.batch != batch:
-            if group_pass is not None:
-                self._give_up(group_pass, member, batch)
-            group_pass = GroupPass(group, batch, self)
-            self.open[group.index] = group_pass
+        if group_pass is None:
+            group_pass = self.open[group.index] = GroupPass(group, self.forward_pass, self)
         group_pass.note(member)
         return group_pass
-
-    def note(self, label: str, layout: Layout) -> None:
-        """A layer, or a parameter, met a tensor, which was taken so; running once more (checkpointing) adds nothing."""
-        if self.backward_pass is None and layout.pattern is not None:
-            self.asked.setdefault(label, []).append(layout.pattern)
 
     def together(self, group_pass: GroupPass) -> list[GroupPass]:
         """The passes that close with this one: those of the groups beside it that have no probe yet."""
         passes = []
         for group in group_pass.group.together or (group_pass.group,):
-            other = self.open.setdefault(group.index, GroupPass(group, group_pass.batch, self))
-            if other is group_pass or (other.probe is None and not other.over and other.batch == group_pass.batch):
+            other = self.open.setdefault(group.index, GroupPass(group, group_pass.forward_pass, self))
+            if other is group_pass or (other.probe is None and not other.over):
                 passes.append(other)
         return passes
 
-    def _give_up(self, group_pass: GroupPass, member: Member, batch: int) -> None:
-        """The pass of a forward whose losses never came, or of one with another batch size."""
-        if self._microbatch is not NOT_NAMED and group_pass.calls:
-            raise UserError(
-                f"Layer {member.name!r} got a batch of {batch} in microbatch {self._microbatch!r}, which began "
-                f"with {group_pass.batch}: give another forward pass another name, and the model's inputs the batch as "
-                "first axis."
-            )
-        group_pass.over, group_pass.probe = True, None
-
     @contextmanager
-    def forward_of(self, microbatch: Hashable) -> Iterator[None]:
-        """What runs inside waits for `backward(..., microbatch)`; a forward pass that fails is forgotten."""
-        if self.backward_pass is not None or self._microbatch is not NOT_NAMED:
-            raise UserError(
-                f"forward_of({microbatch!r}) was entered inside another forward or backward pass of the engine: leave "
-                "that first."
-            )
-        outer, self.open, self._microbatch = self.open, self._waiting.pop(microbatch, {}), microbatch
+    def forward(
+        self, examples: int, microbatch: Hashable = NOT_NAMED, recorder: Recorder | None = None
+    ) -> Iterator[None]:
+        """What runs inside is a forward pass of B examples; a named one waits for `backward(..., microbatch)`, and the
+        next one is waited for by an ordinary one. One that fails is forgotten.
+
+        Raises:
+            UserError: inside of another pass.
+        """
+        if self.backward_pass is not None or self._forward_pass is not None:
+            raise UserError("A forward pass was begun inside another pass of the engine: leave that first.")
+        self.end()
+        forward_pass = ForwardPass(examples, self.plan, recorder)
         try:
-            yield
-            if self.open:
+            with self.running(forward_pass):
+                yield
+        except BaseException:
+            self.end()
+            raise
+        self.last = forward_pass
+        if recorder is not None:
+            self.end()
+        elif microbatch is not NOT_NAMED:
+            if self.open:  # gradients were on
                 self._waiting[microbatch] = self.open
-        finally:
-            self.open, self._microbatch = outer, NOT_NAMED
+            self.open, self.last = {}, None
 
     @contextmanager
     def backward(self, phase: Phase, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[BackwardPass]:
-        """Inside, the passes of a microbatch (or of the ordinary forward pass) take part; afterwards they are over."""
+        """Inside, the passes of a microbatch (or of the ordinary forward pass) take part; afterwards they are over.
+
+        Raises:
+            UserError: inside another one; no forward pass of that name waits, or it had another number of examples.
+        """
         self.refuse_nesting()
         outer = self.open
         if microbatch is not NOT_NAMED:
             if microbatch not in self._waiting:
                 raise UserError(
                     f"Microbatch {microbatch!r} has no forward pass that waits: run the model with gradients on inside "
-                    f"forward_of({microbatch!r}) first, once for each backward pass."
+                    f"forward(examples, {microbatch!r}) first, once for each backward pass."
                 )
             self.open = self._waiting.pop(microbatch)
-        self.backward_pass = BackwardPass(phase, examples, self.open)
+        first = next(iter(self.open.values()), None)
         try:
-            yield self.backward_pass
+            if first is not None and first.batch != examples:
+                raise UserError(
+                    f"{first.batch} examples ran forward, and {examples} are said to run backward: give the same "
+                    "number."
+                )
+            self.backward_pass = BackwardPass(phase, examples, self.open)
+            with nullcontext() if first is None else self.running(first.forward_pass):
+                yield self.backward_pass
         finally:
             self.backward_pass = None
             self.end()  # also after an error: a probe's node holds the passes that hold it
@@ -366,22 +360,13 @@ class OpenPasses:
         if self.backward_pass is not None:
             raise UserError("A backward pass was begun inside another one: end that first, they share one set of sums.")
 
-    @contextmanager
-    def looking(self, examples: int) -> Iterator[None]:
-        """A backward pass inside leaves everything as it is: it is there for the gradients of layers' outputs."""
-        self.backward_pass = BackwardPass(Phase.LOOK, examples, self.open)
-        try:
-            yield
-        finally:
-            self.backward_pass = None
-
     def forget(self) -> None:
-        """Drop the microbatches that wait, and what was asked of them: a pipeline's are looked at once alone."""
+        """Drop the microbatches that wait."""
         self._waiting.clear()
-        self.asked = {}
 
     def end(self) -> None:
         """The forward passes that are open get no losses."""
+        self.last = None
         for group_pass in self.open.values():
             group_pass.over, group_pass.probe = True, None
         self.open.clear()

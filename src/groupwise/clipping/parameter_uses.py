@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import LateFunction
 from groupwise.clipping.calls import GroupOrigin, LayerCalls, Use, Values
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import BatchAxis, Layout, Order
+from groupwise.clipping.layouts import Layout
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
@@ -30,16 +30,9 @@ class ParameterUse(GroupOrigin):
 
     def copies(self) -> Tensor:
         """(B, *shape), made once a forward pass."""
-        return self.calls.copies(self.group, self.place, self.calls.batch(self.label))
+        return self.calls.copies(self.group, self.place)
 
-    def sure_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """See `per_example.Parameter`."""
-        place = self.calls.batch_axis_of(x, self.label)
-        return place if place is not None and self.calls.was_certain(self.label, x, place) else None
-
-    def linear(
-        self, x: Tensor, bias: PerExample | None, transposed: bool = False, place: BatchAxis | None = None
-    ) -> Tensor | None:
+    def linear(self, x: Tensor, bias: PerExample | None, transposed: bool, layout: Layout) -> Tensor | None:
         """See `per_example.Parameter`."""
         other = None if bias is None else bias.origin
         if self.parameter.dim() != 2 or not (
@@ -51,15 +44,15 @@ class ParameterUse(GroupOrigin):
         if isinstance(other, ParameterUse):
             uses[1], values[1] = Use(other.place, other.parameter.shape), other.parameter.detach()
         member = self.calls.product("transposed" if transposed else "linear", self.group, tuple(uses))
-        return self.calls.run(self.group, member, x, values, layout=None if place is None else Layout(place.order))
+        return self.calls.run(self.group, member, x, values, layout)
 
-    def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
+    def embedding(self, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor | None:
         """See `per_example.Parameter`."""
         if self.parameter.dim() != 2:
             return None
         use = Use(self.place, self.parameter.shape, padding_idx=padding_idx)
         member = self.calls.product("embedding", self.group, (use,))
-        return self.calls.run(self.group, member, x, [self.parameter.detach()])
+        return self.calls.run(self.group, member, x, [self.parameter.detach()], layout)
 
 
 class ModuleWeights:
@@ -78,7 +71,7 @@ class ModuleWeights:
         group, member, values = self._product("linear", [(weight, rows), (bias, bias_rows or rows)])
         if group is None or member is None:
             return F.linear(x, *values)  # type: ignore[arg-type]
-        y: Tensor = self._calls.run(group, member, x, values, batch_first=True)
+        y: Tensor = self._calls.run(group, member, x, values)
         return y
 
     def embedding(self, x: Tensor, weight: str, padding_idx: int | None) -> Tensor:
@@ -86,7 +79,7 @@ class ModuleWeights:
         group, member, values = self._product("embedding", [(weight, None)], padding_idx)
         if group is None or member is None:
             return F.embedding(x, values[0], padding_idx)  # type: ignore[arg-type]
-        y: Tensor = self._calls.run(group, member, x, values, batch_first=True)
+        y: Tensor = self._calls.run(group, member, x, values)
         return y
 
     def bags(self, x: Tensor, counts: Tensor | None, weight: str, padding_idx: int | None) -> Tensor:
@@ -94,13 +87,13 @@ class ModuleWeights:
         group, member, values = self._product("bags", [(weight, None)], padding_idx)
         if group is None or member is None:
             return F.embedding_bag(x, values[0], mode="sum", per_sample_weights=counts, padding_idx=padding_idx)  # type: ignore[arg-type]
-        layout, _ = self._calls.layout_of(member, x, batch_first=True)
-        if layout.order is Order.NONE:
+        layout = self._calls.find(member.label, x)
+        if layout.shared:
             rows = self.embedding(x, weight, padding_idx)
             if padding_idx is not None:  # an embedding leaves out its gradient alone
                 rows = rows.masked_fill((x == padding_idx).unsqueeze(2), 0)
             return (rows if counts is None else rows * counts.unsqueeze(2)).sum(1)
-        y: Tensor = self._calls.run(group, member, x, [*values, counts], layout=layout)
+        y: Tensor = self._calls.run(group, member, x, [*values, counts], layout)
         return y.squeeze(1)
 
     def late_linear(self, weight: str, bias: str | None, steps: int, like: Tensor) -> "LateLinear":
@@ -118,7 +111,7 @@ class ModuleWeights:
         found = self._calls.place_of(parameter)
         if found is None:
             return parameter.detach().unsqueeze(0).expand(batch, *parameter.shape)
-        copies: Tensor = self._calls.copies(*found, self._calls.batch(name))
+        copies: Tensor = self._calls.copies(*found)
         return copies.repeat_interleave(batch // len(copies), 0)
 
     def _find(self, name: str | None) -> nn.Parameter | None:
@@ -181,17 +174,15 @@ class LateLinear:
         self._inputs: list[Tensor] = []
         if group is None or member is None:
             return
-        layout, batch = calls.layout_of(member, like, batch_first=True)
-        if layout.order is Order.NONE:
+        layout = calls.find(member.label, like)
+        if layout.shared:
             raise UserError(
-                f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} without a batch of {batch}: the "
-                "batch must be the first axis of the model's first input, or give batch_axis=1 if it is the second."
+                f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} that is the same for all examples: "
+                "expand it to the batch."
             )
-        group_pass, probe = calls.enter(group, member, batch, like.device)
+        group_pass, probe = calls.enter(group, member, like.device)
         zero = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape[0], steps, len(weight))
-        self.added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, like.requires_grad, zero)
-        group_pass.uncertain |= not layout.certain
-        calls.passes.note(member.label, layout)
+        self.added = LateFunction.apply(group_pass, member, layout, probe, self._inputs, zero)
 
     def note(self, x: Tensor) -> None:
         """Keep the inputs of all steps, (B, T, d), for the gradient; once, before the backward pass."""

@@ -1,14 +1,12 @@
-"""Replaces the forwards of a model and its layers, on the instance, and puts them back at the end.
+"""Replaces the forwards of a model's layers while the engine's passes run, and only then.
 
-The outermost module that is called tells how many examples there are, from its first tensor. While it runs, parameters
-of the model that a module reads as its attributes are `PerExample` ones, and layers take theirs from `_parameters`.
-Copies of the model are plain ones.
+Meanwhile parameters of the model that a module reads as its attributes are `PerExample` ones, and layers take theirs
+from `_parameters`.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial, update_wrapper
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,33 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.clipping.calls import LayerCalls, Values
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import BatchAxis, ModelCall
+from groupwise.clipping.layouts import Layout
 from groupwise.clipping.parameter_uses import ModuleWeights, ParameterUse
 from groupwise.clipping.partition import Layer, batch_norms, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample, align
 from groupwise.clipping.rules.weights import Forward
 from groupwise.errors import UserError
-
-
-class _Instead(partial[Any]):
-    """What a module runs instead of its forward; a copy of it, deep or pickled, is the forward that the module had.
-
-    The copy's module has an attribute of it, a bound method where the forward was its class's, as nothing that is
-    copied can leave itself out.
-    """
-
-    module: nn.Module
-    before: Callable[..., Any] | None
-    """Of the module's own attributes; None where the forward was its class's."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        if self.before is not None:
-            return copy.deepcopy(self.before, memo)
-        made: nn.Module = copy.deepcopy(self.module, memo)  # under way, so that the forward found is its class's
-        return made.forward
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (getattr, (self.module, "forward")) if self.before is None else (partial, (self.before,))
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -55,14 +32,13 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 class Patches:
-    """The replaced forwards of an engine's model and layers.
+    """The forwards of an engine's layers that clip, and the parameters that modules read.
 
     Args:
         model: the model; its BatchNorm layers refuse to train.
         layers: its layers, whose `forward` nobody else may have replaced.
         groups: their groups.
         calls: runs layers inside their groups.
-        batch_axis: which axis of the model's first input counts examples.
         direct: layers return their parameters' gradients themselves.
 
     Raises:
@@ -75,48 +51,30 @@ class Patches:
         layers: tuple[Layer, ...],
         groups: tuple[ClippingGroup, ...],
         calls: LayerCalls,
-        batch_axis: int,
         direct: bool,
     ) -> None:
-        self.calls, self._off, self._axis = calls, False, batch_axis
-        for layer in layers:
-            if _is_replaced(layer.module) and layer.rule is not None:
-                raise UserError(
-                    f"Layer {layer.name!r} has its forward replaced already: detach the other engine or wrapper first."
-                )
+        self.calls = calls
         members = {member.name: (group, member) for group in groups for member in group.members}
-        self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-        self._read: list[tuple[nn.Module, str, PerExample]] = []
-        for name, norm in batch_norms(model):
-            self._wrap(norm, partial(self._run_batch_norm, name))
-        wrapped, clipped = {id(model): model}, {id(layer.module) for layer in layers if layer.rule or layer.rewritten}
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = [
+            (norm.__dict__, "forward", partial(self._run_batch_norm, name, norm, norm.forward))
+            for name, norm in batch_norms(model)
+        ]
+        """What stands in place of what, while a pass runs: a module's own attributes, a name and its value."""
         for layer in layers:
+            forward: Callable[..., Any] | None = None
             if layer.rewritten is not None and not direct:
-                self._replace(
-                    layer.module, torch.compiler.disable(partial(self._run_rewritten, layer.module, layer.rewritten))
-                )
+                forward = partial(self._run_rewritten, layer.module, layer.rewritten)
             elif layer.rule is not None:
-                group, member = members[layer.name]
+                if _is_replaced(layer.module):
+                    raise UserError(
+                        f"Layer {layer.name!r} has its forward replaced already: take off what wraps it first."
+                    )
                 run = self._run_direct if direct else self._run_layer
-                self._replace(layer.module, torch.compiler.disable(partial(run, layer.module, group, member)))
-            else:
-                wrapped[id(layer.module)] = layer.module
-        for module in wrapped.values():
-            if not direct and id(module) not in clipped:
-                self._wrap(module, self._run_outermost)
+                forward = partial(run, layer.module, *members[layer.name])
+            if forward is not None:
+                self._attributes.append((layer.module.__dict__, "forward", torch.compiler.disable(forward)))
         if not direct:
             self._read_as_copies(layers)
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        instead, before = _Instead(forward), module.__dict__.get("forward")
-        instead.module, instead.before = module, before
-        self._before.append((module, before))
-        module.forward = instead  # type: ignore[method-assign]
-
-    def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        inner = module.forward
-        self._replace(module, partial(run, module, inner))
-        update_wrapper(module.forward, inner)  # libraries look at a forward's arguments
 
     def _read_as_copies(self, layers: tuple[Layer, ...]) -> None:
         known: dict[int, PerExample] = {}
@@ -128,87 +86,27 @@ class Patches:
                     use = ParameterUse(self.calls, *found, parameter, layer.full_name(local))
                     known[id(parameter)] = PerExample(use.copies, parameter.detach(), use, source=True)
                 inside, _, own = local.rpartition(".")
-                self._read.append((layer.module.get_submodule(inside), own, known[id(parameter)]))
+                self._attributes.append((layer.module.get_submodule(inside).__dict__, own, known[id(parameter)]))
 
     @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """Inside, layers run as if nothing had been replaced."""
-        before, self._off = self._off, True
+    def installed(self) -> Iterator[None]:
+        """Inside, layers clip; afterwards the model is as it was."""
+        before = [own.get(name) for own, name, _ in self._attributes]
         try:
+            for own, name, value in self._attributes:
+                own[name] = value
             yield
         finally:
-            self._off = before
-
-    def remove(self) -> None:
-        """Give the modules their own forward back."""
-        for module, before in reversed(self._before):
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.forward = before  # type: ignore[method-assign]
-        self._before = []
-
-    # -- the outermost module -------------------------------------------------------------------------------------
-
-    def _run_outermost(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._idle() or torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        with self._called(ModelCall(args, kwargs, self._axis)):
-            made = forward(*args, **kwargs)
-            return tree_map(self._as_batch, made) if any(map(_is_copy, tree_leaves(made))) else made
-
-    def _as_batch(self, leaf: Any) -> Any:
-        """An output that shapes took for the same for all examples, with as many rows as there are: each one's own."""
-        call, place = self.calls.passes.model_call, BatchAxis(0, certain=False)
-        if not _is_copy(leaf) or call is None or call.turned or leaf.shape[:1] != (call.batch,):
-            return leaf
-        rows = align(leaf, leaf.dim(), place, "the model's output")
-        leaf.origin.doubt(leaf, place)
-        return rows
-
-    def _idle(self) -> bool:
-        """Whether a module is not the outermost one, or nothing is clipped."""
-        passes = self.calls.passes
-        recomputing = passes.backward_pass is not None
-        return self._off or passes.model_call is not None or recomputing or not torch.is_grad_enabled()
-
-    @contextmanager
-    def _called(self, call: ModelCall) -> Iterator[None]:
-        try:
-            for owner, name, copies in self._read:
-                owner.__dict__[name] = copies
-            with self.calls.within(call):
-                yield
-        finally:
-            for owner, name, _ in self._read:
-                owner.__dict__.pop(name, None)
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Inside a backward pass: what runs once more (checkpointing) finds parameters as in its forward pass."""
-        passes = self.calls.passes
-        call = next((each.model_call for each in passes.open.values() if each.model_call), None)
-        with nullcontext() if call is None or passes.model_call is not None else self._called(call):
-            yield
+            for (own, name, _), value in zip(self._attributes, before, strict=True):
+                if value is None:
+                    own.pop(name, None)
+                else:
+                    own[name] = value
 
     def _run_rewritten(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if self._off or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         axis = 0 if getattr(module, "batch_first", True) else 1
-        if not self._idle():
-            with self._called(ModelCall(args, kwargs, axis)):
-                return self._rewritten(module, forward, axis, args, kwargs)
-        return self._rewritten(module, forward, axis, args, kwargs)
-
-    def _rewritten(
-        self, module: nn.Module, forward: Forward, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        call = self.calls.passes.model_call
-        if isinstance(module, nn.EmbeddingBag) and call is not None:
-            offsets = kwargs.get("offsets", args[1] if len(args) > 1 else None)
-            bags = 0 if offsets is None else len(offsets) - bool(module.include_last_offset)
-            counted = call.counted == id(args[0] if args else kwargs.get("input"))
-            if bags and (counted or not call.batch or bags % call.batch):  # the input's first axis is no batch
-                call.batch = bags
         recurrent = isinstance(module, nn.RNNBase)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         copies = [leaf for leaf in tensors if isinstance(leaf, PerExample)]
@@ -218,22 +116,21 @@ class Patches:
 
         mask: Any = kwargs.get("attn_mask", args[5] if len(args) > 5 else None)
 
-        met = _met_by(copies, (leaf for leaf in tensors if leaf is not mask), axis)
-        each = 1 if met is None else met[1].each
+        each = _rows_met(copies, (leaf for leaf in tensors if leaf is not mask), axis)
+        guesses = each is not None and self.calls.traces  # where the batch is, may not be known yet
 
         def plain(leaf: Any, at: int) -> Any:
+            if guesses:
+                return leaf.like.detach() if _is_copy(leaf) else leaf
             if leaf is mask and _is_copy(leaf) and leaf.dim() == 2:  # (L, S), the same for all examples and heads
                 return leaf.rows.repeat_interleave(module.num_heads, 0)
-            return align(leaf, leaf.dim(), BatchAxis(at, each), type(module).__name__) if _is_copy(leaf) else leaf
+            return align(leaf, leaf.dim(), Layout(at, each or 1), type(module).__name__) if _is_copy(leaf) else leaf
 
         first, rest = (args[:1], args[1:]) if recurrent else (args, ())
         args = (*tree_map(lambda t: plain(t, axis), first), *tree_map(lambda t: plain(t, 1), rest))
         kwargs = {
             k: tree_map(lambda t, k=k: plain(t, 1 if k == "hx" and recurrent else axis), v) for k, v in kwargs.items()
         }
-        if met is not None and not met[1].certain:  # asked now that their rows are made, which opens a group's pass
-            for copy in copies:
-                copy.origin.doubt(*met)
         made = forward(weights, module, *args, **kwargs)
         if len(copies) < len(tensors) or any(copy.shape[axis] != 1 for copy in copies if copy.dim() > axis):
             return made
@@ -245,14 +142,14 @@ class Patches:
     def _run_batch_norm(
         self, name: str, module: _BatchNorm, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not self._off and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             refuse_batch_statistics(name, module)
         return forward(*args, **kwargs)
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
     def _run_layer(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Any:
-        if self._off or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         rule, x = member.rule, _input_of(module, member, args, kwargs)
         values: Values = rule.values()
@@ -266,7 +163,7 @@ class Patches:
         return self.calls.run(group, member, x, values)
 
     def _run_direct(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Tensor:
-        if self._off or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         rule = member.rule
         parameters = rule.values()  # whole tensors now, shards in between
@@ -289,14 +186,13 @@ def _input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: 
     return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
 
 
-def _met_by(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> tuple[Tensor, BatchAxis] | None:
-    """The first input, like the copies, that has the batch on that axis, and where it has it."""
+def _rows_met(copies: Sequence[PerExample], inputs: Iterable[Tensor], axis: int) -> int | None:
+    """How many rows an example has in the first input, like the copies, that holds the batch on that axis."""
     for x in inputs:
-        if _is_copy(x) or x.dim() != copies[0].dim() or not x.is_floating_point():
-            continue
-        place = copies[0].origin.batch_axis_of(x)
-        if place is not None and place.axis == axis:
-            return x, place
+        if not _is_copy(x) and x.dim() == copies[0].dim() and x.is_floating_point():
+            layout = copies[0].origin.layout_of(x)
+            if layout is not None and layout.axis == axis:
+                return layout.each
     return None
 
 

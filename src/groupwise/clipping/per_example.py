@@ -17,14 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from groupwise.clipping.example_by_example import (
-    example_by_example,
-    for_examples,
-    mark_alone,
-    own_rows,
-    refuse_mixtures,
-)
-from groupwise.clipping.layouts import BatchAxis
+from groupwise.clipping.example_by_example import example_by_example, for_examples, own_rows, refuse_mixtures
+from groupwise.clipping.layouts import SHARED, Layout
 from groupwise.errors import UserError
 
 
@@ -34,28 +28,21 @@ class Origin(Protocol):
     label: str
     """The parameter's or layer's name, for messages."""
 
-    def batch_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """Which axis of a plain tensor counts examples; None for a constant."""
+    @property
+    def traces(self) -> bool:
+        """Whether the forward pass is one of the trace, in which nothing is clipped and no layout may be known yet."""
 
-    def doubt(self, x: Tensor, place: BatchAxis) -> None:
-        """The axis of x that was taken for the batch must be shown by gradients to be it."""
+    def layout_of(self, x: Tensor) -> Layout | None:
+        """Where a plain tensor that meets the `PerExample` holds the batch; None for what all examples share."""
 
 
 class Parameter(Origin, Protocol):
     """The origin of a `PerExample` that is a parameter, or its transpose."""
 
-    def sure_axis_of(self, x: Tensor) -> BatchAxis | None:
-        """As `batch_axis_of`, if it was certain when this call of the model first asked; None otherwise."""
+    def linear(self, x: Tensor, bias: "PerExample | None", transposed: bool, layout: Layout) -> Tensor | None:
+        """x Wᵀ + b with this parameter as W (transposed: x W + b), by the rule of such layers; None: not possible."""
 
-    def linear(
-        self, x: Tensor, bias: "PerExample | None", transposed: bool = False, place: BatchAxis | None = None
-    ) -> Tensor | None:
-        """x Wᵀ + b with this parameter as W (transposed: x W + b), by the rule of such layers; None: not possible.
-
-        `place` says where x has its examples; None: as for a layer that gets x.
-        """
-
-    def embedding(self, x: Tensor, padding_idx: int | None) -> Tensor | None:
+    def embedding(self, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor | None:
         """This parameter's rows, by the rule of such layers; None: not possible."""
 
 
@@ -127,17 +114,24 @@ class PerExample(torch.Tensor):
         if not torch.is_grad_enabled() or name in _VALUES:
             args, kwargs = tree_map(_value, (args, kwargs))
             return func(*args, **kwargs)
-        if (made := _by_rule(func, args, kwargs)) is not None:
+        if (made := _turned(name, args, kwargs)) is not None:
             return made
         leaves, spec = tree_flatten((args, kwargs))
         mine = [leaf for leaf in leaves if isinstance(leaf, PerExample)]
         origin = mine[0].origin
         places = [
-            origin.batch_axis_of(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, PerExample) else None
+            origin.layout_of(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, PerExample) else None
             for leaf in leaves
         ]
         if not any(places):
-            return _alone(func, leaves, spec, origin)
+            made = _by_rule(func, name, args, kwargs, lambda _: SHARED)
+            return _alone(func, leaves, spec, origin) if made is None else made
+        where = {id(leaf): place for leaf, place in zip(leaves, places, strict=True) if place is not None}
+        if (made := _by_rule(func, name, args, kwargs, lambda x: where.get(id(x)))) is not None:
+            return made
+        if origin.traces:  # the batch may be elsewhere, and nothing is clipped
+            args, kwargs = tree_map(_value, (args, kwargs))
+            return func(*args, **kwargs)
         if len(mine[0].rows) == 1:  # whatever it meets belongs to the one example
             args, kwargs = tree_map(lambda leaf: leaf.rows[0] if isinstance(leaf, PerExample) else leaf, (args, kwargs))
             return func(*args, **kwargs)
@@ -153,14 +147,8 @@ class PerExample(torch.Tensor):
             name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves if isinstance(leaf, Tensor))
         ):
             args, kwargs = tree_unflatten(_aligned(leaves, places, name), spec)
-            made = func(*args, **kwargs)
-        else:
-            made = example_by_example(func, leaves, spec, _copies(leaves), places, place, name, origin.label)
-        for copies in mine:
-            for leaf, p in zip(leaves, places, strict=True):
-                if p is not None and not p.certain:
-                    copies.origin.doubt(leaf, p)
-        return made
+            return func(*args, **kwargs)
+        return example_by_example(func, leaves, spec, _copies(leaves), places, place, name, origin.label)
 
 
 def _name_of(func: Any) -> str:
@@ -216,13 +204,7 @@ def _alone(func: Any, leaves: list[Any], spec: Any, origin: Origin) -> Any:
     copies = _copies(leaves)
     made = for_examples(func, leaves, spec, copies, _name_of(func), origin.label)
 
-    def standing_for(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        mark_alone(t, copies.values())
-        return PerExample.of_rows(t, origin)
-
-    return tree_map(standing_for, made)
+    return tree_map(lambda t: PerExample.of_rows(t, origin) if isinstance(t, Tensor) else t, made)
 
 
 def _copies(leaves: list[Any]) -> dict[int, Tensor]:
@@ -230,25 +212,17 @@ def _copies(leaves: list[Any]) -> dict[int, Tensor]:
     return {i: leaf.rows for i, leaf in enumerate(leaves) if isinstance(leaf, PerExample)}
 
 
-def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """What layers with a rule do as well is done by that rule: it needs no copy's gradient."""
-    name = _name_of(func)
-    if func is F.linear:
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        x, weight, bias = given["input"], given["weight"], given.get("bias")
-        if _is_source(weight) and (bias is None or _is_source(bias)):
-            return weight.origin.linear(x, bias)
-        return _product(x, weight, bias, turned=False)
-    if func is F.embedding and _is_source(args[1]):
-        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if not (given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse")):
-            return args[1].origin.embedding(args[0], given.get("padding_idx"))
-    if kwargs or not args:
+Where = Callable[[Tensor], Layout | None]
+"""A tensor that meets a parameter -> where it holds the batch; None for one that was not asked about."""
+
+
+def _turned(name: str, args: Any, kwargs: Any) -> Tensor | None:
+    """Operations that only look at a parameter in another way, and ask nothing of what it meets."""
+    if kwargs or not args or not isinstance(args[0], PerExample):
         return None
-    if name == "repeat" and isinstance(args[0], PerExample):
+    if name == "repeat":
         return _expanded(args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:])
-    if name == "view" and isinstance(args[0], PerExample) and not isinstance(args[1], torch.dtype):
+    if name == "view" and not isinstance(args[1], torch.dtype):
         return args[0].reshape(*args[1:])  # of what was expanded
     if name in ("expand_as", "view_as", "reshape_as") and len(args) == 2:  # what it is like tells its shape alone
         return getattr(args[0], name.removesuffix("_as"))(args[1].shape)  # type: ignore[no-any-return]
@@ -256,16 +230,36 @@ def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         return args[0].to(args[1].device, args[1].dtype)
     if name in _TRANSPOSES and _is_matrix(args[0]) and args[1:] in _BOTH_AXES:
         return _transposed(args[0])
+    return None
+
+
+def _by_rule(func: Any, name: str, args: Any, kwargs: Any, where: Where) -> Tensor | None:
+    """What layers with a rule do as well is done by that rule: it needs no copy's gradient."""
+    if func is F.linear:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        x, weight, bias = given["input"], given["weight"], given.get("bias")
+        if _is_plain(x) and _is_source(weight) and (bias is None or _is_source(bias)):
+            layout = where(x)
+            return None if layout is None else weight.origin.linear(x, bias, False, layout)
+        return _product(x, weight, bias, where, turned=False)
+    if func is F.embedding and _is_source(args[1]) and _is_plain(args[0]):
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if not (given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse")):
+            layout = where(args[0])
+            return None if layout is None else args[1].origin.embedding(args[0], given.get("padding_idx"), layout)
+    if kwargs or not args:
+        return None
     if name in ("matmul", "__matmul__") and len(args) == 2:
         left, right = args
         if _is_matrix(left) and isinstance(right, Tensor) and right.dim() > 2:  # the batch is none of the last two
-            made = _product(right, left, None, turned=False, columns=True)
+            made = _product(right, left, None, where, turned=False, columns=True)
             return None if made is None else made.mT
-        return _product(left, right, None, turned=True)
+        return _product(left, right, None, where, turned=True)
     if name == "mm" and len(args) == 2 and args[0].dim() == 2:
-        return _product(args[0], args[1], None, turned=True)
+        return _product(args[0], args[1], None, where, turned=True)
     if name == "addmm" and len(args) == 3 and args[1].dim() == 2:
-        return _product(args[1], args[2], args[0], turned=True)
+        return _product(args[1], args[2], args[0], where, turned=True)
     if func is F.bilinear and len(args) > 2 and isinstance(args[2], PerExample):  # it has no batching rule
         if torch.is_autocast_enabled(args[0].device.type):  # which lowers linear layers, and not this
             return None
@@ -278,29 +272,30 @@ def _by_rule(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 _BOTH_AXES = ((), (0, 1), (1, 0), (-2, -1), (-1, -2), (0, -1), (-1, 0), (-2, 1), (1, -2))
 
 
-def _product(x: Any, weight: Any, bias: Any, turned: bool, columns: bool = False) -> Tensor | None:
-    """x Wᵀ + b by the rule of linear layers, if W and b are parameters and it is certain whose the rows of x are.
+def _product(x: Any, weight: Any, bias: Any, where: Where, turned: bool, columns: bool = False) -> Tensor | None:
+    """x Wᵀ + b by the rule of linear layers, if W and b are parameters.
 
     Args:
         x: (B, ..., d) or, sequences first, (T, B, ..., d).
         weight: W (p, d); turned: its transpose.
         bias: (p,).
+        where: tells where x holds the batch.
         turned: see weight.
         columns: x is (B, ..., d, n) instead.
 
     Returns:
         (B, ..., p), or (B, ..., n, p); None where copies must do.
     """
-    if not _is_matrix(weight) or not isinstance(x, Tensor) or isinstance(x, PerExample):
+    if not _is_matrix(weight) or not _is_plain(x):
         return None
     if x.dim() < 2 or x.layout is not torch.strided or not x.numel() or not weight.numel():
         return None
     if bias is not None and not (_is_source(bias) and bias.shape == (weight.shape[1 if turned else 0],)):
         return None
-    place = weight.origin.sure_axis_of(x)
-    if place is None or place.each > 1 or x.dim() < place.axis + 2 + columns:
+    layout = where(x)
+    if layout is None or layout.shared or layout.each > 1 or x.dim() < layout.axis + 2 + columns or layout.axis > 1:
         return None
-    return weight.origin.linear(x.mT if columns else x, bias, turned != weight.transposed, place)
+    return weight.origin.linear(x.mT if columns else x, bias, turned != weight.transposed, layout)
 
 
 def _expanded(copies: PerExample, times: Sequence[int]) -> Tensor | None:
@@ -309,6 +304,10 @@ def _expanded(copies: PerExample, times: Sequence[int]) -> Tensor | None:
     if any(count != 1 and size != 1 for count, size in zip(times, shape, strict=True)):
         return None
     return copies.expand([count * size for count, size in zip(times, shape, strict=True)])
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, PerExample)
 
 
 def _is_source(value: Any) -> bool:
@@ -328,14 +327,14 @@ def _transposed(matrix: PerExample) -> PerExample:
     return PerExample(lambda: matrix.rows.mT, matrix.like.mT, matrix.origin, source=turned, transposed=not turned)
 
 
-def _aligned(leaves: list[Any], places: list[BatchAxis | None], name: str) -> list[Any]:
+def _aligned(leaves: list[Any], places: list[Layout | None], name: str) -> list[Any]:
     """Copies with their examples on the batch axis of the tensors that they meet."""
     rank = max(leaf.dim() for leaf in leaves if isinstance(leaf, Tensor))
     place = next(p.moved(rank - leaf.dim()) for leaf, p in zip(leaves, places, strict=True) if p is not None)
     return [align(leaf, rank, place, name) if isinstance(leaf, PerExample) else leaf for leaf in leaves]
 
 
-def align(copies: PerExample, rank: int, place: BatchAxis, name: str) -> Tensor:
+def align(copies: PerExample, rank: int, place: Layout, name: str) -> Tensor:
     """Copies (B, *shape) as a plain tensor of `rank` axes that has the examples where `place` says.
 
     Raises:

@@ -14,10 +14,9 @@ from groupwise.errors import UserError
 
 
 class Phase(Enum):
-    """The work of a backward pass: all at once, nothing but a look, only norms (ghost, first), only sums (second)."""
+    """The work of a backward pass: all at once, only norms (ghost, first), only sums (second)."""
 
     CLIP = "clip"
-    LOOK = "look"
     NORMS = "norms"
     SUMS = "sums"
 

@@ -17,11 +17,12 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class Reference:
-    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,)."""
+    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,); Σ_i factor_i·‖g^(i)‖ by name."""
 
     sums: dict[str, Tensor]
     norms: Tensor
     counts: Tensor
+    sizes: dict[str, float]
 
 
 def clipped_sums(
@@ -53,6 +54,7 @@ def clipped_sums(
     ]
     thresholds = torch.as_tensor(thresholds, dtype=next(iter(parameters.values())).dtype)
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    sizes = dict.fromkeys(parameters, 0.0)
     norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype)
     reached: set[str] = set()
     for column, example in enumerate(examples):
@@ -68,10 +70,11 @@ def clipped_sums(
             for name in group:
                 if name in gradients:
                     sums[name] += factor * gradients[name]
+                    sizes[name] += factor * float(gradients[name].norm())
     for name in parameters:
         if name not in reached:
             raise UserError(f"Parameter {name!r} trains, but no example's loss depends on it: freeze it, or use it.")
-    return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64))
+    return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64), sizes)
 
 
 _HEAD = ("layer", "type", "input -> output", "norms by", "estimated, for norms and clipped sum")

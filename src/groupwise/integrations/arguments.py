@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[_Value, str]] = {
     ),
     "label_smoothing_factor": (
         lambda a: a.label_smoothing_factor,
-        "is a mean over the batch: smooth in losses_of(model, inputs), one loss for each example",
+        "is a mean over the batch: smooth in losses(model, inputs), one loss for each example",
     ),
     "auto_find_batch_size": (
         lambda a: a.auto_find_batch_size,

@@ -133,8 +133,8 @@ def load(folder: Path, saved: dict[str, Any], private: Private, steps: int) -> N
         raise UserError(
             f"{folder} was written after the last step, so nothing is left to train: from_pretrained loads it."
         )
-    state = {**saved, **_key_of(folder, saved), "model": private.mechanism.model.state_dict()}
-    state["optimizer"] = private.mechanism.optimizer.state_dict()
+    state = {**saved, **_key_of(folder, saved), "model": private.core.model.state_dict()}
+    state["optimizer"] = private.core.optimizer.state_dict()
     if saved["step"] != steps:
         raise UserError(f"The Trainer's steps in {folder} are not those of its {STATE}: go on from another checkpoint.")
     try:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,20 +15,19 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import TrainOutput
 
-from groupwise.clipping import verify
 from groupwise.errors import UserError
 from groupwise.integrations import resume
 from groupwise.integrations.arguments import PrivacyArguments, check_arguments, check_privacy, moving_settings
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
-from groupwise.private.batches import length_of
+from groupwise.private.data import length_of
 from groupwise.private.make import CHECKED
 from groupwise.tasks.samples import IGNORED
 from groupwise.training.task import eval_mode
 
 LossesOf = Callable[[nn.Module, dict[str, Any]], Tensor]
 """(model, inputs of b examples) -> their losses, (b,)."""
-MEND = "give PrivateTrainer(losses_of=...), a function of (model, inputs) that returns one loss for each example"
+MEND = "give PrivateTrainer(losses=...), a function of (model, inputs) that returns one loss for each example"
 
 
 def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False) -> Tensor:
@@ -126,8 +125,6 @@ def _distance(model: nn.Module, losses_of: LossesOf, examples: Sequence[dict[str
 
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
-COARSE = {"tolerance": 0.3, "loss_tolerance": 0.05}
-"""Of the check before training, in bfloat16."""
 
 
 class PrivateTrainer(Trainer):
@@ -147,7 +144,7 @@ class PrivateTrainer(Trainer):
     Args:
         model, args, others: as `transformers.Trainer` has them.
         privacy: budget, clipping and noise.
-        losses_of: (model, inputs of b examples) -> (b,) losses, each of its own example alone; by default the
+        losses: (model, inputs of b examples) -> (b,) losses, each of its own example alone; by default the
             cross-entropy of ``labels`` for classification and language models (-100 predicts nothing).
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
 
@@ -164,7 +161,7 @@ class PrivateTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         privacy: PrivacyArguments,
-        losses_of: LossesOf | None = None,
+        losses: LossesOf | None = None,
         noise_source: NoiseSource | None = None,
         **others: Any,
     ) -> None:
@@ -174,12 +171,12 @@ class PrivateTrainer(Trainer):
         if others.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
             raise UserError(
                 "compute_loss gives one loss for a whole batch, which cannot be clipped by example: give "
-                "losses_of(model, inputs), one loss for each."
+                "losses(model, inputs), one loss for each."
             )
         super().__init__(model, args, **others)
-        if losses_of is None and getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+        if losses is None and getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
             raise UserError(
-                "An encoder-decoder makes its inputs from the labels, so no loss is known for it: give losses_of."
+                "An encoder-decoder makes its inputs from the labels, so no loss is known for it: give losses."
             )
         if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
             raise UserError(
@@ -187,10 +184,9 @@ class PrivateTrainer(Trainer):
                 "checkpoint or the learning rate where these follow eval_loss: give examples that are held out."
             )
         self.privacy, self._noise_source = privacy, noise_source
-        self._given_losses = losses_of
+        self._given_losses = losses
         self._folder = Path(str(self.args.output_dir))
         self._resuming, self._released = False, 0
-        self._batches: Iterator[Any] | None = None
 
     # -- the data, and the plan --------------------------------------------------------------------------------------
 
@@ -224,23 +220,27 @@ class PrivateTrainer(Trainer):
         model: Any = self.model
         model.train()  # as every step begins, so that what is checked is what trains
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's around it
+        rows = np.linspace(0, length_of(self._data) - 1, CHECKED).round().astype(int).tolist()
+        losses = self._given_losses or find_losses(
+            model, [self._inputs([row]) for row in rows], tolerance=0.02 if self.args.bf16 else 1e-5
+        )
         self.private = make_private(
             model,
             optimizer,
             self._data,
+            lambda model, batch: losses(model, self._prepare_inputs(batch)),
             steps=steps,
             batch_size=self._batch_size(),
+            microbatch=self.args.train_batch_size,
+            collate_fn=self._collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            order=self._longest_first,
             noise_source=self._noise_source or NoiseSource.fresh(self.privacy.secure_noise),
             **self.privacy.settings(),
         )
-        rows = np.linspace(0, length_of(self._data) - 1, CHECKED).round().astype(int).tolist()
-        self._losses = self._given_losses or find_losses(
-            model, [self._inputs([row]) for row in rows], tolerance=0.02 if self.args.bf16 else 1e-5
-        )
-        coarse: dict[str, Any] = COARSE if self.args.bf16 else {}
-        verify(self.private.engine, lambda some: self._losses(model, self._inputs(some)), rows, **coarse)
         if not self._resuming:
-            resume.begin(self._folder, self.private.mechanism.noise)
+            resume.begin(self._folder, self.private.core.noise)
 
     def _inputs(self, rows: Sequence[int] | np.ndarray) -> dict[str, Any]:
         return self._prepare_inputs(self._collate([self._data[int(row)] for row in rows]))
@@ -279,7 +279,7 @@ class PrivateTrainer(Trainer):
             self.is_in_train = False
             self.accelerator.gradient_state._set_sync_gradients(True)  # one state for all that accelerate prepares
             if self.private is not None:
-                self._released, self._batches = self.private.executed, None
+                self._released = self.private.executed
                 self.private.detach()
 
     def training_step(
@@ -290,31 +290,13 @@ class PrivateTrainer(Trainer):
         Returns:
             The mean loss of the drawn examples, (); not private.
         """
-        total, drawn = torch.zeros((), device=self.args.device), 0
         if not self.accelerator.sync_gradients or self.private is None:
-            return total
-        model.train()
-        if self._batches is None:  # one for all steps, as its workers take long to start
-            self._batches = self.private.batches(
-                self.args.train_batch_size,
-                collate_fn=self._collate,
-                num_workers=self.args.dataloader_num_workers,
-                pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-                order=self._longest_first,
-            )
-        for batch in self._batches:
-            losses = self._losses(model, self._prepare_inputs(batch))
-            self.private.backward(losses)
-            total += losses.detach().sum()
-            drawn += len(losses)
-            if self.private.step():
-                break
-        if self.private.executed == self.private.plan.steps:
-            self._batches = None
+            return torch.zeros((), device=self.args.device)
+        step = self.private.step()
         # The update is done: accelerate's optimiser, which the Trainer's loop calls next, passes nothing on unless
         # gradients are in sync.
         self.accelerator.gradient_state._set_sync_gradients(False)
-        return total / max(drawn, 1)
+        return torch.tensor(step.nonprivate["loss"], device=self.args.device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: they follow the lengths of the examples that were drawn, which no noise protects."""
@@ -357,5 +339,5 @@ class PrivateTrainer(Trainer):
 
     def _settings(self) -> dict[str, str]:
         assert self.private is not None
-        kinds = {"model": self.model, "optimizer": self.private.mechanism.optimizer, "lr_scheduler": self.lr_scheduler}
+        kinds = {"model": self.model, "optimizer": self.private.core.optimizer, "lr_scheduler": self.lr_scheduler}
         return moving_settings(self.args, self.privacy) | {name: type(of).__name__ for name, of in kinds.items()}

@@ -208,7 +208,7 @@ class StageRunner:
         def clipped(i: int) -> AbstractContextManager[object]:
             return engine.backward_of(i, microbatches[i].examples, microbatches[i].absent)
 
-        return self._pass(microbatches, (engine.forward_of, clipped), randomness)
+        return self._pass(microbatches, (self._forward(engine, microbatches), clipped), randomness)
 
     def run_flat(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
         """As `run`, but one group over all stages: two passes, and one all-reduce of the examples' squared norms.
@@ -226,7 +226,7 @@ class StageRunner:
                 yield
             found.append(engine.squared_norms[0])
 
-        losses = self._pass(microbatches, (engine.forward_of, norms), randomness)
+        losses = self._pass(microbatches, (self._forward(engine, microbatches), norms), randomness)
         if not microbatches:
             return losses
         squares = torch.stack(found)  # (microbatches, b)
@@ -239,8 +239,11 @@ class StageRunner:
         def sums(i: int) -> AbstractContextManager[object]:
             return engine.sums_of(i, kept[i].examples, factors[i])
 
-        self._pass(kept, (engine.forward_of, sums), randomness)
+        self._pass(kept, (self._forward(engine, kept), sums), randomness)
         return losses
+
+    def _forward(self, engine: ClippingEngine, microbatches: Sequence[Microbatch]) -> Around:
+        return lambda i: engine.forward(microbatches[i].examples, i)
 
     def _pass(
         self, microbatches: Sequence[Microbatch], passes: tuple[Around, Around], randomness: Around

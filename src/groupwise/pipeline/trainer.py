@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from groupwise.errors import UserError
 from groupwise.models.trainable import MovedAdapters
@@ -20,9 +22,31 @@ from groupwise.pipeline import checkpoint
 from groupwise.pipeline.evaluation import Staged, evaluate_pipeline
 from groupwise.pipeline.runner import StageRunner
 from groupwise.privacy import AdaptiveThresholds, NoiseSource
+from groupwise.training.private_step import PrivateStep
 from groupwise.training.provenance import peak_memory_bytes
 from groupwise.training.step import Trainer
 from groupwise.training.task import Feed, Split
+
+
+class StageSums:
+    """A stage's clipped sums of drawn batches; see `groupwise.training.private_step.BatchSums`.
+
+    Args:
+        runner: takes the stage through microbatches.
+        feed: of the training set.
+        size: rows of a microbatch, whose number decides on their masks.
+        one_group: all stages together are one group (flat); else each stage has groups of its own.
+    """
+
+    def __init__(self, runner: StageRunner, feed: Feed, size: int, one_group: bool) -> None:
+        self.runner, self.feed, self.size, self.one_group = runner, feed, size, one_group
+
+    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
+        """All microbatches of this replica's share, through the pipeline and back."""
+        run = self.runner.run_flat if self.one_group and private.engine is not None else self.runner.run
+        share = private.ranks.share(self.feed.order(drawn))
+        losses = run(self.feed.microbatches(share, self.size, self.runner.least), partial(private.microbatch, step))
+        return torch.zeros(()) if losses is None else losses.sum()
 
 
 @dataclass(kw_only=True)
@@ -36,18 +60,15 @@ class PipelineTrainer(Trainer):
     """
 
     runner: StageRunner
-    feed: Feed
-    """Of the training set."""
     one_group: bool = False
     """All stages together are one group (flat); else each stage has groups of its own."""
     _adapters: MovedAdapters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        stage, mechanism = self.runner.stage, self.mechanism
-        source = mechanism.gradient_noise = stage_noise(self.noise, stage.index)
+        stage, private = self.runner.stage, self.private
+        source = private.gradient_noise = stage_noise(self.noise, stage.index)
         if not self.one_group:
-            mechanism.count_noise = source
+            private.count_noise = source
             if isinstance(self.thresholds, AdaptiveThresholds) and self.thresholds.rescale_to is not None:
                 raise UserError("clip.rescale=true needs the thresholds of all stages: use clip.rescale=false.")
         if any("lora_" in name and parameter.requires_grad for name, parameter in stage.named_parameters()):
@@ -73,14 +94,6 @@ class PipelineTrainer(Trainer):
         loss, clipped, square, *nonfinite = totals
         whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
         return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
-
-    def _accumulate(self, examples: np.ndarray, step: int) -> None:
-        self._clear()
-        run = self.runner.run_flat if self.one_group and self.engine is not None else self.runner.run
-        microbatches = self.feed.microbatches(self.ranks.share(examples), self.microbatch, self.runner.least)
-        losses = run(microbatches, partial(self.mechanism.microbatch, step))
-        if losses is not None:
-            self._loss += losses.sum()
 
     def _check_update(self, step: int) -> None:
         if self._adapters is not None:

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import ClipPlan, attach, flat, per_layer
 from groupwise.clipping.cost_model import USUAL_RATES, Rates
+from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.pipeline.split import cut
 from groupwise.pipeline.stage import Stage
 from groupwise.planner.shapes import build, with_blocks
@@ -196,6 +197,14 @@ def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.randn(stage.activation(b, length, before=True)).to(stage.dtype).requires_grad_(), kwargs
 
 
+class BatchFirst(ClipPlan):
+    """The plan of a stage, whose layers all have the batch as first axis: without numbers nothing is traced."""
+
+    def find(self, label: str, nth: int, x: Tensor, examples: int) -> Layout:
+        """See `ClipPlan`."""
+        return FIRST
+
+
 class Passes:
     """One microbatch at a time through one stage.
 
@@ -210,11 +219,11 @@ class Passes:
         partition = PASSES[name]
         self._engine = None if partition is None else attach(stage, partition(stage), 1.0, rates=work.rates)
         if self._engine is not None:
-            self._engine.asks_order = False  # the rows are nobody's
+            self._engine.plan = BatchFirst()
 
     def forward(self, x: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
         """What the stage sends on, or losses."""
-        with nullcontext() if self._engine is None else self._engine.forward_of(0):
+        with nullcontext() if self._engine is None else self._engine.forward(self._work.microbatch, 0):
             return self.stage(x, **kwargs)
 
     def backward(self, out: Tensor, gradient: Tensor | None) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from groupwise.clipping import Group
@@ -20,16 +21,15 @@ KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("epsilon", "noise_multiplier", "delta", "epochs", "steps", "batch_size"), (Real, "a number")),
     "plan": (PrivacyPlan, "a plan of groupwise.privacy.make_plan"),
     "clip": (str | ClipConfig | tuple | list, "a mode's name, a partition of a group or more, or a ClipConfig"),
-    "check": (Callable, "a function from examples' numbers to their losses"),
+    "losses": (Callable, "a function of the model and a batch that returns one loss for each of its examples"),
     "noise_source": (NoiseSource, "a groupwise.privacy.NoiseSource"),
     "ranks": (Alone | Ranks, "groupwise.training.ranks.Ranks()"),
 }
-"""Argument -> its type, and the same in words; None is for all but three. Others are checked where they are read."""
-NEEDED = ("model", "optimizer", "clip")
+"""Argument -> its type, and the same in words; None is for all but four. Others are checked where they are read."""
+NEEDED = ("model", "optimizer", "losses", "clip")
 INSTEAD = {
     **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
     "sample_rate": "give batch_size, which is sample_rate times the number of examples",
-    "microbatch": "private.batches takes it",
 }
 """Names that are no arguments -> what to do."""
 
@@ -51,23 +51,26 @@ def check_kinds(given: Mapping[str, Any]) -> None:
             raise UserError(f"{name}{shown} does not fit: {expected} was expected.")
 
 
-def tensor_losses(check: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
-    """The function ``check`` of `make_private`, held to giving a tensor.
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser that moves anything else than the model's trainable parameters, or not all of them.
 
     Raises:
-        UserError: when it is called, and gives something else.
+        UserError: naming a parameter.
     """
-
-    def held(rows: Any) -> Tensor:
-        given = check(rows)
-        if not isinstance(given, Tensor):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in moved:
+        if id(parameter) not in names:
             raise UserError(
-                f"check= gave a {type(given).__name__}, and losses are a tensor: return one loss for each example "
-                "(reduction='none')."
+                f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, so its "
+                "gradient is not clipped: make it over model.parameters()."
             )
-        return given
-
-    return held
+    there = {id(parameter) for parameter in moved}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in there:
+            raise UserError(
+                f"Parameter {name!r} trains but is not in the optimizer: freeze it before make_private, or add it."
+            )
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> UserError:

@@ -3,7 +3,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
@@ -18,15 +18,15 @@ from groupwise.config.checks import validate_clipping
 from groupwise.config.idle import why_idle
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
-from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
+from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_kinds, tensor_losses, unknown_setting
-from groupwise.private.batches import length_of
-from groupwise.private.loop import TAKEN, Private
-from groupwise.private.watch import check_parameters
+from groupwise.private.arguments import check_kinds, check_parameters, unknown_setting
+from groupwise.private.data import DatasetSums, Order, check_loading, examples_to_trace, length_of, taken_apart
+from groupwise.private.private import TAKEN, Private
 from groupwise.training.from_config import make_engine, make_thresholds
-from groupwise.training.mechanism import Mechanism
+from groupwise.training.memory import choose_microbatch
 from groupwise.training.plain import plain
+from groupwise.training.private_step import PrivateStep, optimizers_held
 from groupwise.training.ranks import Alone, Ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -40,13 +40,14 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
 CHECKED = 5
-"""Examples that `check` runs on."""
+"""Examples that are compared with a loop over single ones before training."""
 
 
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     data: Any,
+    losses: Callable[[nn.Module, Any], Tensor],
     *,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
@@ -55,12 +56,15 @@ def make_private(
     epochs: float | None = None,
     steps: int | None = None,
     batch_size: float | None = None,
+    microbatch: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int | None = None,
+    pin_memory: bool | None = None,
+    order: Order | None = None,
     clip: str | ClipConfig | Partition = "adaptive_layer",
     threshold: float = 1.0,
     noise: str = "global",
     accountant: str = "prv",
-    batch_axis: int = 0,
-    check: Callable[[Sequence[int] | np.ndarray], Tensor] | None = None,
     noise_source: NoiseSource | None = None,
     ranks: Alone | Ranks | None = None,
     **settings: Any,
@@ -68,26 +72,30 @@ def make_private(
     """Make the training of ``model`` on ``data`` private (Algorithm 1), in a loop of your own.
 
     Formal guarantee: the weights and thresholds after all steps together are (ε, δ)-DP under adding or removing one
-    example of ``data``, N being public, as ``private.plan`` says it, if each loss given to ``private.backward`` is of
-    its own example alone. ``check`` tries that before training; without it, the engine refuses at every step what
-    bypasses clipping, but losses that mix examples are not seen (`groupwise.clipping.verify` says what is).
+    example of ``data``, N being public, as ``private.plan`` says it, if each of the ``losses`` follows its own example
+    alone. Before training a few examples are traced, and compared with a loop over single examples: a model, loss or
+    collate function that mixes them there is refused by name (`groupwise.clipping.verify` says what is seen).
 
     Args:
-        model: any that `groupwise.clipping.attach` takes; its own ``forward`` clips until ``private.detach()``.
+        model: any that `groupwise.clipping.attach` takes; it is a plain model between steps.
         optimizer: any of ``torch.optim`` but LBFGS and SparseAdam, over the model's trainable parameters.
-        data: N examples, with ``__len__`` and ``__getitem__``; ``private.batches`` draws from it.
+        data: N examples, with ``__len__`` and ``__getitem__``; or a DataLoader, whose dataset, collate function and
+            workers are taken.
+        losses: (model, batch) -> one loss for each of the batch's b examples, (b,): ``reduction="none"``.
         epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a ready plan.
         delta: δ; by default N^-1.1.
         epochs, steps: one of the two, the length of the run; an epoch is N / batch_size steps.
         batch_size: B, what a step draws in expectation.
+        microbatch: examples at once, at most; by default as many as fit into memory. Halved where memory runs out.
+        collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
+        order: the numbers of this process's examples of a batch, (n,), in the order in which they share microbatches:
+            the longest texts first, say. By default as they are numbered.
         clip: a mode by its name, a partition of the model's layers (adaptive, if ``policy="fixed"`` is not given), or a
             whole configuration.
         threshold: C, the norm to which a whole gradient is clipped: each of K groups gets C/√K (adaptive ones begin
             there).
         noise: "global", "equal_budget" or "weighted": how the noise is shared out between the groups.
         accountant: "prv", "pld" or "rdp".
-        batch_axis: which axis of the model's first input counts examples, 0 or 1.
-        check: indices of examples -> their losses (n,), through the model; five are tried before training.
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
         ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
             same time, and draws its share. Weights and key become those of the first. Parameters may be in shards of
@@ -107,7 +115,10 @@ def make_private(
         group.update(plain(group))  # a learning rate of numpy's, which files do not keep
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
-    dataset_size = length_of(data)
+    check_loading(microbatch, num_workers, collate_fn, order)
+    asked = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+    dataset, loading = taken_apart(data, asked)
+    dataset_size = length_of(dataset)
     config = settle_clip(clip, threshold, settings)
     _check_clipping(config)
     refuse_idle_settings(
@@ -115,9 +126,9 @@ def make_private(
     )
     with ExitStack() as undo:
         if is_sharded(model):
-            undo.callback(prepare_shards(model, config, ranks, checked=check is not None))
+            undo.callback(prepare_shards(model, config, ranks))
         partition = None if isinstance(clip, str | ClipConfig) else clip
-        engine = make_engine(model, config, is_sharded(model), partition=partition, batch_axis=batch_axis)
+        engine = make_engine(model, config, is_sharded(model), partition=partition)
         assert engine is not None
         undo.callback(engine.detach)
         agreed = settle_plan(
@@ -133,30 +144,39 @@ def make_private(
             batch_size=batch_size,
             accountant=accountant,
         )
-        thresholds = make_thresholds(config, agreed)
-        if check is not None:
-            verify(
-                engine,
-                tensor_losses(check),
-                np.linspace(0, dataset_size - 1, CHECKED).round().astype(int).tolist(),
-            )
         if not agreed.noise_multiplier:
             warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
         source = noise_source or NoiseSource.fresh()
-        parts = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        device = trainable[0].device
+        sums = DatasetSums(model, dataset, losses, loading, order, microbatch or 1)
+        with secret_randomness(source.child("trace"), 0, device=device), optimizers_held(trainable):
+            rows = examples_to_trace(dataset, dataset_size)
+            losses_of = sums.losses_of_some(rows)
+            if microbatch is None:
+                fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
+                sums.size = min(ranks.gather(fits))
+            if is_sharded(model):  # single examples need a whole model
+                engine.trace(losses_of, rows)
+            else:
+                verify(engine, losses_of, rows[:CHECKED], most=sums.size)
+        if is_sharded(model):
+            back_into_shards(model)  # the trace left the outermost parameters whole
+        key = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
-        mechanism = Mechanism(
+        core = PrivateStep(
             model=model,
             engine=engine,
-            thresholds=thresholds,
+            thresholds=make_thresholds(config, agreed),
             plan=agreed,
-            noise=NoiseSource.from_key(*parts),
+            noise=NoiseSource.from_key(*key),
             allocation=noise,
             optimizer=optimizer,
-            device=next(parameter.device for parameter in model.parameters() if parameter.requires_grad),
+            device=device,
+            sums=sums,
             ranks=ranks,
         )
-        return Private(mechanism, data, undo.pop_all())
+        return Private(core, undo.pop_all())
 
 
 def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
@@ -324,11 +344,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, checked: bool) -> Callable[[], None]:
-    """Have gradients summed, not averaged, on their way into shards, until what is returned is called.
+def back_into_shards(model: nn.Module) -> None:
+    """Put all parameters back into shards, which a forward pass without a backward pass leaves whole."""
+    from groupwise.training.shards import reshard
 
-    Args:
-        checked: whether the losses of single examples are wanted (`check` of `make_private`).
+    reshard(model)
+
+
+def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks) -> Callable[[], None]:
+    """Have gradients summed, not averaged, on their way into shards, until what is returned is called.
 
     Raises:
         UserError: shards whose sums are not those of all processes in the parameters' own precision; clipping that
@@ -338,11 +362,6 @@ def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks, che
 
     from groupwise.training.shards import sharded, sum_gradients
 
-    if checked:
-        raise UserError(
-            "check= compares with single examples, which need a whole model, and this one is in shards: leave it out, "
-            "and try the same losses with check= in one process, without fully_shard."
-        )
     if clip.grouping in ("flat", "block") and clip.norms != "ghost":
         raise UserError(
             f"clip={clip.name!r} needs the layers of a group at once, and in shards (FSDP2) each is whole only while "

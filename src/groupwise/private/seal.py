@@ -13,7 +13,7 @@ from groupwise.errors import UserError
 from groupwise.training.plain import plain
 
 NOISE = ("noise_key", "noise_is_secret", "noise_secure", "noise_drawn")
-SEALED = ("step", "plan", "processes", "thresholds", *NOISE, "model", "optimizer")
+SEALED = ("step", "plan", "processes", "microbatch", "thresholds", "clip_plan", *NOISE, "model", "optimizer")
 
 
 class _Hash(Protocol):

@@ -48,10 +48,9 @@ def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str
     plan = plan_run(config, task.train_size, 1)
     chosen = np.sort(np.random.default_rng(0).permutation(task.train_size)[:examples])
     size = min(config.train.microbatch or 64, 64)
-    batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     for path in kept:
         task.model.load_state_dict(load_checkpoint(path))
-        norms = gradient_norms(task.model.eval(), batches, task.losses)
+        norms = gradient_norms(task.model.eval(), task.losses_of, chosen, microbatch=size)  # type: ignore[arg-type]
         wanted = [name for name in norms if not layers or any(fnmatchcase(name, glob) for glob in layers)]
         if not wanted:
             raise UserError(f"no layer is called {', '.join(layers)}: there are {', '.join(norms)}.")

@@ -70,10 +70,10 @@ class ImageClassification(Task):
         rows = row_numbers(examples, images.device)
         return {"images": images[rows], "labels": labels[rows]}
 
-    def losses_of(self, read: dict[str, Tensor]) -> Tensor:
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Cross-entropy of each example, (n,); of K views the mean."""
-        images, labels = read["images"], read["labels"]
-        logits = self._logits(images if self._views is None else self._views(images))
+        images, labels = batch["images"], batch["labels"]
+        logits = self._logits(model, images if self._views is None else self._views(images))
         if logits.dim() == 2:
             return F.cross_entropy(logits, labels, reduction="none")
         repeated = labels[:, None].expand(logits.shape[:2])
@@ -94,7 +94,7 @@ class ImageClassification(Task):
             images, labels = images[rows], labels[rows]
         with eval_mode(self.model):
             outcomes = [
-                image_outcomes(self._logits(some), classes)
+                image_outcomes(self._logits(self.model, some), classes)
                 for some, classes in zip(images.split(batch_size), labels.split(batch_size), strict=True)
             ]
         return self.metrics(split, np.arange(len(images)), torch.cat(outcomes))
@@ -110,9 +110,10 @@ class ImageClassification(Task):
         """Source, counts and SHA-256 of the files."""
         return self._description
 
-    def _logits(self, images: Tensor) -> Tensor:
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        network = self._network if model is self.model else model
         with self._precision():
-            logits = self._network(self._prepare(images))
+            logits = network(self._prepare(images))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -55,9 +55,9 @@ class TextClassification(TextTask):
         """The model's inputs, (n, T) each, and "labels" (n,); T is the longest text, `even` up to a multiple of 8."""
         return self._read(self._train, examples, even)
 
-    def losses_of(self, read: dict[str, Any]) -> Tensor:
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy of each, (n,)."""
-        return self._losses(read)[0]
+        return self._losses(model, batch)[0]
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -74,7 +74,7 @@ class TextClassification(TextTask):
         correct, total, count = 0, 0.0, min(limit or len(part), len(part))
         with self.evaluating():
             for rows in batches_by_length(part.tokens.lengths[:count], batch_size):
-                losses, logits = self._losses(self._read(part, rows))
+                losses, logits = self._losses(self.model, self._read(part, rows))
                 correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
                 total += float(losses.double().sum())
         return 100.0 * correct / count, total / count
@@ -85,9 +85,9 @@ class TextClassification(TextTask):
         labels = to_device(part.labels[np.asarray(rows)], self.device)
         return self.inputs(tokens, self.device, types, self.even_length(tokens) if even else 0) | {"labels": labels}
 
-    def _losses(self, read: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _losses(self, model: nn.Module, read: dict[str, Any]) -> tuple[Tensor, Tensor]:
         labels = read["labels"]
-        logits = self.logits({name: value for name, value in read.items() if name != "labels"})
+        logits = self.logits(model, {name: value for name, value in read.items() if name != "labels"})
         return F.cross_entropy(logits, labels, reduction="none"), logits
 
 

@@ -86,9 +86,9 @@ class TextGeneration(TextTask):
         """
         return self._read(self._samples["train"], examples, even)
 
-    def losses_of(self, read: dict[str, Any]) -> Tensor:
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Mean (or sum) over each example's own target tokens, (n,)."""
-        return per_example(self._token_losses(read), read["labels"], self._token_loss)
+        return per_example(self._token_losses(model, batch), batch["labels"], self._token_loss)
 
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Microbatches of a split for a pipeline."""
@@ -108,7 +108,9 @@ class TextGeneration(TextTask):
         with self.evaluating():
             for rows in batches:
                 read = self._read(samples, rows)
-                found.append(per_example(self._token_losses(read).double(), read["labels"], self._token_loss).cpu())
+                found.append(
+                    per_example(self._token_losses(self.model, read).double(), read["labels"], self._token_loss).cpu()
+                )
         write = partial(generate, self.model, device=self.device) if final else None
         return self.metrics(split, np.concatenate(batches), torch.cat(found), write)
 
@@ -178,7 +180,7 @@ class TextGeneration(TextTask):
         labels = to_device(pad(labelled, IGNORED, length - first), self.device)
         return self.inputs(tokens, self.device, length=length) | {"labels": labels}
 
-    def _token_losses(self, read: dict[str, Any]) -> Tensor:
+    def _token_losses(self, model: nn.Module, read: dict[str, Any]) -> Tensor:
         """Losses of the last P tokens, (n, P), from the first target's first token on.
 
         They are cut out in one piece: places picked row by row would have clipping prove, in two more backward passes a
@@ -188,7 +190,7 @@ class TextGeneration(TextTask):
         kept = labels.shape[1] + 1  # the last place predicts nothing
         inputs = {name: value for name, value in read.items() if name != "labels"}
         limited = {"logits_to_keep": kept} if "logits_to_keep" in self.inputs.accepts else {}
-        return token_losses(self.logits(inputs | limited)[:, -kept:-1], labels)
+        return token_losses(self.logits(model, inputs | limited)[:, -kept:-1], labels)
 
 
 class TextFeed:

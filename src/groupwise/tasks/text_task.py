@@ -70,7 +70,7 @@ class TextTask(Task):
     def check_adapters(self) -> None:
         """Raises `UserError` when the model's answer does not depend on an adapter; asks of made-up tokens."""
         if self._adapters is not None:
-            check_adapters(self.model, lambda rows: self.logits(self.inputs(rows, self.device)))
+            check_adapters(self.model, lambda rows: self.logits(self.model, self.inputs(rows, self.device)))
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """A transformers folder in float32, or the adapters alone where only adapters train."""
@@ -80,10 +80,11 @@ class TextTask(Task):
         """The longest row's length up to a multiple of `ROUND`, as far as the model has positions."""
         return rounded(max(len(row) for row in tokens), position_limit(self.model))
 
-    def logits(self, inputs: dict[str, Any]) -> Tensor:
-        """The model's answer in the run's precision, then in float32 at least."""
+    def logits(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The model's answer in the run's precision, then in float32 at least; its own model pooled, compiled."""
+        network = self._network if model is self.model else model
         with self.precision():
-            logits = self._network(**inputs).logits
+            logits = network(**inputs).logits
         return at_least_float32(logits)
 
     @contextmanager

@@ -29,7 +29,6 @@ def make_engine(
     direct: bool = False,
     *,
     partition: Partition | None = None,
-    batch_axis: int = 0,
 ) -> ClippingEngine | None:
     """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop.
 
@@ -52,7 +51,6 @@ def make_engine(
         norms=clip.norms,  # type: ignore[arg-type]
         clip_rule=CLIP_RULES[clip.rule](clip.gamma),
         formula=clip.formula,  # type: ignore[arg-type]
-        batch_axis=batch_axis,
         direct=direct,
     )
 

@@ -15,7 +15,7 @@ changed since. Both are refused.
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping import ClippingEngine
-from groupwise.clipping.verification.independence import kept_buffers
+from groupwise.clipping.unchanged import kept_buffers
 from groupwise.errors import UserError, reason
 from groupwise.training.memory import ran_out
+from groupwise.training.private_step import PrivateStep
 from groupwise.training.task import Task
 
 WARM_UP = 2
@@ -116,28 +117,37 @@ class MicrobatchGraphs:
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def run(self, examples: np.ndarray, add: Callable[[Tensor], None]) -> None:
-        """Have `add` add losses (n,) of these examples, or launch what it did for n others of the same shapes.
+    def run(self, private: PrivateStep, examples: np.ndarray) -> Tensor:
+        """Clip the losses (n,) of these examples, or launch what did so for n others of the same shapes; returns them.
 
         Raises:
             UserError: the work cannot be recorded.
         """
+
+        def add(inputs: Inputs) -> Tensor:
+            def losses_of(some: Any) -> Tensor:
+                given = inputs if some is examples else self._task.read(some, even=True)
+                return self._task.losses(self._task.model, given)
+
+            return private.clip(losses_of, examples)  # type: ignore[arg-type]  # an array is a sequence of numbers
+
         inputs = self._task.read(examples, even=True)
         key = self._key(inputs)
         if key is None:
-            add(self._task.losses_of(inputs))
-        elif (known := self._recorded.get(key)) is not None:
+            return add(inputs)
+        if (known := self._recorded.get(key)) is not None:
             for name, value in tensors(inputs).items():
                 known.inputs[name].copy_(value)
             self._launch(known, inputs)
             if self._engine is not None:
                 self._engine.squared_norms = known.squared_norms
                 self._engine.repeated(len(examples))
-        elif self._seen[key] < WARM_UP or len(self) >= MOST:
+            return known.losses
+        if self._seen[key] < WARM_UP or len(self) >= MOST:
             self._seen[key] += 1
-            add(self._task.losses_of(inputs))
-        else:
-            self._recorded[key] = self._record(inputs, add)
+            return add(inputs)
+        self._recorded[key] = self._record(inputs, add)
+        return self._recorded[key].losses
 
     def _launch(self, known: Recorded, inputs: Inputs) -> None:
         """Do the work on the inputs that were copied; now and then its losses are compared with an eager forward pass.
@@ -185,15 +195,13 @@ class MicrobatchGraphs:
         modes = tuple(module.training for module in model.modules())
         return self._engine is not None and self._engine.masks_rows, shown, places, modes
 
-    def _record(self, inputs: Inputs, add: Callable[[Tensor], None]) -> Recorded:
+    def _record(self, inputs: Inputs, add: Callable[[Inputs], Tensor]) -> Recorded:
         inputs = inputs | {name: value.clone() for name, value in tensors(inputs).items()}
         self._check_repeats(inputs)
         before, made = self._draws_of_the_host(), list[Tensor]()
 
         def work() -> None:
-            losses = self._task.losses_of(inputs)
-            made[:] = [losses.detach()]
-            add(losses)
+            made[:] = [add(inputs)]
 
         try:
             launch = self._recorder.record(work)
@@ -221,10 +229,9 @@ class MicrobatchGraphs:
         """
         model = self._task.model
         device = next(model.parameters()).device
-        past = nullcontext() if self._engine is None else self._engine.bypassed()
         drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with kept_buffers(model), drawn, torch.enable_grad(), past:
-            return self._task.losses_of(inputs).detach()
+        with kept_buffers(model), drawn, torch.enable_grad():
+            return self._task.losses(model, inputs).detach()
 
     def _check_repeats(self, inputs: Inputs) -> None:
         """Refuse losses that are others when they are computed again from the same inputs, masks and buffers."""

@@ -3,9 +3,9 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,11 @@ CPU_MOST = 256
 
 
 def choose_microbatch(
-    losses_of: Callable[[Sequence[int] | np.ndarray], Tensor],
+    losses_of: Callable[[Any], Tensor],
     model: nn.Module,
     device: torch.device,
     examples: np.ndarray,
+    most: int | None = None,
 ) -> int:
     """The largest power of two whose activations fit the budget, from the bytes that a small forward pass saves.
 
@@ -42,10 +43,11 @@ def choose_microbatch(
         losses_of: indices of training examples -> losses, with gradients on.
         model: the model, whose own weights are not activations.
         device: where it is.
-        examples: all training examples, the largest first.
+        examples: all training examples, or a few of them, the largest first.
+        most: how many training examples there are; by default these.
     """
     held: dict[int, int] = {}
-    most = len(examples)
+    most = most or len(examples)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def weigh(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -44,7 +43,12 @@ def shard(
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
     sum_gradients(model)
-    return None if engine is None else make_engine(model, clip, direct=True)
+    if engine is None:
+        return None
+    sharded_engine = make_engine(model, clip, direct=True)
+    assert sharded_engine is not None
+    sharded_engine.plan = engine.plan
+    return sharded_engine
 
 
 def sum_gradients(model: nn.Module) -> Callable[[], None]:
@@ -94,8 +98,7 @@ def _check(engine: ClippingEngine) -> None:
 class ShardedTrainer(Trainer):
     """A `Trainer` of a model that `shard` has sharded.
 
-    All replicas run the same number of microbatches, because each one gathers parameters from all; a replica with too
-    few examples takes one as a filler.
+    Evaluation and checkpoints gather parameters from all replicas.
     """
 
     def evaluate(
@@ -112,23 +115,7 @@ class ShardedTrainer(Trainer):
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go back to where `state_dict` was taken; every replica has the whole of it."""
-        super().load_state_dict(state_in_shards(state, self.task.model, self.mechanism.trainable), step)
-
-    def _accumulate(self, examples: np.ndarray, step: int) -> None:
-        self._clear()
-        share = self.ranks.share(examples)
-        most = -(-len(examples) // self.ranks.replicas)
-        try:
-            for start in range(0, most, self.microbatch):
-                with self.mechanism.microbatch(step, start):
-                    if start < len(share):
-                        self._backward(share[start : start + self.microbatch])
-                    else:
-                        self.mechanism.backward(self.task.losses(examples[:1]), filler=True)
-        except torch.cuda.OutOfMemoryError:
-            raise UserError(
-                f"Microbatches of {self.microbatch} do not fit into the GPU's memory: lower train.microbatch."
-            ) from None
+        super().load_state_dict(state_in_shards(state, self.task.model, self.private.trainable), step)
 
     def _check_update(self, step: int) -> None:
         """Nothing: what the task remembers are parameters from before they were sharded."""

@@ -1,11 +1,10 @@
-"""Takes the steps of a run: the task's losses, in microbatches, through the private mechanism (Algorithm 1).
+"""Takes the steps of a run: private steps on a task's examples, and what surrounds them.
 
 With several replicas (`ranks`) each takes its share of the batch, and gradients and counts are summed over them once a
 logical batch, before the noise; all hold the run's key and so add the very same noise, and stay equal bit for bit. That
 explicit sum is what DistributedDataParallel with `no_sync` would do, and a replica may have any number of microbatches.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
-from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.graphs import MicrobatchGraphs
-from groupwise.training.mechanism import Mechanism
-from groupwise.training.memory import in_halves, ran_out
+from groupwise.training.memory import in_halves
+from groupwise.training.microbatches import Microbatches
+from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Split, Task
 
@@ -70,139 +69,117 @@ class WeightAverage:
             average.copy_(value)
 
 
+class TaskSums(Microbatches):
+    """Clipped sums of batches of a task.
+
+    Args:
+        task: whose examples are read and whose losses are computed.
+        size: examples at once, at most.
+        graphs: what microbatches are recorded with, if they are.
+    """
+
+    def __init__(self, task: Task, size: int, graphs: MicrobatchGraphs | None = None) -> None:
+        super().__init__(size)
+        self.task, self.graphs = task, graphs
+
+    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
+        """This process's part of the batch in the task's order, so that every replica has as much to do."""
+        return ranks.share(self.task.order(drawn))
+
+    def losses_of(self, rows: Sequence[int]) -> Tensor:
+        """The task's losses, (n,)."""
+        return self.task.losses_of(rows)
+
+    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
+        """See `Microbatches`."""
+        with nullcontext() if self.graphs is None else self.graphs.running():
+            return super().add(private, step, drawn)
+
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
+        """See `Microbatches`."""
+        if self.graphs is not None:
+            return self.graphs.run(private, rows)
+        return super().run(private, step, start, rows, filler)
+
+    def forget(self) -> None:
+        """See `Microbatches`."""
+        if self.graphs is not None:
+            self.graphs.forget()
+
+
 @dataclass
 class Trainer:
-    """A task and the mechanism that trains it; `state_dict` and the step number are all that a resumed run needs.
+    """A task and the private step that trains it; `state_dict` and the step number are all that a resumed run needs.
 
     All processes of a run (replicas, stages of a pipeline) call the same methods at the same time.
     """
 
     task: Task
-    mechanism: Mechanism
+    private: PrivateStep
     schedule: torch.optim.lr_scheduler.LRScheduler
-    microbatch: int
     average: WeightAverage | None = None
     """What is evaluated and saved in the place of the last weights, if anything."""
-    graphs: MicrobatchGraphs | None = None
-    """What microbatches are recorded with, if they are."""
-    _loss: torch.Tensor = field(init=False)
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.mechanism.keeps_gradients = self.graphs is not None
+    @property
+    def microbatch(self) -> int:
+        """Examples that a step computes at once, at most."""
+        size: int = self.private.sums.size  # type: ignore[attr-defined]  # of all that a run makes
+        return size
 
     @property
     def engine(self) -> ClippingEngine | None:
         """What clips; None for plain training."""
-        return self.mechanism.engine
+        return self.private.engine
 
     @property
     def thresholds(self) -> FixedThresholds | AdaptiveThresholds | None:
         """Those of the engine's groups."""
-        return self.mechanism.thresholds
+        return self.private.thresholds
 
     @property
     def plan(self) -> PrivacyPlan:
         """What was promised."""
-        return self.mechanism.plan
+        return self.private.plan
 
     def spent(self) -> EpsilonReport:
         """What the steps that were released cost, those before a resumption included."""
-        return self.mechanism.spent()
+        return self.private.spent()
 
     @property
     def noise(self) -> NoiseSource:
         """The run's source."""
-        return self.mechanism.noise
+        return self.private.noise
 
     @property
     def device(self) -> torch.device:
         """Of the model."""
-        return self.mechanism.device
+        return self.private.device
 
     @property
     def ranks(self) -> Alone | Ranks:
         """The processes of the run."""
-        return self.mechanism.ranks
+        return self.private.ranks
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
-        with nullcontext() if self.graphs is None else self.graphs.running():
-            self._accumulate(self.task.order(self.mechanism.open(step)), step)
         rate = float(self.schedule.get_last_lr()[0])
-        released = self.mechanism.close()
+        released = self.private.step()
         self.schedule.step()
         self._check_update(step)
         if self.average is not None:
             self.average.update(step)
         self._known = {"learning_rate": rate, "nonprivate/batch_size": float(released.drawn)}
-        if self.engine is None or released.noise_norm is None:
-            return [float(self._loss)]
+        if released.noise_norm is None:
+            return [released.loss]
         self._known["noise_norm"] = released.noise_norm
         self._known["nonprivate/clipped"] = 1.0 - float(released.counts.mean()) / max(released.drawn, 1)
-        return [float(self._loss), float(self.engine.nonfinite)]
+        return [released.loss, float(released.nonfinite)]
 
     def report(self, totals: list[float]) -> dict[str, float]:
         """What the last step may log, from the sums over all processes; what is no private release is `nonprivate/`."""
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
-
-    def _accumulate(self, examples: np.ndarray, step: int) -> None:
-        """Sum the clipped gradients of this replica's share of the batch, as many examples at a time as fit.
-
-        Where memory runs out, the same examples are begun again with half as many at a time, and where one of them has
-        to be left out and rows were not masked, with masks; nothing has been released yet, and the step's noise is what
-        it would have been.
-        """
-        share, masks = self.ranks.share(examples), self.engine is None or self.engine.masks_rows
-        while True:
-            try:
-                self._clear()
-                for start in range(0, len(share), self.microbatch):
-                    with self.mechanism.microbatch(step, start):
-                        self._backward(share[start : start + self.microbatch])
-            except (RuntimeError, MemoryError) as error:
-                if not ran_out(error):
-                    raise
-            else:
-                if self.engine is None or not self.engine.spoiled:
-                    break
-                self.engine.masks_rows = True
-                continue
-            self._halve()  # once the error is gone, and what it held
-        if self.engine is not None:
-            self.engine.masks_rows = masks
-
-    def _halve(self) -> None:
-        """Go on with half as many examples at a time, since memory has run out.
-
-        Raises:
-            UserError: there is no less.
-        """
-        if self.microbatch == 1:
-            raise UserError("One example does not fit into memory: use a smaller model.")
-        if self.graphs is not None:
-            self.graphs.forget()
-        if self.device.type == "cuda":
-            self._clear()
-            torch.cuda.empty_cache()  # pieces that halves do not fit into
-        self.microbatch //= 2
-        print(f"warning: memory ran out; going on with {self.microbatch} examples at once.", file=sys.stderr)
-
-    def _clear(self) -> None:
-        self.mechanism.clear()
-        self._loss.zero_()
-
-    def _backward(self, examples: np.ndarray) -> None:
-        if self.graphs is not None:
-            self.graphs.run(examples, self._add)
-        else:
-            self._add(self.task.losses(examples))
-
-    def _add(self, losses: Tensor) -> None:
-        self.mechanism.backward(losses)
-        self._loss += losses.detach().sum()
 
     def _check_update(self, step: int) -> None:
         self.task.check_update(step)
@@ -211,21 +188,21 @@ class Trainer:
         """All state that the next step depends on."""
         return {
             "model": self._model_state(),
-            "optimizer": self.mechanism.optimizer.state_dict(),
+            "optimizer": self.private.optimizer.state_dict(),
             "microbatch": self.microbatch,
             **({} if self.average is None else {"average": self.average.state_dict()}),
-            **self.mechanism.state_dict(),
+            **self.private.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go back to where `state_dict` was taken, after `step` steps (noise and plan are the caller's)."""
-        optimizer = self.mechanism.optimizer
+        optimizer = self.private.optimizer
         self.task.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self.schedule.last_epoch = step
         self.schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
-        self.mechanism.load_state_dict(state, step)
-        self.microbatch = state["microbatch"]
+        self.private.load_state_dict(state, step)
+        self.private.sums.size = state["microbatch"]  # type: ignore[attr-defined]
         if self.average is not None:
             self.average.load_state_dict(state["average"])
 

@@ -41,9 +41,20 @@ class Task(ABC):
     headline: str = "accuracy"
     """The metric that stands for the others where there is room for one."""
 
-    def losses(self, examples: Sequence[int] | np.ndarray) -> Tensor:
-        """One loss for each of these training examples, (n,): of that example alone, never a mean over others."""
-        return self.losses_of(self.read(examples))
+    @abstractmethod
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Any:
+        """A batch of these training examples: what `losses` takes.
+
+        `even` pads texts to lengths of which there are few, so that many microbatches have the same shapes.
+        """
+
+    @abstractmethod
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """One loss for each example of a batch, (n,): of that example alone, never a mean over others."""
+
+    def losses_of(self, examples: Sequence[int] | np.ndarray) -> Tensor:
+        """The losses of these training examples, (n,)."""
+        return self.losses(self.model, self.read(examples))
 
     @abstractmethod
     def evaluate(
@@ -57,23 +68,6 @@ class Task(ABC):
     @abstractmethod
     def describe_data(self) -> dict[str, Any]:
         """Counts, source and checksums, for the run's record."""
-
-    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
-        """What `losses_of` takes for these examples: tensors on the device, and plain arguments, by name.
-
-        `even` pads texts to lengths of which there are few, so that many microbatches have the same shapes.
-        """
-        raise self._in_one_part()
-
-    def losses_of(self, read: dict[str, Any]) -> Tensor:
-        """One loss for each example that was read, (n,), computed on the device alone."""
-        raise self._in_one_part()
-
-    def _in_one_part(self) -> UserError:
-        return UserError(
-            f"A task without losses, and any with train.cuda_graph=true, needs read and losses_of, which "
-            f"{type(self).__name__} has none of: write them; or, without that option, losses alone."
-        )
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         """The same examples in the order in which they share microbatches: the largest first, like beside like."""

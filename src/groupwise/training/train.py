@@ -18,9 +18,10 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
 from groupwise.training.arithmetic import arithmetic_told
+from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
-from groupwise.training.reports import Progress, make_tracker, result_lines
+from groupwise.training.reports import make_tracker, result_lines
 from groupwise.training.step import Trainer
 
 

@@ -1,7 +1,7 @@
 """Proves, on a few real examples before training, that examples keep apart and that the engine equals a slow loop."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
 
 import torch
@@ -10,17 +10,24 @@ from torch import Tensor
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.partition import batch_norms
 from groupwise.clipping.reference import Reference, clipped_sums
+from groupwise.clipping.trace import moved_losses
+from groupwise.clipping.unchanged import kept_buffers, moved_parameters
 from groupwise.clipping.verification.independence import (
     check_apart,
     check_draws,
+    check_many,
+    check_trace,
     first_seen,
-    kept_buffers,
-    moved_losses,
     moved_norms,
     slack,
 )
 from groupwise.clipping.verification.runs import Losses, Runs
 from groupwise.errors import UserError
+
+SMALL = 1e-3
+"""Of a group's whole sum: a parameter's share below this has the rounding of the others."""
+MANY = 64
+"""Examples among which those that are compared run once."""
 
 
 def verify(
@@ -30,15 +37,16 @@ def verify(
     tolerance: float = 0.05,
     loss_tolerance: float = 1e-3,
     rows: int = 5,
+    most: int = 64,
 ) -> float:
     """Refuse a model whose examples influence each other, share randomness, or are clipped otherwise than by a loop.
 
     The model runs in training mode (but BatchNorm, and submodules in eval mode), a handful of times on `rows` examples
-    at most. First, every example must draw its own random numbers, and no buffer may change. Then some examples of a
-    batch are replaced, and the others must keep their losses and gradient norms. Then, with dropout masks at their
-    expectation, norms, counts and clipped sums of two batches of different sizes are compared with a loop over single
-    examples: one at the engine's thresholds, one at thresholds that clip about half of it. Gradients, thresholds,
-    counts, modes, buffers and generators are put back.
+    at most. First, every example must draw its own random numbers, and no buffer may change. An engine without a plan
+    is traced. Then some examples of a batch are replaced, and the others must keep their losses and gradient norms.
+    Then, with dropout masks at their expectation, norms, counts and clipped sums of two batches of different sizes are
+    compared with a loop over single examples: one at the engine's thresholds, one at thresholds that clip about half of
+    it. Gradients, thresholds, counts, modes, buffers and generators are put back.
 
     Args:
         engine: the attached engine.
@@ -49,7 +57,8 @@ def verify(
             relative to its group's clipped norms. It is wide because float32 itself is. What this check is for (a use
             left out of a norm, a wrong axis) is off by far more.
         loss_tolerance: largest relative change allowed in a loss when the rest of its batch changes.
-        rows: how many examples fit into memory at once.
+        rows: how many examples fit into memory at once with gradients.
+        most: how many examples a microbatch may have; as many run once, up to 64.
 
     Returns:
         The largest relative error of a clipped sum.
@@ -60,16 +69,17 @@ def verify(
     some = list(dict.fromkeys(examples))[: max(1, rows)]
     batch = list(islice(cycle(some), max(2, rows)))
     runs = Runs(engine, losses_of)
-    with runs.generators.kept(), kept_buffers(engine.model) as buffers, _kept(engine):
+    model = engine.model
+    with runs.generators.kept(), moved_parameters(model), kept_buffers(model) as buffers, _kept(engine):
         check_draws(runs, batch, buffers)
-        if len(some) > 2:
-            with suppress(UserError):  # of a batch of another size, which tells lengths from sizes; what is wrong stays
-                runs.clipped(some[: max(2, len(some) - 2)])
-        check_apart(runs, batch, tolerance, loss_tolerance)
+        check_trace(runs, batch, loss_tolerance)
+        check_apart(runs, batch if len(some) > 1 else some, tolerance, loss_tolerance)
         worst, norms = _compare(runs, some, tolerance, loss_tolerance)
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
-        return max(worst, _compare(runs, some[:fewer][::-1], tolerance, loss_tolerance)[0])
+        worst = max(worst, _compare(runs, some[:fewer][::-1], tolerance, loss_tolerance)[0])
+        check_many(runs, some, min(most, MANY), loss_tolerance)
+        return worst
 
 
 @contextmanager
@@ -83,14 +93,12 @@ def _kept(engine: ClippingEngine) -> Iterator[None]:
         model.train()
         for _, norm in batch_norms(model):  # whose training is refused
             norm.eval()
-    engine.asks_order = False  # replaced examples show it, and in which layer
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         with engine.uncounted(), torch.enable_grad():
             yield
     finally:
-        engine.asks_order = True
         engine.set_thresholds(clip, count)
         engine.squared_norms = norms
         for module, mode in training.items():
@@ -112,7 +120,7 @@ def _compare(runs: Runs, examples: Sequence[int], tolerance: float, loss_toleran
         return loss
 
     again = runs.calm() if found.draws else nullcontext()  # checkpointed layers draw once more in the backward pass
-    with engine.bypassed(), again:
+    with again:
         thresholds, rule = engine.thresholds.cpu(), engine.groups[0].clip_rule
         truth = clipped_sums(engine.model, loss_of, examples, engine.partition, thresholds, rule)
     alone = torch.stack([losses[i] for i in examples])
@@ -165,16 +173,18 @@ def _check_counts(engine: ClippingEngine, found: Tensor, truth: Tensor, toleranc
 
 
 def _check_sums(engine: ClippingEngine, truth: Reference, tolerance: float) -> float:
-    """Errors are relative to Σ_i factor_i·‖g_k^(i)‖: a sum that cancels is no scale."""
+    """Errors are relative to Σ_i factor_i·‖g^(i)‖ over the parameter itself: a sum that cancels is no scale, and in a
+    large group a small layer's own error would not show."""
     names = {id(p): name for name, p in engine.model.named_parameters()}
     off = slack(truth.norms, tolerance)
     worst = 0.0
     for k, group in enumerate(engine.groups):
         finite = truth.norms[k].isfinite()
         factors = group.factors(truth.norms[k].to(group.threshold).square()).to(truth.norms)
-        scale = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / tolerance
+        whole = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / tolerance
         for parameter in group.parameters:
             name = names[id(parameter)]
+            scale = min(whole, truth.sizes[name] + SMALL * whole)
             error = float((parameter.grad - truth.sums[name]).norm()) / scale  # type: ignore[operator]
             worst = max(worst, error)
             if not error <= tolerance:

@@ -5,33 +5,58 @@ numbers of its own; and no buffer may change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import cache
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping.verification.randomness import (
-    FOLLOWING_VALUES,
-    OUTSIDE,
-    Draw,
-    host_states,
-    moved,
-    shared_draws,
-)
+from groupwise.clipping.clip_plan import UntracedCall
+from groupwise.clipping.randomness import FOLLOWING_VALUES, OUTSIDE, Draw, shared_draws
+from groupwise.clipping.trace import moved_losses
+from groupwise.clipping.unchanged import host_states, moved, same_values
 from groupwise.clipping.verification.runs import Outcome, Runs
 from groupwise.errors import UserError
 
 NEGLIGIBLE = 1e-5
 """Of an example's whole gradient: a group's share below this is what rounding leaves of nothing (a bias in front of a
 normalisation, say), and is not compared."""
-LEAST_LOSS = 0.1
-"""A loss has the rounding of the numbers that it comes from, however small it is: smaller ones are compared as this."""
 
 Run = Callable[[bool], Outcome]
 """One batch's forward pass, or both passes; draws calmed or not."""
+
+
+def check_trace(runs: Runs, batch: Sequence[int], loss_tolerance: float) -> None:
+    """Trace a batch where its engine knows no plan yet.
+
+    Raises:
+        UserError: what the trace refuses, in the words of `check_apart` where the losses show it: they name the layer
+            that mixes the examples, rather than the first one that is clipped after it.
+    """
+    if runs.engine.plan.calls or len(set(batch)) < 2:
+        return
+    try:
+        runs.engine.trace(runs.losses, batch)
+    except UserError:
+        pair = _comparable(runs, *[lambda calm: runs.plain(batch, calm)] * 2)
+        if pair is not None and bool(moved_losses(pair[0].losses, pair[1].losses, loss_tolerance).any()):
+            raise UserError(_not_a_function(runs, batch)) from None
+        for kept, other in _turns(batch):
+            pair = _comparable(runs, lambda calm: runs.plain(batch, calm), lambda calm, o=other: runs.plain(o, calm))  # type: ignore[misc]
+            if pair is not None:
+                _check_kept(runs, batch, other, kept, pair, 1.0, loss_tolerance)
+        raise
+
+
+def _turns(batch: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Rows that are kept, and the batch with all others replaced: every second row, then the others."""
+    for turn in (0, 1):
+        kept = list(range(len(batch)))[turn::2]
+        if kept:
+            yield kept, [i if row in kept else _another(batch, i) for row, i in enumerate(batch)]
 
 
 def check_apart(runs: Runs, batch: Sequence[int], tolerance: float, loss_tolerance: float) -> None:
@@ -54,19 +79,10 @@ def check_apart(runs: Runs, batch: Sequence[int], tolerance: float, loss_toleran
     pair = _comparable(runs, lambda calm: runs.plain(batch, calm), first)
     if pair is not None and bool(moved_losses(pair[0].losses, pair[1].losses, loss_tolerance).any()):
         raise UserError(_not_a_function(runs, batch))
-    for turn in (0, 1):
-        kept = list(range(len(batch)))[turn::2]
-        other = [i if row in kept else _another(batch, i) for row, i in enumerate(batch)]
+    for kept, other in _turns(batch):
         pair = _comparable(runs, first, lambda calm, other=other: runs.clipped(other, calm))  # type: ignore[misc]
-        if kept and pair is not None:
+        if pair is not None:
             _check_kept(runs, batch, other, kept, pair, tolerance, loss_tolerance)
-
-
-def moved_losses(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
-    """Which losses (n,) differ by more than a share of themselves; two that are not finite are alike."""
-    before, after = before.double().cpu(), after.double().cpu()
-    apart = (before - after).abs() > tolerance * after.abs().clamp_min(LEAST_LOSS)
-    return apart | (before.isfinite() != after.isfinite())
 
 
 def slack(norms: Tensor, tolerance: float) -> Tensor:
@@ -83,11 +99,10 @@ def moved_norms(before: Tensor, after: Tensor, tolerance: float) -> Tensor:
 def first_seen(one: Sequence[int], other: Sequence[int], kept: Sequence[int], runs: Runs, calm: bool) -> str:
     """Where the kept rows of two batches part in a forward pass, as an insertion into a sentence; or nothing."""
     taken = []
-    with torch.no_grad():
-        for batch in (one, other):
-            prints = Fingerprints(len(batch), kept)
-            runs.plain(batch, calm, prints.take)
-            taken.append(prints)
+    for batch in (one, other):
+        prints = Fingerprints(len(batch), kept)
+        runs.plain(batch, calm, prints.take)
+        taken.append(prints)
     place = taken[0].first_difference(taken[1], 1e-4)
     return "" if place is None else f" (first seen in {place})"
 
@@ -100,6 +115,31 @@ def _comparable(runs: Runs, one: Run, two: Run) -> tuple[Outcome, Outcome] | Non
         return a, b
     a, b = one(True), two(True)
     return None if runs.uncalmed else (a, b)
+
+
+def check_many(runs: Runs, examples: Sequence[int], most: int, loss_tolerance: float) -> None:
+    """Run examples among as many as a microbatch may have: what mixes many alone (the hardest eight, say) shows here.
+
+    Raises:
+        UserError: an example's loss is another among more.
+    """
+    if most <= len(examples):
+        return
+    many = list(islice(cycle(examples), most))
+    if len(examples) > 1 and runs.engine.plan.calls:
+        with suppress(UntracedCall):  # it will be traced when it comes
+            runs.engine.confirm(runs.losses, many, [*many[:-1], _another(examples, many[-1])])
+    few, more = runs.plain(examples, calm=True), runs.plain(many, calm=True)
+    if runs.uncalmed:
+        return
+    for row in moved_losses(few.losses, more.losses[: len(examples)], loss_tolerance).nonzero().flatten().tolist():
+        a, b = float(few.losses[row]), float(more.losses[row])
+        place = first_seen(examples, many, range(len(examples)), runs, calm=True)
+        raise UserError(
+            f"Example {examples[row]} has loss {a:.6g} among {len(examples)} examples and {b:.6g} among {most}: a "
+            f"layer or the loss mixes the examples of a batch{place}, so no example's influence is bounded: compute "
+            "each loss from its own example alone."
+        )
 
 
 def _another(batch: Sequence[int], example: int) -> int:
@@ -155,25 +195,6 @@ REMEDY = (
 )
 
 
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Copies of the buffers by name; afterwards the model's own hold the same again."""
-    before = [
-        (module, local, buffer, f"{name}.{local}" if name else local, buffer.clone())
-        for name, module in model.named_modules()
-        for local, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield {name: value for _, _, _, name, value in before}
-    finally:
-        with torch.no_grad():
-            for module, local, buffer, _, value in before:
-                module._buffers[local] = buffer
-                if not _same(buffer, value):
-                    buffer.copy_(value)
-
-
 def check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
     """Refuse a buffer that is not what it was.
 
@@ -182,7 +203,7 @@ def check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
     """
     now = dict(model.named_buffers(remove_duplicate=False))
     for name, value in before.items():
-        if name in now and not _same(now[name], value):
+        if name in now and not same_values(now[name], value):
             raise UserError(
                 f"Buffer {name!r} changes in a forward pass of training, so it carries what it saw past all clipping "
                 "and noise: put its module into eval mode for good, or use one without running state."
@@ -204,19 +225,18 @@ def check_draws(runs: Runs, batch: Sequence[int], buffers: dict[str, Tensor]) ->
     """
     half = list(batch[:2])
     host = _Host(runs)
-    with torch.no_grad():
-        runs.generators.seed(0)
-        with runs.drawing(border=host.look) as some:
-            host.begin()
-            runs.losses(half)
-            host.look()
-        check_buffers(runs.model, buffers)
-        if host.drawn:
-            runs.losses(half)
-        halves = host_states()
-        runs.generators.seed(0)
-        with runs.drawing() as twice:
-            runs.losses(half + half)
+    runs.generators.seed(0)
+    with runs.drawing(border=host.look) as some:
+        host.begin()
+        runs.losses(half)
+        host.look()
+    check_buffers(runs.model, buffers)
+    if host.drawn:
+        runs.losses(half)
+    halves = host_states()
+    runs.generators.seed(0)
+    with runs.drawing() as twice:
+        runs.losses(half + half)
     if host.drawn and moved(halves, host_states()):  # not twice as many draws for twice as many rows
         generator, place = host.drawn
         raise UserError(
@@ -230,6 +250,11 @@ def check_draws(runs: Runs, batch: Sequence[int], buffers: dict[str, Tensor]) ->
             f"alone: {REMEDY}."
         )
     runs.uncalmed = runs.uncalmed or host.drawn is not None
+    if given := next((draw for draw in some.taken if draw.by_hand), None):
+        raise UserError(
+            f"torch.{given.name.strip('_')} draws in {given.place} from a generator that it is given, which the run's "
+            "secret key does not seed: leave generator= out."
+        )
     for draw in dict.fromkeys(shared_draws(some.taken, twice.taken)):
         if _without_effect(runs, half, draw):
             continue
@@ -246,8 +271,8 @@ def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
     losses = []
     for value in (0.0, 0.5, 1 - 2**-24):
         runs.generators.seed(0)
-        with torch.no_grad(), runs.drawing(forced=(draw, value)):
-            losses.append(runs.losses(examples))
+        with runs.drawing(forced=(draw, value)):
+            losses.append(runs.losses(examples).detach())
     return all(torch.equal(losses[0], other) for other in losses[1:])
 
 
@@ -264,10 +289,6 @@ class _Host:
     def look(self, *_: Any) -> None:
         if self.drawn is None and (generator := moved(self._last, host_states())):
             self.drawn = generator, self._runs.calls.innermost
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
 
 
 class Fingerprints:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from groupwise.clipping.checks import check_losses
 from groupwise.clipping.engine import ClippingEngine
-from groupwise.clipping.verification.randomness import Border, Draw, Draws, Generators, ModuleCalls
-from groupwise.errors import UserError
+from groupwise.clipping.randomness import Border, Draw, Draws, ModuleCalls
+from groupwise.clipping.unchanged import Generators
 
 Losses = Callable[[Sequence[int]], Tensor]
 
@@ -46,13 +47,10 @@ class Runs:
         """As `losses_of`, (n,).
 
         Raises:
-            UserError: another shape.
+            UserError: they are not one number for each example.
         """
         losses = self._losses_of(examples)
-        if losses.shape != (len(examples),):
-            raise UserError(
-                f"The loss must be one value per example: {len(examples)} examples gave shape {tuple(losses.shape)}."
-            )
+        check_losses(losses, len(examples), traced=True)
         return losses
 
     @contextmanager
@@ -67,19 +65,22 @@ class Runs:
     def plain(self, examples: Sequence[int], calm: bool = False, border: Border | None = None) -> Outcome:
         """The model as if no engine were attached, forward only (with gradients on: kernels may depend on it)."""
         self.generators.seed(0)
-        with self.engine.bypassed(), self.drawing(calm, border) as draws:
+        with self.drawing(calm, border) as draws:
             losses = self.losses(examples).detach()
         return Outcome(losses, losses.new_zeros(0, len(examples)), losses.new_zeros(0), draws.taken)
 
     def clipped(self, examples: Sequence[int], calm: bool = False) -> Outcome:
         """The engine's forward and backward pass; clipped sums are added to .grad."""
-        self.generators.seed(0)
-        before = self.engine.counts
-        with self.drawing(calm) as draws:
-            losses = self.losses(examples)
-            self.engine.backward(losses)
-        norms = self.engine.per_example_norms.cpu()
-        return Outcome(losses.detach(), norms, self.engine.counts - before, draws.taken)
+        engine, before = self.engine, self.engine.counts
+        known = None
+        while known != engine.plan:  # a pass that was interrupted to trace an unknown call has drawn more
+            known = engine.plan
+            self.generators.seed(0)
+            with self.drawing(calm) as draws:
+                losses = engine.losses(self.losses, examples)
+                if known == engine.plan:
+                    engine.backward(losses)
+        return Outcome(losses.detach(), engine.per_example_norms.cpu(), engine.counts - before, draws.taken)
 
     def calm(self) -> Draws:
         """Inside, draws are calmed, those of backward passes too."""

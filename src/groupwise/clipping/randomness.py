@@ -1,12 +1,10 @@
 """Watches which random numbers a forward pass draws, in which module, and from which generators.
 
 Inside `Draws` every random operation of torch is noted, or gives its expectation instead. `ModuleCalls` knows the
-module whose code runs. `Generators` are kept, seeded and compared.
+module whose code runs.
 """
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from groupwise.clipping.unchanged import Generators
 
 Border = Callable[[str, Any], None]
 """Called when a forward pass enters a module ("the input of ...", arguments) or leaves it ("the output of ...")."""
@@ -68,69 +68,6 @@ class ModuleCalls:
         self._open.pop()
 
 
-class Generators:
-    """Those of torch (on the CPU and on `devices`), Python's `random`, `numpy.random`, and any that `add` names."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-        self._others: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Afterwards all are as they were."""
-        host, numpy = host_states(), _numpy()
-        try:
-            with torch.random.fork_rng(devices=self._cuda):
-                yield
-        finally:
-            random.setstate(host["random"])
-            if numpy is not None and "numpy.random" in host:
-                numpy.random.set_state(host["numpy.random"])
-            for generator, state in self._others.values():
-                generator.set_state(state)
-            self._others.clear()
-
-    def add(self, generator: torch.Generator) -> None:
-        """A generator of the model's own, before it is drawn from for the first time."""
-        if id(generator) not in self._others:
-            self._others[id(generator)] = generator, generator.get_state()
-
-    def seed(self, seed: int) -> None:
-        """Begin all of them anew."""
-        torch.random.default_generator.manual_seed(seed)
-        for index in self._cuda:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        random.seed(seed)
-        if (numpy := _numpy()) is not None:
-            numpy.random.seed(seed)
-        for generator, _ in self._others.values():
-            generator.manual_seed(seed)
-
-
-def host_states() -> dict[str, Any]:
-    """Where Python's and numpy's generators stand, by the module that owns them."""
-    numpy = _numpy()
-    return {"random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.random.get_state()})
-
-
-def moved(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The generator of the host that was drawn from in between, by its module's name."""
-    return next((name for name, state in after.items() if name in before and not _equal(before[name], state)), None)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """States are tuples, numpy's with an array inside."""
-    return len(a) == len(b) and all(
-        bool((x == y).all()) if hasattr(x, "all") else x == y for x, y in zip(a, b, strict=True)
-    )
-
-
-def _numpy() -> Any:
-    """numpy, if anybody imported it: nobody draws from it otherwise, and torch alone must do."""
-    module = sys.modules.get("numpy")
-    return module if hasattr(module, "random") else None
-
-
 Shape = tuple[int, ...]
 
 
@@ -141,6 +78,8 @@ class Draw:
     name: str
     place: str
     shapes: tuple[Shape, ...]
+    by_hand: bool = False
+    """Whether the operation was given a generator."""
 
 
 class Draws(TorchDispatchMode):
@@ -150,12 +89,17 @@ class Draws(TorchDispatchMode):
         calls: tells the module that runs.
         generators: told of generators that an operation is given by hand.
         calm: give the expectation instead of random numbers (a dropout mask that keeps all, a slope in the middle), so
-            that an example meets the same numbers alone as among others. The model stays in training mode.
+            that an example meets the same numbers alone as among others. The model stays in training mode. If names of
+            operations are given, only what these draw, and what follows them does not depend on how often they drew.
         forced: a draw, and the number that it and its like give instead of random ones.
     """
 
     def __init__(
-        self, calls: ModuleCalls, generators: Generators, calm: bool = False, forced: tuple[Draw, float] | None = None
+        self,
+        calls: ModuleCalls,
+        generators: Generators,
+        calm: bool | Collection[str] = False,
+        forced: tuple[Draw, float] | None = None,
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
@@ -169,19 +113,23 @@ class Draws(TorchDispatchMode):
             return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        if isinstance(given.get("generator"), torch.Generator):
+        by_hand = isinstance(given.get("generator"), torch.Generator)
+        if by_hand:
             self._generators.add(given["generator"])
         name = func.overloadpacket.__name__
-        if self._calm and (change := _CHANGED.get(name) or ("dropout_p" in given and {"dropout_p": _nothing})):
+        calm = self._calm is True or (self._calm and name in self._calm)
+        if calm and (change := _CHANGED.get(name) or ("dropout_p" in given and {"dropout_p": _nothing})):
             given = given | {key: make(given) for key, make in change.items()}
             args, kwargs = _as_before(names, given, len(args))
         made = func(*args, **kwargs)
         shapes = tuple(tuple(t.shape) for t in tree_leaves(made) if isinstance(t, Tensor))
-        draw = Draw(name, self._calls.innermost, shapes)
+        draw = Draw(name, self._calls.innermost, shapes, by_hand)
         self.taken.append(draw)
         if self._forced is not None and self._forced[0] == draw and isinstance(made, Tensor):
             made.fill_(self._forced[1])
-        if self._calm and not (name in _CHANGED or "dropout_p" in given):
+        if calm and self._calm is not True:
+            self._generators.seed(len(self.taken))
+        if calm and not (name in _CHANGED or "dropout_p" in given):
             if name in _EXPECTED and isinstance(made, Tensor):
                 expected = _EXPECTED[name](given)
                 made.copy_(expected) if isinstance(expected, Tensor) else made.fill_(expected)
@@ -266,5 +214,8 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "randint": lambda given: given.get("low", 0),
     "randint_like": lambda given: given.get("low", 0),
     "poisson": lambda given: given["self"],
+    "binomial": lambda given: given["count"] * given["prob"],
+    "_standard_gamma": lambda given: given["self"],
+    "_sample_dirichlet": lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
 }
 """Operations that give random numbers: what they give on average, or at least always."""

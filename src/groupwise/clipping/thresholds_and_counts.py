@@ -1,0 +1,158 @@
+"""Holds a model's clipping groups, the thresholds that are in force, and the counts of a batch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity
+from groupwise.clipping.groups import build_groups, one_each, share_thresholds
+from groupwise.clipping.partition import Layer, Partition
+from groupwise.clipping.rules.base import RuleContext
+from groupwise.errors import UserError
+
+
+class ThresholdsAndCounts:
+    """The groups of a partition, with their thresholds and counts: what an engine's passes read and write.
+
+    Args:
+        model: the model.
+        layers: its layers that train.
+        partition: which of them are clipped together.
+        clip_rule: norms and threshold -> factors.
+        context: what the layers' rules share.
+        direct: layers return their parameters' gradients themselves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: tuple[Layer, ...],
+        partition: Partition,
+        clip_rule: ClipRule,
+        context: RuleContext,
+        direct: bool,
+    ) -> None:
+        self.model, self.partition = model, partition
+        self.groups = build_groups(layers, partition, clip_rule, context, direct)
+        self.squared_norms: dict[int, Tensor] = {}
+        """‖g_k^(i)‖² of the last microbatch by group, (B,) each."""
+        self._context = context
+        self._tables = share_thresholds(self.groups)
+        self._counts = Counts(len(partition), self.groups[0].threshold)
+
+    @property
+    def thresholds(self) -> Tensor:
+        """C_k that clips, (K,)."""
+        return torch.stack([group.threshold for group in self.groups])
+
+    @property
+    def count_thresholds(self) -> Tensor:
+        """The thresholds that counts are taken at, (K,)."""
+        return self._counts.at.clone()
+
+    def set_thresholds(
+        self, clip: float | Sequence[float] | Tensor, count: Sequence[float] | Tensor | None = None
+    ) -> None:
+        """Set the thresholds that clip and, where they differ, those that the counts are taken at; both (K,).
+
+        Raises:
+            UserError: not one finite positive number a group.
+        """
+        values = one_each(len(self.groups), clip)
+        self._counts.set_thresholds(values, values if count is None else one_each(len(self.groups), count))
+        for table, wide, groups in self._tables:
+            table.copy_(values[groups])
+            wide.copy_(table)
+
+    def sensitivity(self, relation: str) -> Sensitivity:
+        """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
+
+        It tells the thresholds that clipped, of several the largest. .grad must have been cleared when the batch began.
+
+        Args:
+            relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
+
+        Raises:
+            UserError: a relation for which no bound is proven; sums that are `spoiled`.
+        """
+        if self.spoiled:
+            raise UserError("A norm is not finite and masks_rows was False: begin the batch again with True.")
+        if relation not in RELATIONS:
+            raise UserError(
+                f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
+            )
+        return Sensitivity(relation, tuple(group.parameters for group in self.groups), self._counts.clipped)
+
+    @property
+    def counts(self) -> Tensor:
+        """b̄_k: how many examples since `reset` had ‖g_k‖ <= the count threshold, (K,) float64 on the CPU."""
+        return self._counts.within.double()
+
+    @property
+    def examples(self) -> int:
+        """Examples since `reset`."""
+        return self._counts.examples
+
+    @property
+    def nonfinite(self) -> int:
+        """Examples left out since `reset` because a norm was not finite (the most over groups)."""
+        return int(self._counts.left_out.max())
+
+    @property
+    def masks_rows(self) -> bool:
+        """Whether rows of examples that are left out become zeros first (0 · NaN is NaN), which copies all rows on a
+        GPU; a CPU looks. Who can begin a batch again sets it to False, and to True for one that was `spoiled`."""
+        return self.groups[0].masks
+
+    @masks_rows.setter
+    def masks_rows(self, masks: bool) -> None:
+        for group in self.groups:
+            group.masks = masks
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
+        return self._counts.spoiled
+
+    @property
+    def products_reused(self) -> int:
+        """How often a layer took XXᵀ from the layer before, which had the same input."""
+        return self._context.products.reused
+
+    @property
+    def per_example_norms(self) -> Tensor:
+        """‖g_k^(i)‖ of the last microbatch, (K, B); not private."""
+        return torch.stack([self.squared_norms[k] for k in range(len(self.groups))]).clamp_min(0).sqrt()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
+        with self._counts.kept():
+            yield
+
+    def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
+        """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
+        return self.groups[group].factors(squared_norms).to(self.groups[group].threshold.dtype)
+
+    def count_norms(self, squared_norms: Tensor) -> None:
+        """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.
+
+        Raises:
+            UserError: not one row a group.
+        """
+        if squared_norms.dim() != 2 or len(squared_norms) != len(self.groups):
+            raise UserError(
+                f"Squared norms of shape {tuple(squared_norms.shape)} were given for {len(self.groups)} groups: give "
+                "one row a group, one column an example."
+            )
+        self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
+
+    def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
+        self.squared_norms = squared_norms
+        self._counts.add(squared_norms, examples)
+
+    def repeated(self, examples: int) -> None:
+        """Note that a CUDA graph of `backward` ran, recorded with this `masks_rows` and gradients in this memory."""
+        self._counts.repeated(examples, self.masks_rows)

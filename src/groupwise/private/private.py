@@ -1,0 +1,351 @@
+"""Trains privately, a step at a time, in the user's own loop."""
+
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+from torch import nn
+
+from groupwise.errors import UserError, reason
+from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.private.arguments import check_parameters
+from groupwise.private.data import DatasetSums, check_processes, length_of, print_of
+from groupwise.private.seal import check_seal, sealed
+from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
+from groupwise.training.private_step import PrivateStep
+from groupwise.training.progress import Progress
+
+TAKEN: WeakSet[nn.Module] = WeakSet()
+"""Modules of the models that are private now."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step gave; all but `nonprivate` may be shown.
+
+    Args:
+        number: how many steps were taken, this one included.
+        plan: what was promised.
+        examples_per_second: B by the seconds that the step took.
+        nonprivate: "loss", the mean over the examples that were drawn, "batch_size", "clipped", the share of them that
+            was clipped, by group, and "nonfinite", how many were left out: straight from the data, without noise.
+    """
+
+    number: int
+    plan: PrivacyPlan = field(repr=False)
+    examples_per_second: float
+    nonprivate: dict[str, Any] = field(repr=False)
+
+    @property
+    def epsilon(self) -> float:
+        """ε of the steps until this one, at the plan's δ; accounted when it is asked for (seconds)."""
+        return self.plan.spent_epsilon(self.number)
+
+
+class Steps:
+    """The next steps of a private training, as an iterable that takes them; on a terminal with a progress bar."""
+
+    def __init__(self, private: "Private", count: int) -> None:
+        self._private, self._end = private, private.executed + count
+
+    def __len__(self) -> int:
+        return max(self._end - self._private.executed, 0)
+
+    def __iter__(self) -> Iterator[Step]:
+        private, plan = self._private, self._private.plan
+        told = plan.progress if plan.noise_multiplier > 0 else None
+        with private._progress(self._end, told) as bar:
+            while private.executed < self._end:
+                step = private.step()
+                bar.update(step.number, step.nonprivate["batch_size"])
+                yield step
+
+
+class Private:
+    """What `make_private` returns: the one way in which its model may learn from its data.
+
+    Example::
+
+        for step in private.steps():
+            scheduler.step()
+        print(private.statement())
+    """
+
+    def __init__(self, core: PrivateStep, undo: ExitStack) -> None:
+        assert core.engine is not None and isinstance(core.sums, DatasetSums), "make_private makes no other"
+        self.core, self.engine, self._sums = core, core.engine, core.sums
+        self._undo = undo
+        """Gives the model back as it was."""
+        self._hook = core.optimizer.register_step_pre_hook(self._before_optimizer)
+        self._modes = {module: module.training for module in core.model.modules()}
+        self._closed = self._agreed = False
+        self._process = os.getpid()
+        self._moved = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
+        TAKEN.update(core.model.modules())
+
+    def __repr__(self) -> str:
+        """What it is, and how far."""
+        kind = type(self.model).__name__
+        return f"<private training of a {kind}: {self.executed} of {self.plan.steps} steps, {self.plan.epsilon:g}-DP>"
+
+    # -- what was promised and spent -----------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain model; it clips only while a step runs."""
+        return self.core.model
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """What was promised; it sets all noise scales."""
+        return self.core.plan
+
+    @property
+    def executed(self) -> int:
+        """Steps that were released, those with an empty batch included."""
+        return self.core.executed
+
+    @property
+    def epsilon(self) -> float:
+        """ε of the steps that were executed, at the plan's δ (seconds, after a step).
+
+        It is a guarantee if nothing of the run decided how many they are; else the plan's is (docs/privacy.md).
+        """
+        return self.plan.spent_epsilon(self.executed)
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """C_k that will clip the next batch, by the group's name; they are released."""
+        assert self.core.thresholds is not None, "make_private clips always"
+        names = [group.name for group in self.engine.groups]
+        return dict(zip(names, self.core.thresholds.clip_thresholds.tolist(), strict=True))
+
+    def statement(self) -> str:
+        """The plan in words, and what was spent of it."""
+        secret = "" if self.core.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
+        spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
+        return f"{self.plan.statement()}{secret}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps."
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def steps(self, count: int | None = None) -> Steps:
+        """The steps that are left, or the next ``count`` of them, to loop over: each is taken when its turn comes.
+
+        What stands in the loop, schedulers and evaluation, runs between steps, when the model is a plain one.
+        """
+        left = self.plan.steps - self.executed
+        return Steps(self, left if count is None else min(count, left))
+
+    def step(self) -> Step:
+        """Take one step: draw a batch, clip each example's gradient, add noise, update the model, count the step.
+
+        Modules are in the mode (train or eval) that they were in when `make_private` was called. A step that fails
+        before its noise, for lack of memory say, has released nothing, and is taken again by the next call.
+
+        Raises:
+            UserError: all steps of the plan were taken; the data grew or shrank; losses that cannot be clipped.
+        """
+        self._check_open()
+        self._check_data()
+        began, core = time.monotonic(), self.core
+        for module, training in self._modes.items():
+            module.training = training
+        self._reshard()
+        try:
+            released = core.step()
+        except BaseException:
+            self._sums.forget()
+            raise
+        seconds = time.monotonic() - began
+        drawn = max(released.drawn, 1)
+        shown = {
+            "loss": released.loss / drawn,
+            "batch_size": released.drawn,
+            "clipped": (1 - released.counts / drawn).tolist(),
+            "nonfinite": released.nonfinite,
+        }
+        return Step(core.executed, self.plan, self.plan.expected_batch_size / max(seconds, 1e-9), shown)
+
+    def _progress(self, end: int, told: Any) -> Progress:
+        shown = self.core.ranks.main and sys.stderr.isatty()
+        stream = sys.stderr if shown else io.StringIO()
+        return Progress(end, start=self.executed, epsilon=told, target_epsilon=self.plan.epsilon, stream=stream)
+
+    def _check_data(self) -> None:
+        self._check_agreed()
+        if self.executed >= self.plan.steps:
+            raise UserError(
+                f"All {self.plan.steps} steps of the plan were taken, and one more would cost more than was promised: "
+                "plan more epochs or steps in make_private."
+            )
+        core = self.core
+        if {id(p) for group in core.optimizer.param_groups for p in group["params"]} != self._moved:
+            check_parameters(core.model, core.optimizer)
+        if length_of(self._sums.data) != self.plan.dataset_size:
+            raise UserError(
+                f"The data had {self.plan.dataset_size} examples and have {length_of(self._sums.data)} now: the plan "
+                "is for the former, so call make_private again."
+            )
+
+    def _reshard(self) -> None:
+        """Whole parameters that an evaluation left behind become shards again."""
+        if self.core.in_shards:
+            from groupwise.training.shards import reshard
+
+            reshard(self.core.model)
+
+    # -- what is refused -----------------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if not self.core.running:
+            raise UserError(
+                "optimizer.step() is part of private.step(), which gives it gradients with noise: leave it out of the "
+                "loop, with loss.backward(), zero_grad() and any GradScaler."
+            )
+
+    def _check_agreed(self) -> None:
+        """Refuse processes that would draw other batches or noise than each other, or from other data."""
+        if self._agreed:
+            return
+        core, ranks = self.core, self.core.ranks
+        check_processes(ranks)
+        if ranks.replicas > 1:
+            key = sha256(b"groupwise agreed" + core.noise.key).hexdigest()
+            if len(set(ranks.gather((key, self.executed)))) > 1:
+                raise UserError(
+                    "The processes are at other steps than each other, or have other keys: load one and the same state "
+                    "in all of them."
+                )
+            promised = repr((self.plan.to_dict(), self.engine.thresholds.tolist()))
+            examples = set(ranks.gather(print_of(self._sums.data, core.noise))) - {None}
+            if len(set(ranks.gather(promised))) > 1 or len(examples) > 1:
+                raise UserError(
+                    "The processes have other data, plans or thresholds than each other: give make_private the same "
+                    "arguments and the whole data set in each of them (it deals the examples out itself)."
+                )
+        self._agreed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("This private training was detached: call make_private again, with a budget of its own.")
+        if os.getpid() != self._process:
+            raise UserError(
+                "This private training is of the process that made it, and a fork would add the same noise to other "
+                "gradients: call make_private in each process, with a budget of its own."
+            )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse: two trainings with one key would add the same noise twice."""
+        self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse, as for copies."""
+        raise UserError(
+            "A private training is not copied or pickled, as its copy would add the same noise again: keep "
+            "private.state_dict(), and load it into a new one."
+        )
+
+    # -- going on later ------------------------------------------------------------------------------------------------
+
+    @property
+    def _processes(self) -> str:
+        replicas = self.core.ranks.replicas
+        return f"{replicas} process{'' if replicas == 1 else 'es'}{' in shards' if self.core.in_shards else ''}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
+
+        As of any module, its tensors are those that go on training: save it at once, or ``copy.deepcopy`` it;
+        ``load_state_dict`` knows one that has changed since. In shards every process calls, and gets whole tensors on
+        the CPU.
+        """
+        self._check_open()
+        if self.core.running:
+            raise UserError("state_dict() within a step would repeat its noise later: call it between steps.")
+        self._reshard()
+        state = {
+            **self.core.state_dict(),
+            "processes": self._processes,
+            "step": self.executed,
+            "microbatch": self._sums.size,
+            "model": self.model.state_dict(),
+            "optimizer": self.core.optimizer.state_dict(),
+        }
+        if self.core.in_shards:
+            from groupwise.training.shards import whole_state
+
+            state = whole_state(state)
+        return sealed(state)
+
+    def save(self, path: str | Path) -> None:
+        """Write `state_dict` to a file that its owner alone may read, whole or not at all; replicas write one."""
+        state = self.state_dict()
+        if self.core.ranks.main:
+            save_checkpoint(path, state)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from what `save` wrote."""
+        self.load_state_dict(load_checkpoint(Path(path), self.core.device))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, to the same bits; before the first step. The microbatch is that of then.
+
+        Raises:
+            UserError: after a step; a state of another plan, of something else, altered, or whose tensors trained on.
+        """
+        self._check_open()
+        if self.executed:
+            raise UserError(
+                f"{self.executed} steps were taken here already, and going back would repeat their noise on other "
+                "gradients: call make_private again, and load the state before the first step."
+            )
+        named = state if isinstance(state, dict) else {}
+        if "plan" in named and named["plan"] != self.plan.to_dict():
+            raise UserError(
+                "The state was made under another plan (data, budget, steps or groups): give the same ones."
+            )
+        if named.get("processes", self._processes) != self._processes:
+            raise UserError(
+                f"The state was made by {named['processes']}, and here are {self._processes}: other processes share a "
+                "batch otherwise, and its noise would meet other gradients. Start as many, or call make_private again."
+            )
+        check_seal(state, self.plan.steps)
+        core = self.core
+        if core.in_shards:
+            from groupwise.training.shards import state_in_shards
+
+            self._reshard()
+            state = state_in_shards(state, core.model, core.trainable)
+        try:
+            noise = NoiseSource.from_state(state)
+            core.model.load_state_dict(state["model"])
+            core.optimizer.load_state_dict(state["optimizer"])
+            core.load_state_dict(state, state["step"])
+        except UserError:
+            raise
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"The state does not fit this model and optimiser ({reason(error)}): make them as they were. The key "
+                "of the noise was not taken over."
+            ) from error
+        self._sums.forget()
+        self._sums.size = state["microbatch"]  # its masks belong to its microbatches
+        core.use_key(noise)  # last: where anything failed, no noise of that run may meet other gradients
+
+    def detach(self) -> None:
+        """End the training: the model and the optimiser are as they were, and nothing more is released here."""
+        if not self._closed:
+            self._closed = True
+            self._sums.forget()
+            self._hook.remove()
+            self._undo.close()
+            for module in self.core.model.modules():
+                TAKEN.discard(module)

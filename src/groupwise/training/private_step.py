@@ -1,0 +1,349 @@
+"""The one private step, Algorithm 1 from its sample to its account; whatever trains takes its steps through it.
+
+`run.py`, `groupwise.make_private`, transformers' Trainer, replicas, shards and stages of a pipeline differ in what a
+drawn batch is read from and how its clipped sums are formed (`BatchSums`), and in nothing else.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from groupwise.clipping import ClippingEngine, ClipPlan
+from groupwise.errors import UserError
+from groupwise.privacy import (
+    AdaptiveThresholds,
+    EpsilonReport,
+    FixedThresholds,
+    NoiseSource,
+    PoissonSampler,
+    PrivacyPlan,
+    ShuffleSampler,
+    release_gradients,
+    secret_randomness,
+)
+from groupwise.privacy.noise import SecurePoissonSampler
+from groupwise.privacy.randomness import refuse_another_seed
+from groupwise.training.arithmetic import products
+from groupwise.training.ranks import Alone, Ranks
+
+LossesOf = Callable[[Sequence[int]], Tensor]
+"""Numbers of examples -> one loss for each, (n,), of that example alone."""
+
+
+class Sampler(Protocol):
+    """Draws batches."""
+
+    def indices(self, step: int, /) -> np.ndarray:
+        """The examples of step `step`, (n,) int64."""
+
+
+class BatchSums(Protocol):
+    """Forms the clipped sums of drawn batches."""
+
+    def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
+        """Add the clipped sums of this process's share of a batch to the parameters' .grad, which `private.clear` has
+        emptied; returns the sum of its losses, (), which is not private."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """What one step released, and what is known of it; `drawn`, `counts`, `loss` and `nonfinite` are not private.
+
+    Args:
+        drawn: examples in the logical batch, over all replicas.
+        counts: b̄_k, how many of them were not clipped, (K,); (0,) without clipping.
+        loss: the sum of this process's losses.
+        nonfinite: examples here that were left out, as a norm of theirs was not finite.
+        noise_norm: expected ℓ2 norm of the noise in the update; None without clipping.
+    """
+
+    drawn: int
+    counts: Tensor
+    loss: float
+    nonfinite: int
+    noise_norm: float | None
+
+
+@dataclass(kw_only=True)
+class PrivateStep:
+    """Everything that a private step reads or changes.
+
+    Args:
+        model: whose trainable parameters are released.
+        engine: attached to it; None is plain training, without noise or guarantee, through the same steps.
+        thresholds: C_k of the engine's groups; None without an engine.
+        plan: sets all noise scales.
+        noise: the run's source, the same in all processes.
+        allocation: γ_k, of the noise to the groups: "global", "equal_budget" or "weighted".
+        optimizer: over the trainable parameters.
+        device: of the model.
+        sums: forms the clipped sums of a batch.
+        ranks: the processes of the run.
+        sampler: by default the one that the plan names, from the run's key.
+        executed: steps that were released: the ledger that ε is accounted from.
+        keeps_gradients: whether they stay in their memory between batches, as zeros, for what was recorded on it.
+    """
+
+    model: nn.Module
+    engine: ClippingEngine | None
+    thresholds: FixedThresholds | AdaptiveThresholds | None
+    plan: PrivacyPlan
+    noise: NoiseSource
+    allocation: str
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    sums: BatchSums
+    ranks: Alone | Ranks = field(default_factory=Alone)
+    sampler: Sampler = None  # type: ignore[assignment]  # never None once made
+    executed: int = 0
+    keeps_gradients: bool = False
+    running: bool = field(init=False, default=False)
+    """Whether a step runs: its noise is not there yet, or its thresholds have not moved."""
+
+    def __post_init__(self) -> None:
+        self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        given = self.sampler
+        self.use_key(self.noise)
+        if given is not None:
+            self.sampler = given
+
+    def use_key(self, noise: NoiseSource) -> None:
+        """Draw batches, masks and noise from this source from now on."""
+        processes = self.ranks.replicas * self.ranks.stages
+        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device, processes)
+        if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
+            self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
+        self.sampler = sampler_of(self.plan, noise)
+
+    # -- Algorithm 1 --------------------------------------------------------------------------------------------------
+
+    def step(self) -> Released:
+        """Take one step: one batch, one release, one update, one entry on the ledger.
+
+        A step that fails before its noise has released nothing, and the next call takes it again, with the same batch
+        and noise.
+
+        Raises:
+            UserError: what `ClippingEngine.clip` refuses; an optimiser that would move the parameters meanwhile.
+        """
+        step = self.executed
+        with self._alone_in_charge() as begin_release:
+            drawn = self.sampler.indices(step)  # line 5
+            if self.engine is not None and self.thresholds is not None:
+                self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
+            self.clear()
+            before = self._fixed()
+            loss = self.sums.add(self, step, drawn)  # lines 6-11
+            self._check_fixed(before)
+            counts = self._sum_over_replicas()
+            begin_release()
+            self.executed += 1  # whatever comes now: this noise is never added to other gradients
+            noise_norm = self._release(step)  # lines 12-13, with the thresholds that clipped
+            self.optimizer.step()  # line 14
+            if self.thresholds is not None:
+                self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
+        nonfinite = 0 if self.engine is None else self.engine.nonfinite
+        return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
+
+    def clear(self) -> None:
+        """Forget what was summed of the batch, whose microbatches can then begin again."""
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        if self.engine is not None:
+            self.engine.reset()
+
+    def microbatch(self, step: int, start: int) -> AbstractContextManager[None]:
+        """Inside, masks are those of the microbatch that begins at `start` in this process's share, and secret."""
+        process = self.ranks.replica * self.ranks.stages + self.ranks.stage
+        return secret_randomness(self.noise, step, start, process=process, device=self.device)
+
+    def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
+        """Add the clipped sums of a microbatch to the gradients; the backward pass on a GPU is without TF32.
+
+        Args:
+            losses_of: the losses (b,) of the microbatch, or of some of its examples.
+            rows: the microbatch, (b,).
+            filler: the examples are not of the batch, and the pass is only for the messages that it sends: their losses
+                count 0 times, which adds exactly nothing, and they are not counted.
+
+        Returns:
+            The losses, without their graph.
+
+        Raises:
+            UserError: torch was seeded since the microbatch began; gradients or parameters were changed meanwhile; what
+                `ClippingEngine.clip` refuses.
+        """
+        exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
+        if self.engine is None:
+            losses = losses_of(rows)
+            refuse_another_seed()
+            (losses * 0 if filler else losses).sum().backward()
+            return losses.detach()
+        before = self._marks()
+        losses = self.engine.losses(losses_of, rows)
+        refuse_another_seed()
+        self._refuse_hooks()
+        if self._marks() != before:
+            raise UserError(
+                "The losses changed gradients or weights of the model by themselves, past the clipping and the noise: "
+                "leave backward(), zero_grad() and changes of parameters out of them."
+            )
+        with exact, self.engine.uncounted() if filler else nullcontext():
+            self.engine.backward(losses * 0 if filler else losses)
+        return losses.detach()
+
+    def _marks(self) -> list[Any]:
+        """Which gradients there are, and how often they and the parameters were changed in place."""
+        tensors: list[Any] = [tensor for p in self.trainable for tensor in (p, p.grad) if tensor is not None]
+        own = [tensor._local_tensor for tensor in tensors] if self.in_shards else []  # may be changed as such
+        return [*map(id, tensors), *(tensor._version for tensor in (*tensors, *own))]
+
+    @contextmanager
+    def _alone_in_charge(self) -> Iterator[Callable[[], None]]:
+        """Inside, no optimiser moves the parameters until what is yielded was called: sums have no noise before.
+
+        Raises:
+            UserError: a step inside of a step; hooks on parameters.
+        """
+        if self.running:
+            raise UserError("A private step was begun inside another one: take it when that has ended.")
+        self._refuse_hooks()
+        self.running = True
+        try:
+            with optimizers_held(self.trainable) as let_go:
+                yield let_go
+        finally:
+            self.running = False
+
+    def _refuse_hooks(self) -> None:
+        for parameter in self.trainable:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                name = next((name for name, other in self.model.named_parameters() if other is parameter), "")
+                raise UserError(
+                    f"Parameter {name!r} has a hook, which sees clipped sums without noise and may change them: remove "
+                    "it."
+                )
+
+    def _fixed(self) -> dict[str, tuple[int, int]]:
+        """Which buffers and frozen parameters there are, and how often each was changed in place; no step does."""
+        frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
+        return {name: (id(tensor), tensor._version) for name, tensor in (*self.model.named_buffers(), *frozen)}
+
+    def _check_fixed(self, before: dict[str, tuple[int, int]]) -> None:
+        """Refuse buffers and frozen parameters that a step's losses changed.
+
+        Raises:
+            UserError: naming one.
+        """
+        if self.engine is None or (after := self._fixed()) == before:
+            return
+        name = next(name for name in (*before, *after) if before.get(name) != after.get(name))
+        raise UserError(
+            f"{name!r}, a buffer or frozen parameter, was changed by the losses, so it carries what it saw past all "
+            "clipping and noise: put its module into eval mode for good, or use one without running state."
+        )
+
+    def _sum_over_replicas(self) -> Tensor:
+        """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""
+        counts = torch.zeros(0) if self.engine is None else self.engine.counts
+        if self.ranks.replicas > 1:
+            on_device = counts.to(self.device)
+            own = [] if self.in_shards else self._gradients()  # shards were summed on their way here
+            self.ranks.sum_([*own, *([on_device] if len(counts) else [])])
+            counts = on_device.cpu()
+        return counts
+
+    @cached_property
+    def in_shards(self) -> bool:
+        """Does each process hold a part of every parameter (FSDP2), and gradients that are summed already?"""
+        return any(hasattr(parameter, "to_local") for parameter in self.trainable)
+
+    def _gradients(self) -> list[Tensor]:
+        for parameter in self.trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.trainable if parameter.grad is not None]
+
+    def _release(self, step: int) -> float | None:
+        """Noise once for the logical batch, as far as the engine says one example moves it; then divide by B."""
+        batch_size = self.plan.expected_batch_size
+        if self.engine is None:
+            for gradient in self._gradients():
+                gradient.div_(batch_size)
+            return None
+        sensitivity = self.engine.sensitivity(self.plan.adjacency)
+        stds = release_gradients(
+            sensitivity,
+            allocation=self.allocation,
+            noise_multiplier=self.plan.gradient_noise_multiplier,
+            expected_batch_size=batch_size,
+            noise=self.gradient_noise,
+            step=step,
+            groups_elsewhere=self.plan.num_groups - len(self.engine.groups),
+        )
+        sizes = [sum(parameter.numel() for parameter in group) for group in sensitivity.groups]
+        return float((stds.square() * torch.tensor(sizes)).sum().sqrt()) / batch_size
+
+    # -- the account and the state ------------------------------------------------------------------------------------
+
+    def spent(self) -> EpsilonReport:
+        """What the steps on the ledger cost, accounted again from them; seconds, where this process has not before."""
+        return self.plan.spent(self.executed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plans, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""
+        return {
+            "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
+            "noise_key": self.noise.key,
+            "noise_is_secret": self.noise.is_secret,
+            "noise_secure": self.noise.secure,
+            "noise_drawn": self.noise.drawn,
+            "plan": self.plan.to_dict(),
+            "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Go back to after `step` steps (plan and key are the caller's)."""
+        if self.thresholds is not None:
+            self.thresholds.load_state_dict(state["thresholds"])
+        if self.engine is not None:
+            self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
+        self.executed = step
+
+
+@contextmanager
+def optimizers_held(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Inside, no optimizer moves these parameters until what is yielded was called: their gradients have no noise yet.
+
+    Raises:
+        UserError: one steps.
+    """
+    held, own = [True], {id(parameter) for parameter in parameters}
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if held[0] and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise UserError(
+                "An optimizer stepped inside of a private step, on gradients that have no noise yet: leave "
+                "optimizer.step() out of the losses and of hooks, as the private step calls it."
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield lambda: held.__setitem__(0, False)
+    finally:
+        hook.remove()
+
+
+def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:
+    """The same batches on every process, as they follow from the run's key."""
+    key = noise.derive("sampling")
+    if plan.sampling == "shuffle":
+        return ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), key)
+    sampler = SecurePoissonSampler if noise.secure else PoissonSampler
+    return sampler(plan.dataset_size, plan.sample_rate, key)

@@ -1,0 +1,121 @@
+"""Parameters that modules use by themselves: in checkpoints, in the place of images, released with noise."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.clipping import WSConv2d, attach, flat
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, release_gradients
+from tests.clipping.test_per_example import EXACT, MODES, Uses, assert_exact, loop_over, rows_of
+from tests.clipping.traced import clip
+from tests.combinations import pairs_fast
+
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
+
+
+class Again(nn.Module):
+    """A part with a parameter of its own runs once more in the backward pass."""
+
+    def __init__(self, reentrant: bool = False):
+        super().__init__()
+        self.first, self.b, self.reentrant = nn.Linear(5, 5), nn.Linear(5, 5), reentrant
+        self.p, self.w = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(y):
+            return ((self.b(y) * self.p).sin() + y @ self.w) @ self.w.T
+
+        return checkpoint(part, self.first(x) * self.p, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpointed_module_with_parameters_of_its_own(mode):
+    model, x = Again(), torch.randn(3, 3, 5)
+    loop = loop_over(model, x)
+    for examples in ([1], [0, 2], [0, 1, 2]):  # 3: as long as the sequences, which gradients tell apart
+        assert_exact(model, x, mode, loop, examples)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reentrant_checkpointing_is_refused(mode):
+    make_partition, options = MODES[mode]
+    model, x = Again(reentrant=True), torch.randn(4, 3, 5)
+    refused = pytest.raises(UserError, match="use_reentrant=False")
+    with attach(model, make_partition(model), 1.0, **options) as engine, refused:
+        clip(engine, rows_of(model, x), range(4))
+
+
+def test_a_temperature_is_released_with_noise():
+    model = Uses((), lambda p, layer, x: p * layer(x))
+    with attach(model, flat(model), 0.5) as engine:
+        clip(engine, rows_of(model, torch.randn(4, 3, 5)), range(4))
+        clipped = model.p.grad.clone()
+        release_gradients(
+            engine.sensitivity("add_remove"),
+            allocation="global",
+            noise_multiplier=1.0,
+            expected_batch_size=4,
+            noise=NoiseSource(bytes(32), is_secret=False),
+            step=0,
+        )
+    assert model.p.grad.shape == () and bool(model.p.grad.isfinite()) and model.p.grad != clipped / 4
+
+
+def test_nothing_stays_after_an_exception_or_after_detaching():
+    model, x = Uses((5,), EXACT["times"][1]), torch.randn(4, 3, 5)
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    with attach(model, flat(model), 1.0) as engine:
+        with pytest.raises(RuntimeError, match="shapes"):
+            clip(engine, rows_of(model, torch.randn(4, 3, 4)), range(4))
+        assert "p" not in model.__dict__ and type(model.p) is nn.Parameter
+        clip(engine, rows_of(model, x), range(4))
+        assert "p" not in model.__dict__
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+
+
+BATCHED = {
+    "conv": lambda: nn.Conv2d(3, 4, 3, padding=1),
+    "circular": lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+    "transposed": lambda: nn.ConvTranspose2d(3, 4, 2),
+    "standardised": lambda: WSConv2d(3, 4, 3),
+    "standardised_gain": lambda: WSConv2d(3, 4, 3, gain=True),
+    "group_norm": lambda: nn.Sequential(nn.GroupNorm(3, 3), nn.Conv2d(3, 4, 3)),
+}
+"""Layers that tell the batch from an image's channels by the number of axes."""
+AS_BATCH = {
+    "one": lambda p, b: p[:1],
+    "three": lambda p, b: p,
+    "expanded": lambda p, b: p[:1].expand(b, -1, -1, -1),
+    "repeated": lambda p, b: p[:1].repeat(b, 1, 1, 1),
+    "unbatched": lambda p, b: p[0],
+}
+
+
+class LearnedImage(nn.Module):
+    """A parameter goes through a layer as if it were the batch, and meets the examples only then."""
+
+    def __init__(self, make, how):
+        super().__init__()
+        self.image, self.layer, self.given = nn.Parameter(torch.randn(3, 3, 5, 5)), BATCHED[make](), nn.Linear(5, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.layer(AS_BATCH[self.how](self.image, len(x))).mean((-2, -1))
+        given = self.given(x)
+        return (features.unsqueeze(0) * given.unsqueeze(1)).sum(1) if self.how == "three" else features * given
+
+
+IMAGES = [
+    cell
+    for cell in product(BATCHED, AS_BATCH, MODES)
+    if cell[:2] != ("group_norm", "unbatched")  # GroupNorm takes no image without a batch
+]
+
+
+@pytest.mark.parametrize(("make", "how", "mode"), pairs_fast(IMAGES))
+def test_a_parameter_in_the_place_of_a_batch_of_images(make, how, mode):
+    assert_exact(LearnedImage(make, how), torch.randn(6, 5), mode)

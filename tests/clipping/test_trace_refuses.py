@@ -1,0 +1,315 @@
+"""Models in which it cannot be told whose rows are whose are refused by the trace, or by the check before training."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, flat, verify
+from groupwise.errors import UserError
+from tests.clipping.test_trace import ROWS, WIDE, Attends, Two, of_rows
+from tests.clipping.traced import clip
+
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
+
+
+def sorted_rows(keys: Tensor) -> Tensor:
+    return keys.argsort(stable=True)
+
+
+class OfCopies(nn.Module):
+    """No layer between the rows that indices move and the parameters that meet them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        o = sorted_rows(x[:, 0])
+        return ((x * self.p)[o] * self.q)[o.argsort()]
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.r = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x[:, None].expand(-1, 7, -1)).tanh().transpose(0, 1)
+        o, t = sorted_rows(x[:, 0]), torch.arange(7)[:, None]
+        return self.r(h[t, o[None]])[t, o.argsort()[None]].mean(0)
+
+
+class Rolled(nn.Module):
+    """Batches in one order are left as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.r = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        by = 0 if bool((x[1:, 0] >= x[:-1, 0]).all()) else 1
+        return self.r(self.a(x).roll(by, 0)).roll(-by, 0)
+
+
+class Reordered(nn.Module):
+    """Examples are put in another order and back, by `there`."""
+
+    def __init__(self, there):
+        super().__init__()
+        self.a, self.b, self.there = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE), there
+
+    def forward(self, x):
+        order = x[:, 0, 0].argsort()
+        return self.b(self.there(self.a(x), order))[order.argsort()]
+
+
+class Adapter(nn.Module):
+    """LoRA's second matrix is zero at first; rows before the first change places, and back, by `cat`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.down, self.up = nn.Linear(5, 5), nn.Linear(5, 4), nn.Linear(4, 5, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        d = self.down(torch.cat([h[1:], h[:1]]))
+        return (h + self.up(torch.cat([d[-1:], d[:-1]]))).mean(1)
+
+
+def one_for_each(a, b, x):
+    """As many tokens as examples, from anywhere."""
+    y = a(x).flatten(0, 1)
+    chosen = x[..., 0].flatten().argsort()[: len(x)]
+    return y.index_put((chosen,), b(y[chosen])).unflatten(0, x.shape[:2])
+
+
+def all_pairs(a, b, x):
+    n, y = len(x), a(x).mean(1)
+    return b((y[:, None].expand(n, n, 5) - y[None].expand(n, n, 5)).tanh()).mean(1)
+
+
+def standardised(a, b, x):
+    """What BatchNorm does, in plain operations."""
+    y = a(x)
+    return b((y - y.mean((0, 1))) / y.std((0, 1)))
+
+
+def by_the_mean(a, b, x):
+    """A number of the whole batch, which every example meets."""
+    return a(x) * b(x.mean((0, 1)))
+
+
+def attending(a, b, x):
+    y = a(x[:, 0])
+    return b((y @ y.mT).softmax(1) @ y)
+
+
+REFUSED = {
+    "sorted": (lambda: Two(lambda a, b, x: b(a(x)[x[:, 0, 0].argsort()])[x[:, 0, 0].argsort().argsort()]), "'b'"),
+    "reversed": (lambda: Two(lambda a, b, x: b(a(x).flip(0)).flip(0)), "'b'"),
+    "all pairs": (lambda: Two(all_pairs), "'b'.* two axes"),
+    "batch statistics": (lambda: Two(standardised), "'b'"),
+    "a mean over the batch": (lambda: Two(by_the_mean), "'b'.* no axis for the batch"),
+    "the examples before it": (lambda: Two(lambda a, b, x: b(a(x).cumsum(0))), "'b'"),
+    "attention between examples": (lambda: Two(attending), "'b'"),
+    "constants of no example": (
+        lambda: Two(lambda a, b, x: a(x[:, 0]) * b(torch.ones(2 * len(x), 5))[: len(x)]),
+        "'b'.* hold nothing of it",
+    ),
+    "rows of numbers of their own": (
+        lambda: Two(lambda a, b, x: a(x[:, 0]) * b(torch.arange(10.0 * len(x)).view(-1, 5))[: len(x)]),
+        "'b'.* hold nothing of it",
+    ),
+    "rows by two indices": (lambda: Reordered(lambda h, order: h[order[:, None], torch.arange(h.shape[1])]), "'b'"),
+    "rows of a table": (lambda: Reordered(lambda h, order: F.embedding(order, h.flatten(1)).view_as(h)), "'b'"),
+    "rows of an adapter": (Adapter, "'down'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_or_moves_rows_is_refused_by_name(name):
+    make, says = REFUSED[name]
+    model, x = make(), torch.randn(8, 3, 5)
+    with attach(model, flat(model), 1.0) as engine:
+        for rows in (range(8), [3, 1], [0, 1, 2, 3, 4]):
+            with pytest.raises(UserError, match=f"{says}.* cannot be told"):
+                engine.trace(of_rows(model, x), rows)
+
+
+@pytest.mark.parametrize("make", [OfCopies, TimeFirst, Rolled])
+def test_rows_that_move_by_what_examples_hold_are_seen_though_these_are_in_order(make):
+    x = torch.rand(6, 5) + 0.5
+    model, still = make(), x[sorted_rows(x[:, 0])]
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="cannot be told"):
+        engine.trace(of_rows(model, still), range(6))
+
+
+class RowByRow(nn.Module):
+    """A layer that gets one example's rows at a time, of which there are as many as examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDE, WIDE * ROWS), nn.Linear(WIDE, 2)
+
+    def forward(self, x):
+        rows = self.a(x[:, 0]).tanh().unflatten(1, (ROWS, WIDE))
+        return torch.stack([self.b(each).tanh().mean(0) for each in rows])
+
+
+def test_a_layer_that_runs_once_for_each_example_is_refused():
+    model = RowByRow()
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'b'.* used 4 times for 5"):
+        engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 5), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate(x)
+        for expert, tokens in zip(self.experts, (x[..., 0] > 0, x[..., 0] <= 0), strict=True):
+            y = y.index_put((tokens,), expert(y[tokens]))
+        return y
+
+
+def test_a_mixture_of_experts_is_refused():
+    model, x = Experts(), torch.randn(8, 3, 5)
+    with attach(model, flat(model), 1.0) as engine:
+        with pytest.raises(UserError, match=r"'experts.0'.* data choose"):
+            engine.trace(of_rows(model, x), range(8))
+        x[..., 0], x[:, 0, 0] = -1, 1  # one token of each example, until one is replaced by an example with more
+        x[5, :, 0] = 1
+        with pytest.raises(UserError, match=r"'experts.0'.* data choose"):
+            engine.trace(of_rows(model, x), range(8))
+
+
+def test_experts_that_have_other_rows_in_a_later_step_are_refused_where_their_number_tells():
+    model, x = Experts(), torch.randn(4, 3, 5)
+    x[..., 0], x[:, 0, 0] = -1, 1
+    with attach(model, flat(model), 1.0) as engine:
+        engine.trace(of_rows(model, x), range(4))
+        x[0, 1, 0] = 1
+        with pytest.raises(UserError, match=r"'experts.0'"):
+            clip(engine, of_rows(model, x), range(4))
+
+
+def contrastive(h: Tensor) -> Tensor:
+    return F.cross_entropy(h @ h.roll(1, 1).T, torch.arange(len(h)), reduction="none")
+
+
+def too_broad(h: Tensor) -> Tensor:
+    return (h[:, :1] - h.sum(1)).square().mean(0)
+
+
+def like_the_first(h: Tensor) -> Tensor:
+    return (h - h[:1]).square().sum(1) + h.square().sum(1)
+
+
+BY_THE_CHECK = {
+    "contrastive": contrastive,
+    "(B, 1) and (B,)": too_broad,
+    "like the first": like_the_first,
+    "of the whole batch": lambda h: h.square().sum(1) / h.detach().norm(),
+}
+
+
+@pytest.mark.parametrize("name", BY_THE_CHECK)
+def test_losses_that_mix_examples_are_refused_by_the_check_before_training(name):
+    model, x = nn.Linear(5, 4), torch.randn(8, 5)
+
+    def losses_of(rows):
+        return BY_THE_CHECK[name](model(x[list(rows)]).tanh())
+
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="mixes the examples"):
+        engine.trace(losses_of, range(6))
+        verify(engine, losses_of, range(6))
+
+
+@pytest.mark.parametrize("rows", [[3], [3, 3], []])
+def test_one_example_alone_shows_nothing(rows):
+    model = nn.Linear(5, 4)
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="give two or more"):
+        engine.trace(of_rows(model, torch.randn(8, 5)), rows)
+
+
+@pytest.mark.parametrize("rows", [range(8), [3, 1], [0, 1, 2, 3, 4], [7, 2, 5]])
+def test_as_many_tokens_as_examples_are_refused(rows):
+    """The trace sees those of an example that it replaces; the check, the sums of all."""
+    model, x = Two(one_for_each), torch.randn(8, 3, 5)
+    says = r"cannot be told|by a loop over single examples|among others"
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
+        engine.trace(of_rows(model, x), rows)
+        verify(engine, of_rows(model, x), rows)
+
+
+class Factors(nn.Module):
+    """A parameter meets one constant after the other, and then the examples."""
+
+    def __init__(self, many):
+        super().__init__()
+        self.p, self.many = nn.Parameter(torch.ones(5)), many
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.p
+        for _ in range(self.many):
+            p = p * torch.ones(5)
+        return x * p
+
+
+def test_constants_that_a_parameter_meets_one_after_the_other_are_refused_from_twelve_on():
+    x = torch.randn(6, 5)
+    for many, refused in ((10, False), (14, True)):
+        model = Factors(many)
+        found = pytest.raises(UserError, match="too deep") if refused else nullcontext()
+        with attach(model, flat(model), 1.0) as engine, found:
+            engine.trace(of_rows(model, x), range(6))
+
+
+class Put(nn.Module):
+    """What a layer makes of chosen rows, or a parameter, goes into rows of the batch, or among them."""
+
+    def __init__(self, put) -> None:
+        super().__init__()
+        self.e, self.b, self.p, self.put = nn.Linear(4, 3), nn.Linear(4, 3), nn.Parameter(torch.randn(3)), put
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.put(self, x, torch.zeros(len(x), 3), torch.tensor([0])) + self.b(x)).tanh()
+
+
+def set_first(m: Put, x: Tensor, z: Tensor, r: Tensor) -> Tensor:
+    z = z + m.b(x)
+    z[0] = m.p
+    return z
+
+
+PUT = {
+    "index_add": lambda m, x, z, r: z.index_add(0, r, m.e(x[r])),
+    "index_copy": lambda m, x, z, r: z.index_copy(0, r, m.e(x[r])),
+    "index_put": lambda m, x, z, r: z.index_put((r,), m.e(x[r])),
+    "scatter_add": lambda m, x, z, r: z.scatter_add(0, r[:, None].expand(-1, 3), m.e(x[r])),
+    "__setitem__": set_first,
+    "cat": lambda m, x, z, r: torch.cat([m.b(x), m.p[None]])[: len(x)],
+    "vstack": lambda m, x, z, r: torch.vstack([m.b(x), m.p])[: len(x)],
+    "batch_norm": lambda m, x, z, r: F.batch_norm(m.b(x), None, None, m.p, None, True),
+    "einsum": lambda m, x, z, r: torch.einsum("bi,ci,i->bi", m.b(x), m.b(x), m.p),
+}
+
+
+@pytest.mark.parametrize("name", PUT)
+def test_what_all_share_is_not_put_into_rows_of_the_batch(name):
+    model = Put(PUT[name])
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=f"(by|into) {name}|mixes"):
+        clip(engine, of_rows(model, torch.randn(2, 4)), range(2))
+
+
+def test_zero_weights_hide_no_table_that_all_share():
+    model = Attends()
+    with attach(model, flat(model), 1.0) as engine:
+        plan = engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
+    assert [site.layouts for site in plan.calls["Layer 'a'"]] == [()]

@@ -1,0 +1,209 @@
+"""Arguments that `make_private` does not take are refused in a sentence."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from groupwise import make_private
+from groupwise.clipping import per_layer
+from groupwise.config.schema import ClipConfig
+from groupwise.errors import UserError
+from groupwise.privacy import make_plan
+from groupwise.private.arguments import NEEDED
+from groupwise.training.ranks import Alone
+from tests.private_use import BATCH, DATA, EXAMPLES, Misuse, Use, X, Y, cross_entropy, network, refuses
+
+
+def make(**options: Any) -> None:
+    Use(**{name: None if value == "none" else value for name, value in options.items()})
+
+
+def plan(**options: Any) -> Any:
+    given = {"dataset_size": EXAMPLES, "expected_batch_size": BATCH, "steps": 3, "num_groups": 2, "delta": 1e-3}
+    return make_plan(**{**given, "noise_multiplier": 1.0, "quantile_budget": 0.01, "accountant": "rdp", **options})
+
+
+def with_plan(made: Any, **options: Any) -> None:
+    Use(**{"plan": made, "noise_multiplier": None, "steps": None, "batch_size": None, "delta": None, **options})
+
+
+def foreign_parameters() -> None:
+    model = network()
+    everything = [*model.parameters(), nn.Parameter(torch.zeros(3))]
+    make_private(model, torch.optim.SGD(everything, lr=1.0), DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
+
+
+def left_out() -> None:
+    model = network()
+    make_private(
+        model, torch.optim.SGD(model[0].parameters(), lr=1.0), DATA, cross_entropy, epsilon=1, steps=1, batch_size=2
+    )
+
+
+def twice() -> None:
+    use = Use()
+    make_private(use.model, use.optimizer, DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
+
+
+def nested() -> None:
+    use = Use()
+    outer = nn.Sequential(use.model, nn.Linear(2, 2))
+    make_private(
+        outer, torch.optim.SGD(outer.parameters(), lr=1.0), DATA, cross_entropy, epsilon=1, steps=1, batch_size=2
+    )
+
+
+def lbfgs() -> None:
+    model = network()
+    make_private(model, torch.optim.LBFGS(model.parameters()), DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
+
+
+def sparse_adam() -> None:
+    model = network()
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+    make_private(model, optimizer, DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
+
+
+def table() -> None:
+    import pandas as pd
+
+    Use(data=pd.DataFrame(X.numpy()).rename(columns=str))
+
+
+def wrapped() -> None:
+    from accelerate.optimizer import AcceleratedOptimizer  # one of several: they step when they see fit
+
+    model = network()
+    inside = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = AcceleratedOptimizer.__new__(AcceleratedOptimizer)
+    inner.optimizer = inside
+    make_private(model, inner, DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+class Stages(Alone):
+    stages = 2
+
+
+ARGUMENTS: dict[str, Misuse] = {
+    "none of epsilon, noise_multiplier and plan": (lambda: make(noise_multiplier="none"), "0 of epsilon"),
+    "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
+    "neither epochs nor steps": (lambda: make(steps="none"), "neither of epochs and steps"),
+    "both epochs and steps": (lambda: make(epochs=1), "both of epochs and steps"),
+    "epochs that are no length": (lambda: make(steps="none", epochs=-1), "epochs=-1"),
+    "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
+    "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),
+    "a threshold out of range": (lambda: make(threshold=-1.0), "threshold=-1.0 must be greater"),
+    "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile=1.5 must"),
+    "a misspelt policy, rule or way to norms": (lambda: make(policy="Adaptive"), "policy=Adaptive is not one of"),
+    "a setting that nothing reads": (lambda: make(clip="flat", target_quantile=0.5), "target_quantile=0.5 changes not"),
+    "a threshold to which nothing is held": (
+        lambda: make(clip="adaptive_flat", initial_threshold=0.5, threshold=3.0),
+        r"threshold=3.0 changes nothing: .* initial_threshold=0.5 .* \(rescale=false\)",
+    ),
+    "a setting of another type": (lambda: make(threshold="1"), "threshold='1' does not fit: a number was"),
+    "a misspelling in a whole `ClipConfig`": (lambda: make(clip=ClipConfig(policy="quantile")), "policy=quantile is"),
+    "one adaptive threshold, rescaled to what it was": (lambda: make(clip="flat", policy="adaptive"), "pins the one"),
+    "no budget for the counts of adaptive thresholds": (lambda: make(quantile_budget=0.0), "quantile_budget=0"),
+    'an unknown mode, or `clip="none"`': (
+        lambda: make(clip="adaptive_layers"),
+        "no clipping mode .did you mean adaptive_layer",
+    ),
+    "an unknown setting": (lambda: make(target_quantle=0.5), "did you mean target_quantile"),
+    "an unknown allocation of the noise": (lambda: make(noise="local"), "noise='local'"),
+    "a partition without a group": (lambda: make(clip=()), r"clip=\(\) does not fit: a mode's name, a partition"),
+    "a partition that misses a layer": (lambda: make(clip=per_layer(network())[:1]), "group"),
+    "a plan of shuffled batches": (lambda: with_plan(plan(sampling="shuffle")), "guarantees nothing"),
+    "a plan of other data or groups": (lambda: with_plan(plan(num_groups=3)), "num_groups=3"),
+    "a plan without the counts' budget, or with it for nothing": (
+        lambda: with_plan(plan(quantile_budget=0.0)),
+        "does not go with",
+    ),
+    "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan says"),
+    "data without a length": (lambda: make(data=Stream()), "without a length"),
+    "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),
+    "a table whose `[0]` is a column, or none": (table, r"data is a DataFrame, whose data\[0\] is no example"),
+    "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
+    "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
+    "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
+    "one example alone": (lambda: make(data=[DATA[0]], batch_size=1), "one example, and two are needed"),
+    "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
+    "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
+    "LBFGS": (lbfgs, "LBFGS"),
+    "SparseAdam": (sparse_adam, "SparseAdam takes sparse gradients"),
+    "an optimizer that another library has wrapped": (wrapped, "optimizer.optimizer"),
+    "`make_private` twice on one model": (twice, "already"),
+    "`make_private` on a model with a private part": (nested, "already"),
+    "an `order` that is no function": (lambda: make(order="x"), "order='x' does not fit"),
+    "a `collate_fn` that is no function": (lambda: make(collate_fn=5), "collate_fn=5 does not fit"),
+    "a number of workers that is none": (lambda: make(num_workers=-1), "num_workers=-1 is out of range"),
+    "a microbatch size that is none": (lambda: make(microbatch=0), "microbatch=0 is out of range"),
+}
+
+
+@pytest.mark.parametrize("misuse", ARGUMENTS, ids=lambda name: name.replace("`", ""))
+def test_is_refused_in_one_sentence(misuse):
+    refuses(*ARGUMENTS[misuse])
+
+
+KINDS = {
+    **dict.fromkeys(("epsilon", "noise_multiplier", "batch_size", "epochs", "steps", "delta"), "1"),
+    **dict.fromkeys(("plan", "losses", "noise_source", "ranks", "model", "optimizer", "clip"), 5),
+}
+"""Argument -> a value that it does not take."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_argument_of_another_type_is_told_with_what_was_expected(name):
+    model = network()
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data": DATA, "epsilon": 1}
+    given["losses"] = cross_entropy
+    expected = rf"^{name}={re.escape(repr(KINDS[name]))} does not fit: .* expected\.$"
+    with pytest.raises(UserError, match=expected):
+        make_private(**{**given, "steps": 1, "batch_size": 2, name: KINDS[name]})
+    if name in NEEDED:
+        with pytest.raises(UserError, match=f"^{name}=None does not fit"):
+            make_private(**{**given, "steps": 1, "batch_size": 2, name: None})
+
+
+@pytest.mark.parametrize("number", ["2", 0.5, True, float("nan")])
+@pytest.mark.parametrize("name", ["num_workers", "microbatch"])
+def test_numbers_of_workers_and_of_examples_at_once_are_whole(name, number):
+    with pytest.raises(UserError, match=f"^{name}={number!r} is out of range"):
+        make(**{name: number})
+
+
+def test_a_dict_of_columns_is_no_dataset_and_one_of_numbered_examples_is():
+    with pytest.raises(UserError, match=r"data is a dict, whose data\[0\] is no example"):
+        make(data={"x": X, "y": Y})
+    Use(data=dict(enumerate(zip(X, Y, strict=True)))).train(1)
+
+
+def test_an_order_may_be_a_list_and_a_number_of_workers_of_numpy():
+    use = Use(order=lambda drawn: [int(row) for row in drawn], num_workers=np.int64(0), microbatch=np.int32(7))
+    assert torch.equal(use.train().weights, Use().train().weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("target_epsilon", "did you mean epsilon?"),
+        ("target_delta", "did you mean delta?"),
+        ("max_grad_norm", "did you mean threshold?"),
+        ("batchsize", "did you mean batch_size?"),
+        ("sample_rate", "give batch_size, which is"),
+        ("lr", "the optimizer has it"),
+    ],
+)
+def test_other_libraries_names_of_arguments_are_answered_by_ours(name, ours):
+    with pytest.raises(UserError, match=f"no setting '{name}'.*{re.escape(ours)}"):
+        Use(**{name: 1.0})

@@ -1,0 +1,84 @@
+"""Replicas that train by `make_private` are one process: the same steps, whatever each of them is given to do."""
+
+import numpy as np
+import torch
+
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
+from groupwise.training.ranks import Ranks
+from tests.pipeline.ranks import run_ranks
+from tests.test_private import SEED, STEPS, Points, go_on, start, weights
+
+
+def _on_two(rank, world, sigma):
+    task = Points(dropout=0.0)
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            parameter.add_(rank)  # the second becomes the first
+    source, order = NoiseSource.from_seed(SEED + rank), np.random.default_rng(rank).permutation
+    microbatch = 7 - rank  # each in an order and in microbatches of its own
+    private = start(
+        task, ranks=Ranks(), noise_multiplier=sigma, noise_source=source, order=order, microbatch=microbatch
+    )
+    go_on(private)
+    return weights(task.model), private.core.thresholds.clip_thresholds, private.executed
+
+
+def test_two_replicas_are_one_process():
+    task = Points(dropout=0.0)
+    private = start(task)
+    go_on(private)
+    for found, thresholds, executed in run_ranks(_on_two, 2, 1.0):
+        torch.testing.assert_close(found, weights(task.model), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(thresholds, private.core.thresholds.clip_thresholds, rtol=1e-12, atol=0)
+        assert executed == STEPS
+
+
+def _small_shares(rank, world):
+    task = Points(dropout=0.0)
+    private = start(task, adam=False, ranks=Ranks(), batch_size=2, steps=12, noise_multiplier=1.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(private.core.optimizer, total_iters=12)
+    shares = [len(private.core.ranks.share(private.core.sampler.indices(step))) for step in range(12)]
+    for _ in private.steps():
+        schedule.step()
+    return weights(task.model), schedule.last_epoch, shares
+
+
+def test_a_process_whose_share_of_a_batch_is_empty_steps_its_schedule_with_the_others():
+    (one, epochs, shares), (other, *_, others) = run_ranks(_small_shares, 2)
+    assert 0 in others and any(ours and not theirs for ours, theirs in zip(shares, others, strict=True))
+    assert epochs == 12
+    assert torch.equal(one, other)
+
+
+def _refused(rank, world, what):
+    task = Points(dropout=0.0)
+    if what == "data":
+        task.x = task.x.roll(rank, 0)
+    settings = {"plan": {"noise_multiplier": 1.0 + rank}, "thresholds": {"threshold": 1.0 + rank}}.get(what, {})
+    try:
+        private = start(task, ranks=Ranks(), noise_source=None, **settings)
+        if what == "states" and rank:
+            private.core.executed = 1
+        go_on(private)
+    except UserError as error:
+        return str(error)
+
+
+def test_processes_that_would_release_something_else_than_each_other_are_refused():
+    for what in ("data", "plan", "thresholds"):
+        for told in run_ranks(_refused, 2, what):
+            assert "have other data, plans or thresholds than each other" in told, what
+    for told in run_ranks(_refused, 2, "states"):
+        assert "at other steps than each other" in told
+
+
+def _with_dropout(rank, world):
+    task = Points()
+    private = start(task, ranks=Ranks())
+    return weights(task.model) if go_on(private) else None
+
+
+def test_replicas_with_masks_of_their_own_hold_one_model():
+    one, other = run_ranks(_with_dropout, 2)
+    assert torch.equal(one, other)
