@@ -199,7 +199,7 @@ class PrivacyPlan:
     def spent(self, executed_steps: int) -> EpsilonReport:
         """Account anew, without the cache on disk, for the steps that were executed, replays with fresh noise included.
 
-        Takes a second at most, unless this process has composed as many steps before, which is remembered. Raises
+        Takes a second or two at most, and nothing where this process has composed as many steps before. Raises
         :class:`UserError` for a negative number of steps.
         """
         prv, rdp = self._bounds(executed_steps, "prv"), self._bounds(executed_steps, "rdp").upper
