@@ -71,7 +71,7 @@ def costs(again: Callable[[], Workload], method: str, rounds: int, device: str) 
     """Time the layers of a workload and its whole step, without privacy and by a method.
 
     Args:
-        again: makes the workload anew, since a model serves one method only.
+        again: makes the workload again, since a model serves one method only.
         method: a way of ours, of `methods.METHODS`.
         rounds: turns of plain and private, of which the medians are taken.
         device: where it runs.

@@ -12,9 +12,8 @@
     resumption     a killed and resumed run ends with the bits of an undisturbed one
 
 Runs with other bits whose metrics are still within a point have "moved"; --allow-moved accepts that. Everything else
-that differs, or is missing, is named, and the exit code is 1. Rows with public thresholds or tensor parallelism are
-left out. Layers in every mode, audits and planted bugs have commands of their own: `make test`, `make audit` and
-`python -m trust.planted_bugs`.
+that differs, or is missing, is named, and the exit code is 1. Layers in every mode, audits and planted bugs have
+commands of their own: `make test`, `make audit` and `python -m trust.planted_bugs`.
 """
 
 import argparse
@@ -67,13 +66,12 @@ Values = dict[str, Value]
 
 @functools.cache
 def committed_rows() -> tuple[Row, ...]:
-    """The rows of runs in results/measured, without those of features that are being removed."""
+    """The rows of runs in results/measured."""
     return tuple(
         row
         for path in sorted((ROOT / "results" / "measured").glob("*.csv"))
         for row in read_table(path).rows
         if row.get("sweep") and "git.sha" in row  # a run's row; tables of curves, norms and texts have none
-        if row["clip.policy"] != "public" and row["parallel.kind"] != "tensor"
     )
 
 
@@ -338,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise unknown("part", wrong[0], [*PARTS, "freeze"])
     file = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
     freeze, bad = "freeze" in options.words, 0
-    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, GROUPWISE_CACHE=cache):  # all is found anew
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, GROUPWISE_CACHE=cache):  # all is computed again
         for part in chosen:
             began = time.monotonic()
             now = PARTS[part]()

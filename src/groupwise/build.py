@@ -26,7 +26,7 @@ from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
-from groupwise.training.memory import choose_microbatch
+from groupwise.training.memory import choose_microbatch, in_halves
 from groupwise.training.private_step import BatchSums, PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import TaskSums, Trainer, WeightAverage
@@ -63,7 +63,11 @@ def build_trainer(
         coarse = tolerances(config.train.precision)
         some = examples_to_check(task.order(np.arange(task.train_size)))
         rows = min(CHECKED, max(2, microbatch or CHECKED))
-        verify(engine, task.losses_of, some[:CHECKED], rows=rows, most=microbatch or CHECKED, **coarse)
+
+        def check(most: int, engine: ClippingEngine = engine) -> None:
+            verify(engine, task.losses_of, some[:CHECKED], rows=rows, most=most, **coarse)
+
+        in_halves(microbatch or CHECKED, check, "checking", alone=True)
     make = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])

@@ -12,7 +12,7 @@ from typing import ParamSpec, TextIO
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: one sentence saying what was given, what was expected and how to mend it.
+    """A mistake in what the user gave: one sentence saying what was given, what was expected and how to fix it.
 
     `run.py` prints the sentence and leaves with exit code 2; libraries see an ordinary ``ValueError``.
     """

@@ -45,7 +45,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         ranks: the processes of the run, each of which calls this; None is one process.
 
     Raises:
-        UserError: anything that the user can mend.
+        UserError: anything that the user can fix.
     """
     ranks = ranks or Alone()
     record = RunRecord.open(config)

@@ -253,3 +253,23 @@ def test_random_numbers_that_follow_values_are_not_taken_for_mixing(name):
             engine.trace(of_rows(model, x), rows)
             engine.clip(of_rows(model, x), rows)
             assert engine.plan.calls["Layer 'second'"][0].layouts == (Layout(),)
+
+
+class Squeezed(nn.Module):
+    """Without its batch axis where there is one example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.layer = nn.Conv1d(2, 3, 2), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.squeeze(0)).tanh()
+        return self.layer(h.flatten(-2)).view(len(x), 4)
+
+
+def test_a_batch_axis_that_is_squeezed_away_from_one_example_is_put_back():
+    model, x = Squeezed(), torch.randn(6, 2, 5)
+    with attach(model, flat(model), 0.3) as engine:
+        engine.trace(lambda rows: model(x[list(rows)]).square().sum(1), range(6))
+        for rows in (range(4), [5], [2]):
+            assert_exact(engine, lambda some: model(x[list(some)]).square().sum(1), rows)

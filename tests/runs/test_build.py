@@ -2,8 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
-from groupwise.build import CHECKED, examples_to_check
+from groupwise.build import CHECKED, build_trainer, examples_to_check
+from groupwise.config.schema import ClipConfig, RunConfig, TrainConfig
+from groupwise.privacy import make_plan
+from groupwise.training.from_config import make_engine
+from groupwise.training.ranks import Alone
+from trust.planted_bugs.worst import Given
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 1000])
@@ -17,3 +23,24 @@ def test_longest_shortest_first_and_last(size):
 
 def test_all_alike_in_length():
     assert examples_to_check(np.arange(100)) == [0, 99, 50, 25, 75]
+
+
+class Scarce(Given):
+    """Memory for seven examples."""
+
+    def losses(self, model, batch):
+        if len(batch) > 7:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().losses(model, batch)
+
+
+def test_what_does_not_fit_is_checked_with_fewer_examples_before_a_step_halves_it(capsys):
+    task = Scarce(torch.randn(40, 1, 1, 4, dtype=torch.float64))
+    config = RunConfig(clip=ClipConfig(policy="fixed", rescale=False), train=TrainConfig(microbatch=32))
+    engine = make_engine(task.model, config.clip)
+    sizes = {"dataset_size": 40, "expected_batch_size": 40, "steps": 1, "delta": 1e-5}
+    plan = make_plan(**sizes, noise_multiplier=1.0, num_groups=len(engine.groups), accountant="rdp")
+    trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
+    assert "checking with 4 examples at once" in capsys.readouterr().err and trainer.microbatch == 32
+    trainer.step(0)
+    assert trainer.microbatch == 4

@@ -179,7 +179,7 @@ def counts_not_centred() -> AbstractContextManager[object]:
 
 
 def counts_of_the_last_microbatch() -> AbstractContextManager[object]:
-    """Counts begin anew with each microbatch."""
+    """Counts begin again with each microbatch."""
     real = PrivateStep.clip
 
     def clip(self: PrivateStep, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attacks what a run releases, bounds the ε that this proves, and accounts for finished runs anew."""
+"""Attacks what a run releases, bounds the ε that this proves, and accounts for finished runs again."""
 
 from groupwise.audit.bounds import (
     one_run_epsilon,

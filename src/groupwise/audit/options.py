@@ -150,7 +150,8 @@ def set_rate(config: RunConfig, batch: float) -> None:
 def _beside(given: Sequence[str]) -> list[str]:
     """A task to compose a configuration for canaries with; they take its place."""
     if any(item in DEVICE or item.startswith("pipeline.") for item in given):
-        return ["task=samsum_pipeline", "scale=smoke", "pipeline.stages=2", "clip.threshold=1.0"]
+        threshold = [] if "clip=adaptive_device" in given else ["clip.threshold=1.0"]  # that begins elsewhere
+        return ["task=samsum_pipeline", "scale=smoke", "pipeline.stages=2", *threshold]
     return ["task=cifar", "scale=smoke"]
 
 

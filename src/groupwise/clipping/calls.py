@@ -156,6 +156,7 @@ class LayerCalls:
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
         if self.batch == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
+            _refuse_transforms(member.label)
             return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
         layout = layout or self.find(member.label, x)
         if layout.shared:

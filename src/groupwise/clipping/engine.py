@@ -160,18 +160,24 @@ class ClippingEngine(ThresholdsAndCounts):
         self.backward(losses)
         return losses.detach()
 
-    def losses(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
+    def losses(
+        self,
+        losses_of: Callable[[Sequence[int]], Tensor],
+        examples: Sequence[int],
+        rewind: Callable[[], None] | None = None,
+    ) -> Tensor:
         """The losses of a microbatch, (n,), for `backward`. A call of a layer that the plan does not know is traced on
         these examples, once; the masks are those of a plan that had known it.
 
         Args:
             losses_of: numbers of examples -> one loss for each of them, (n,), through the model.
             examples: the microbatch.
+            rewind: puts the default generators back to where they stand now; None has them noted.
 
         Raises:
             UserError: as `trace` does.
         """
-        to_the_beginning = Generators((self.groups[0].threshold.device,)).standing()
+        rewind = rewind or Generators((self.groups[0].threshold.device,)).standing()
         try:
             with self.forward(len(examples)):
                 return losses_of(examples)
@@ -181,7 +187,7 @@ class ClippingEngine(ThresholdsAndCounts):
         known, self.plan = self.plan, ClipPlan()
         try:
             self._trace(losses_of, Batches.all_of(examples))
-            to_the_beginning()
+            rewind()
             with self.forward(len(examples)):
                 return losses_of(examples)
         finally:

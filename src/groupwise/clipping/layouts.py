@@ -46,10 +46,10 @@ class Layout:
         return t.unflatten(0, (-1, self.each)) if self.each else t.unsqueeze(0)  # no rows: of one example
 
     def rows_of(self, rows: int, examples: slice) -> Tensor:
-        """Numbers of the rows (of B·k) that belong to some of the examples, in such an order that the layout still
-        holds for them."""
-        chosen = self.examples_first(torch.arange(rows))[examples]
-        return (chosen.mT if self.order is Order.TILED else chosen).flatten()
+        """Numbers of the rows (of B·k, on whatever axis) that belong to some of the examples, in such an order that the
+        layout still holds for them."""
+        chosen = replace(self, axis=0).examples_first(torch.arange(rows))[examples]
+        return (chosen.mT if self.order is Order.TILED and self.each > 1 else chosen).flatten()
 
 
 FIRST, SHARED = Layout(), Layout(order=Order.SHARED)

@@ -1,7 +1,7 @@
 """Leads the uses of single parameters to their groups: by a module itself, and by a module's re-expressed forward.
 
 A parameter that a module reads becomes a `PerExample` whose products with `F.linear` and `F.embedding` go by the rules
-of such layers. A module that is said anew in plain operations gets its weights from `ModuleWeights`, and each product
+of such layers. A module that is rewritten in plain operations gets its weights from `ModuleWeights`, and each product
 becomes a linear layer or an embedding of a group.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import LateFunction
 from groupwise.clipping.calls import GroupOrigin, LayerCalls, Use, Values
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import Layout
+from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
@@ -175,6 +175,8 @@ class LateLinear:
         if group is None or member is None:
             return
         layout = calls.find(member.label, like)
+        if calls.traces:  # in which it may be the answer of an earlier round
+            layout = FIRST
         if layout.shared:
             raise UserError(
                 f"Layer {member.name!r} got a sequence of shape {tuple(like.shape)} that is the same for all examples: "

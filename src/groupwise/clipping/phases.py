@@ -1,6 +1,6 @@
-"""Says what a backward pass is for, and compares ghost clipping's two where a checkpoint computes anew in each.
+"""Says what a backward pass is for, and compares ghost clipping's two where a checkpoint computes again in each.
 
-The factors of the second pass are of the norms of the first: a mask that is drawn anew in between (a checkpoint with
+The factors of the second pass are of the norms of the first: a mask that is drawn again in between (a checkpoint with
 `preserve_rng_state=False`, a generator of one's own) would release sums that nothing bounds.
 """
 

@@ -87,7 +87,7 @@ class Draws(TorchDispatchMode):
 
     Args:
         calls: tells the module that runs.
-        generators: told of generators that an operation is given by hand.
+        generators: to which those that an operation is given by hand are added.
         calm: give the expectation instead of random numbers (a dropout mask that keeps all, a slope in the middle), so
             that an example meets the same numbers alone as among others. The model stays in training mode. If names of
             operations are given, only what these draw, and what follows them does not depend on how often they drew.

@@ -69,7 +69,7 @@ class ThresholdsAndCounts:
     def sensitivity(self, relation: str) -> Sensitivity:
         """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
 
-        It tells the thresholds that clipped, of several the largest. .grad must have been cleared when the batch began.
+        Its thresholds are the largest that clipped. .grad must have been cleared when the batch began.
 
         Args:
             relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".

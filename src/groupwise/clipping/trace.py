@@ -85,8 +85,8 @@ class Batches:
             UserError: there is one alone.
         """
         some = _different(examples)
-        more = [*some, *(some[row] for row in REPLACED if row < len(some)), *some[1:][: len(some) == 2]]
         rows = [row for row in REPLACED if row < len(some)]
+        more = [*some, *(some[row] for row in rows), *(some[1:] if len(some) == 2 else [])]
         return cls(more, some, {row: [*more[:row], some[0], *more[row + 1 :]] for row in rows})
 
 
@@ -97,8 +97,18 @@ def _different(examples: Sequence[int]) -> list[int]:
     return some
 
 
-class Recorder:
-    """Notes the inputs of calls in a forward pass.
+class Recorder(Protocol):
+    """Notes the inputs of calls in a forward pass."""
+
+    def note(self, label: str, nth: int, x: Tensor, meets: bool, /) -> Layout:
+        """A layer or parameter gets x in its `nth` call; returns where the batch is.
+
+        `meets`: x meets a parameter, or what was made of one, outside of a layer.
+        """
+
+
+class Tracer:
+    """A `Recorder` of one pass of a trace.
 
     Args:
         plan: where calls are looked up meanwhile, as far as it knows them.
@@ -136,8 +146,8 @@ class Recorder:
         return SHARED if known[nth].shared else known[nth].layouts[0]
 
 
-class Confirmer(Recorder):
-    """Notes the inputs of calls where a plan says that they hold the examples.
+class Confirmer:
+    """A `Recorder` of a pass in which a plan says where the calls hold the examples.
 
     Args:
         plan: a whole one.
@@ -191,11 +201,9 @@ def confirm(run: "Run", plan: ClipPlan, rows: list[int], replaced: list[int], re
 
 def _rows_of(layout: Layout, example: int, examples: int) -> set[int]:
     """The numbers of an example's rows."""
-    if layout.shared:
+    if layout.shared or not layout.each:
         return set()
-    if layout.order is Order.TILED:
-        return set(range(example, examples * layout.each, examples))
-    return set(range(example * layout.each, (example + 1) * layout.each))
+    return set(layout.rows_of(examples * layout.each, slice(example, example + 1)).tolist())
 
 
 def _rows(x: Tensor, axis: int | None) -> Tensor:
@@ -251,18 +259,18 @@ def trace(run: Run, batches: Batches, refuse: Refuse) -> ClipPlan:
 
 def _round(run: Run, batches: Batches, known: ClipPlan, refuse: Refuse) -> tuple[ClipPlan, bool]:
     """What four forward passes show, while calls are looked up in `known`; and whether a parameter met a tensor."""
-    fewer = Recorder(known, batches, None, refuse)
+    fewer = Tracer(known, batches, None, refuse)
     run(batches.fewer, fewer)
-    more = Recorder(known, batches, fewer.seen, refuse)
-    before, after, others = run(batches.more, more), dict[int, Tensor](), dict[int, Recorder]()
+    more = Tracer(known, batches, fewer.seen, refuse)
+    before, after, others = run(batches.more, more), dict[int, Tensor](), dict[int, Tracer]()
     for row, rows in batches.replaced.items():
-        others[row] = Recorder(known, batches, fewer.seen, refuse)
+        others[row] = Tracer(known, batches, fewer.seen, refuse)
         after[row] = run(rows, others[row])
     try:
         found = _sites(batches, fewer, more, others, refuse)
         _check_losses_keep(batches, before, after)
     except UserError:
-        again = Recorder(known, batches, fewer.seen, refuse)
+        again = Tracer(known, batches, fewer.seen, refuse)
         run(batches.more, again)
         _check_repeats(more, again)
         raise
@@ -285,7 +293,7 @@ def _check_losses_keep(batches: Batches, before: Tensor, after: Mapping[int, Ten
                 )
 
 
-def _check_repeats(one: Recorder, two: Recorder) -> None:
+def _check_repeats(one: Tracer, two: Tracer) -> None:
     """Of two passes on the same examples.
 
     Raises:
@@ -302,9 +310,7 @@ def _check_repeats(one: Recorder, two: Recorder) -> None:
             )
 
 
-def _sites(
-    batches: Batches, fewer: Recorder, more: Recorder, others: Mapping[int, Recorder], refuse: Refuse
-) -> ClipPlan:
+def _sites(batches: Batches, fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], refuse: Refuse) -> ClipPlan:
     """The plan that the passes show; `others` by the row of the example that was replaced."""
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():

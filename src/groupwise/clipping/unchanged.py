@@ -106,7 +106,7 @@ class Generators:
             self._others[id(generator)] = generator, generator.get_state()
 
     def seed(self, seed: int) -> None:
-        """Begin all of them anew."""
+        """Seed all of them."""
         torch.random.default_generator.manual_seed(seed)
         for index in self._cuda:
             torch.cuda.default_generators[index].manual_seed(seed)

@@ -154,7 +154,7 @@ def sha256_of_examples(examples: object) -> str:
 
 
 def read_text(path: Path, advice: str) -> str:
-    """Read a file as UTF-8, without a byte-order mark; `advice` says how to mend it when it is missing.
+    """Read a file as UTF-8, without a byte-order mark; `advice` says how to fix it when it is missing.
 
     Raises:
         UserError: no such file, or no UTF-8.

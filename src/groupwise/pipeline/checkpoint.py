@@ -149,7 +149,7 @@ def _remove_others(path: Path) -> None:
 
 
 def _tried(write: Callable[..., None], *args: Any) -> str | None:
-    """What the user can mend, if that went wrong."""
+    """What the user can fix, if that went wrong."""
     try:
         write(*args)
     except OSError as error:

@@ -21,7 +21,7 @@ class Family:
         tokens: token embedding.
         blocks: list of blocks.
         norm: after the last block.
-        positions: table of positions that is added to the tokens; rotary ones are made anew wherever they are needed.
+        positions: table of positions that is added to the tokens; rotary ones are made again wherever they are needed.
         dropout: between the embedding and the first block.
         project_in: from the embedding's width to the blocks'.
         project_out: back.

@@ -1,8 +1,8 @@
 """Runs one process's stage on its part of a logical batch, clipped as it goes (Algorithm 2).
 
 torch's own pipeline stage and schedule take the passes through the engine, microbatch by microbatch. A step's
-microbatches have one shape, so torch is told every shape beforehand, and no pass runs that is not part of the step. The
-stage is made anew for each step, because a Poisson sample decides on shapes and number of microbatches; its buffers go
+microbatches have one shape, so torch knows every shape beforehand, and no pass runs that is not part of the step. The
+stage is made again for each step, because a Poisson sample decides on shapes and number of microbatches; its buffers go
 with it.
 """
 
@@ -305,7 +305,7 @@ def _weigh(microbatch: Microbatch, factors: Tensor) -> Microbatch:
 
 
 def _mistake(error: BaseException, stage: int) -> UserError | None:
-    """What the user can mend behind an error in a pass, if it is that."""
+    """What the user can fix behind an error in a pass, if it is that."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:

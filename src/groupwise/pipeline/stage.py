@@ -79,7 +79,7 @@ class Stage(nn.Module, ABC):
         return next((p for p in matrices if not p.requires_grad), matrices[0]).dtype
 
     def names(self) -> dict[str, str]:
-        """Each name of `state_dict()` → its name in the whole model's, so that stages can be joined or cut anew."""
+        """Each name of `state_dict()` → its name in the whole model's, so that stages can be joined or cut again."""
         return dict(self._names)
 
     def remember(self, modules: Mapping[int, str]) -> None:

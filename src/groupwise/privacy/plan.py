@@ -197,7 +197,7 @@ class PrivacyPlan:
         return min(spent, self.epsilon) if step <= self.steps else spent
 
     def spent(self, executed_steps: int) -> EpsilonReport:
-        """Account anew, without the cache on disk, for the steps that were executed, replays with fresh noise included.
+        """Account again, without the cache on disk, for the executed steps, replays with fresh noise included.
 
         Takes a second or two at most, and nothing where this process has composed as many steps before. Raises
         :class:`UserError` for a negative number of steps.

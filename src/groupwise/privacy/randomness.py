@@ -47,8 +47,10 @@ _seeds: list[tuple[Callable[[], int], int]] = []
 @contextmanager
 def secret_randomness(
     noise: NoiseSource, step: int, start: int = 0, *, process: int = 0, device: torch.device | str = "cpu"
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Inside, the default generators of torch (CPU and ``device``), Python and numpy follow from the run's key.
+
+    Yields what puts them back to where they began.
 
     They are a pure function of (key, step, process, start), independent between any two of these, and of the noise and
     the batches. So a step that is replayed repeats its masks, and so does a second pass over the same microbatch.
@@ -69,18 +71,22 @@ def secret_randomness(
     device = torch.device(device)
     cuda = device.type == "cuda"
     of_python, of_numpy, outside = random.getstate(), np.random.get_state(), _seeds[:]
+
+    def begin() -> None:
+        torch.set_rng_state(_torch_state(words[0], seed=int.from_bytes(digest[-8:], "big")))
+        _seeds[:] = [(torch.initial_seed, torch.initial_seed())]
+        random.setstate((3, (*words[1].tolist(), WORDS), None))
+        np.random.set_state(("MT19937", words[2], WORDS, 0, 0.0))
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(int.from_bytes(digest[-16:-8], "big", signed=True))
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                _seeds.append((generator.initial_seed, generator.initial_seed()))
+
     with torch.random.fork_rng(devices=[device] if cuda else []), _whole_masks():
         try:
-            torch.set_rng_state(_torch_state(words[0], seed=int.from_bytes(digest[-8:], "big")))
-            _seeds[:] = [(torch.initial_seed, torch.initial_seed())]
-            random.setstate((3, (*words[1].tolist(), WORDS), None))
-            np.random.set_state(("MT19937", words[2], WORDS, 0, 0.0))
-            if cuda:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(int.from_bytes(digest[-16:-8], "big", signed=True))
-                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                    _seeds.append((generator.initial_seed, generator.initial_seed()))
-            yield
+            begin()
+            yield begin
         finally:
             _seeds[:] = outside
             random.setstate(of_python)

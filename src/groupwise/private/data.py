@@ -90,17 +90,17 @@ def print_of(data: Any, noise: NoiseSource) -> str | None:
 
 
 def _digest(nested: Any) -> str | None:
-    told = sha256()
+    digest = sha256()
     for leaf in tree_leaves(nested):
         if isinstance(leaf, torch.Tensor):
             leaf = leaf.detach().cpu().contiguous().view(torch.uint8).numpy() if leaf.dim() else leaf.item()
         if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
-            told.update(leaf.tobytes())
+            digest.update(leaf.tobytes())
         elif isinstance(leaf, bytes | str | int | float | None):
-            told.update(repr(leaf).encode())
+            digest.update(repr(leaf).encode())
         else:
             return None
-    return told.hexdigest()
+    return digest.hexdigest()
 
 
 def check_processes(ranks: Alone | Ranks) -> None:
@@ -283,9 +283,7 @@ class _Reader(Dataset[Any]):
 
 
 def _pinned(batch: Any) -> Any:
-    return tree_map(
-        lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) and torch.cuda.is_available() else leaf, batch
-    )
+    return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _own(value: Any) -> Any:

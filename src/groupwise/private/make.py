@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ from groupwise.private.arguments import check_kinds, check_parameters, unknown_s
 from groupwise.private.data import DatasetSums, Order, check_loading, examples_to_trace, length_of, taken_apart
 from groupwise.private.private import TAKEN, Private
 from groupwise.training.from_config import make_engine, make_thresholds
-from groupwise.training.memory import choose_microbatch
+from groupwise.training.memory import choose_microbatch, in_halves
 from groupwise.training.plain import plain
-from groupwise.training.private_step import PrivateStep, optimizers_held
+from groupwise.training.private_step import PrivateStep, are_shards, optimizers_held
 from groupwise.training.ranks import Alone, Ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -124,11 +125,12 @@ def make_private(
     refuse_idle_settings(
         config, settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
     )
+    sharded = are_shards(model.parameters())
     with ExitStack() as undo:
-        if is_sharded(model):
+        if sharded:
             undo.callback(prepare_shards(model, config, ranks))
         partition = None if isinstance(clip, str | ClipConfig) else clip
-        engine = make_engine(model, config, is_sharded(model), partition=partition)
+        engine = make_engine(model, config, sharded, partition=partition)
         assert engine is not None
         undo.callback(engine.detach)
         agreed = settle_plan(
@@ -156,12 +158,15 @@ def make_private(
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = min(ranks.gather(fits))
-            if is_sharded(model):  # single examples need a whole model
+            if sharded:  # single examples need a whole model
                 engine.trace(losses_of, rows)
             else:
-                verify(engine, losses_of, rows[:CHECKED], most=sums.size)
-        if is_sharded(model):
-            back_into_shards(model)  # the trace left the outermost parameters whole
+                check = partial(verify, engine, losses_of, rows[:CHECKED])
+                in_halves(sums.size, lambda most: check(most=most), "checking", alone=True)
+        if sharded:
+            from groupwise.training.shards import reshard
+
+            reshard(model)  # the trace left the outermost parameters whole
         key = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         core = PrivateStep(
@@ -337,18 +342,6 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
             "The model, or a part of it, is in a private training already, and a second would noise it twice: "
             "private.detach() ends the first."
         )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Was `fully_shard` called on the model?"""
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
-
-
-def back_into_shards(model: nn.Module) -> None:
-    """Put all parameters back into shards, which a forward pass without a backward pass leaves whole."""
-    from groupwise.training.shards import reshard
-
-    reshard(model)
 
 
 def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks) -> Callable[[], None]:

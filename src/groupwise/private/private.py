@@ -1,11 +1,10 @@
 """Trains privately, a step at a time, in the user's own loop."""
 
-import io
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -60,12 +59,12 @@ class Steps:
         return max(self._end - self._private.executed, 0)
 
     def __iter__(self) -> Iterator[Step]:
-        private, plan = self._private, self._private.plan
-        told = plan.progress if plan.noise_multiplier > 0 else None
-        with private._progress(self._end, told) as bar:
+        private = self._private
+        with private._progress(self._end) as bar:
             while private.executed < self._end:
                 step = private.step()
-                bar.update(step.number, step.nonprivate["batch_size"])
+                if bar is not None:
+                    bar.update(step.number, step.nonprivate["batch_size"])
                 yield step
 
 
@@ -174,10 +173,11 @@ class Private:
         }
         return Step(core.executed, self.plan, self.plan.expected_batch_size / max(seconds, 1e-9), shown)
 
-    def _progress(self, end: int, told: Any) -> Progress:
-        shown = self.core.ranks.main and sys.stderr.isatty()
-        stream = sys.stderr if shown else io.StringIO()
-        return Progress(end, start=self.executed, epsilon=told, target_epsilon=self.plan.epsilon, stream=stream)
+    def _progress(self, end: int) -> AbstractContextManager[Progress | None]:
+        if not (self.core.ranks.main and sys.stderr.isatty()):
+            return nullcontext()
+        epsilon = self.plan.progress if self.plan.noise_multiplier > 0 else None
+        return Progress(end, start=self.executed, epsilon=epsilon, target_epsilon=self.plan.epsilon)
 
     def _check_data(self) -> None:
         self._check_agreed()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from groupwise.config.schema import RunConfig
 from groupwise.data.text import Corpus, read_corpus
@@ -58,9 +58,16 @@ class Pretraining(Task):
         chunks = self._chunks["train"]
         return chunks[row_numbers(examples, chunks.device)]
 
-    def losses(self, model: nn.Module, batch: Tensor) -> Tensor:
+    def losses(self, model: Any, batch: Tensor) -> Tensor:
         """Mean cross-entropy over the predicted tokens of each chunk, (n,)."""
-        return self._losses(model, batch)
+        inputs, labels = self._mask(batch) if self.masked else (batch[:, :-1], batch[:, 1:])
+        places = labels.ne(IGNORED)
+        with self._precision():
+            hidden = model.base_model(inputs).last_hidden_state
+            logits = model.lm_head(hidden[places]).float()  # of the tokens to be predicted only
+        losses = torch.zeros_like(places, dtype=torch.float32)
+        losses[places] = F.cross_entropy(logits, labels[places], reduction="none")
+        return losses.sum(1) / places.sum(1).clamp_min(1)
 
     @torch.no_grad()
     def evaluate(
@@ -70,7 +77,7 @@ class Pretraining(Task):
         chunks = self._chunks[split][:limit]
         with eval_mode(self.model), torch.random.fork_rng(devices=[chunks.device] if chunks.is_cuda else []):
             torch.manual_seed(0)
-            losses = torch.cat([self._losses(self.model, part) for part in chunks.split(batch_size)])
+            losses = torch.cat([self.losses(self.model, part) for part in chunks.split(batch_size)])
         loss = float(losses.double().mean())
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
@@ -81,16 +88,6 @@ class Pretraining(Task):
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """A transformers folder with half-precision weights."""
         save_network(self.model, self.tokenizer, folder, provenance, dtype=torch.float16)
-
-    def _losses(self, model: Any, ids: Tensor) -> Tensor:
-        inputs, labels = self._mask(ids) if self.masked else (ids[:, :-1], ids[:, 1:])
-        places = labels.ne(IGNORED)
-        with self._precision():
-            hidden = model.base_model(inputs).last_hidden_state
-            logits = model.lm_head(hidden[places]).float()  # of the tokens to be predicted only
-        losses = torch.zeros_like(places, dtype=torch.float32)
-        losses[places] = F.cross_entropy(logits, labels[places], reduction="none")
-        return losses.sum(1) / places.sum(1).clamp_min(1)
 
     def _mask(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs with some tokens hidden, and the labels: those tokens, `IGNORED` elsewhere."""

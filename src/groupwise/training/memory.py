@@ -116,21 +116,22 @@ def ran_out(error: BaseException) -> bool:
     return error.__context__ is not None and ran_out(error.__context__)  # a recording that it ended fails once more
 
 
-def in_halves(size: int, work: Callable[[int], T]) -> T:
+def in_halves(size: int, work: Callable[[int], T], doing: str = "evaluating", alone: bool = False) -> T:
     """What `work` returns for `size` examples at once, or for half as many, and so on, where memory runs out.
 
-    Not where processes work together, as others would wait for messages of the first try.
+    Not where processes work together, as others would wait for messages of the first try; `alone` says that it sends
+    none.
     """
     while True:
         try:
             return work(size)
         except (RuntimeError, MemoryError) as error:
-            if size == 1 or dist.is_initialized() or not ran_out(error):
+            if size == 1 or (dist.is_initialized() and not alone) or not ran_out(error):
                 raise
         size //= 2  # once the error is gone, and what it held
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # pieces that halves do not fit into
-        print(f"warning: memory ran out; evaluating with {size} examples at once.", file=sys.stderr)
+        print(f"warning: memory ran out; {doing} with {size} examples at once.", file=sys.stderr)
 
 
 @contextmanager

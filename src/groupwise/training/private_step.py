@@ -4,8 +4,8 @@
 drawn batch is read from and how its clipped sums are formed (`BatchSums`), and in nothing else.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -106,6 +106,8 @@ class PrivateStep:
     keeps_gradients: bool = False
     running: bool = field(init=False, default=False)
     """Whether a step runs: its noise is not there yet, or its thresholds have not moved."""
+    _rewind: Callable[[], None] | None = field(init=False, default=None)
+    """Puts the generators of the microbatch that runs back to its beginning."""
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -158,10 +160,13 @@ class PrivateStep:
         if self.engine is not None:
             self.engine.reset()
 
-    def microbatch(self, step: int, start: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def microbatch(self, step: int, start: int) -> Iterator[None]:
         """Inside, masks are those of the microbatch that begins at `start` in this process's share, and secret."""
         process = self.ranks.replica * self.ranks.stages + self.ranks.stage
-        return secret_randomness(self.noise, step, start, process=process, device=self.device)
+        with secret_randomness(self.noise, step, start, process=process, device=self.device) as self._rewind:
+            yield
+        self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
         """Add the clipped sums of a microbatch to the gradients; the backward pass on a GPU is without TF32.
@@ -186,7 +191,7 @@ class PrivateStep:
             (losses * 0 if filler else losses).sum().backward()
             return losses.detach()
         before = self._marks()
-        losses = self.engine.losses(losses_of, rows)
+        losses = self.engine.losses(losses_of, rows, self._rewind)
         refuse_another_seed()
         self._refuse_hooks()
         if self._marks() != before:
@@ -231,7 +236,12 @@ class PrivateStep:
                 )
 
     def _fixed(self) -> dict[str, tuple[int, int]]:
-        """Which buffers and frozen parameters there are, and how often each was changed in place; no step does."""
+        """Which buffers and frozen parameters there are, and how often each was changed in place; no private step does.
+
+        {} without an engine, where nothing is to be private.
+        """
+        if self.engine is None:
+            return {}
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         return {name: (id(tensor), tensor._version) for name, tensor in (*self.model.named_buffers(), *frozen)}
 
@@ -241,7 +251,7 @@ class PrivateStep:
         Raises:
             UserError: naming one.
         """
-        if self.engine is None or (after := self._fixed()) == before:
+        if (after := self._fixed()) == before:
             return
         name = next(name for name in (*before, *after) if before.get(name) != after.get(name))
         raise UserError(
@@ -262,7 +272,7 @@ class PrivateStep:
     @cached_property
     def in_shards(self) -> bool:
         """Does each process hold a part of every parameter (FSDP2), and gradients that are summed already?"""
-        return any(hasattr(parameter, "to_local") for parameter in self.trainable)
+        return are_shards(self.trainable)
 
     def _gradients(self) -> list[Tensor]:
         for parameter in self.trainable:
@@ -315,6 +325,11 @@ class PrivateStep:
         if self.engine is not None:
             self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
         self.executed = step
+
+
+def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
+    """Was `fully_shard` called on the model of these parameters?"""
+    return any(hasattr(parameter, "to_local") for parameter in parameters)
 
 
 @contextmanager

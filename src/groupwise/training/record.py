@@ -236,7 +236,7 @@ class RunRecord:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A disk that refuses is the user's to mend."""
+        """A disk that refuses is the user's to fix."""
         try:
             yield
         except OSError as error:

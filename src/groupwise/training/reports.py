@@ -65,7 +65,7 @@ class FilesTracker:
 
 class WandbTracker:
     """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run goes on there, and one
-    that began anew (overwrite=true) is another.
+    that began again (overwrite=true) is another.
 
     The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
     """

@@ -26,7 +26,7 @@ from groupwise.training.task import Split
 def shard(
     model: nn.Module, engine: ClippingEngine | None, clip: ClipConfig, device: torch.device
 ) -> ClippingEngine | None:
-    """Shard `model` over all processes, block by block, and clip it anew; `engine` is detached.
+    """Shard `model` over all processes, block by block, and attach clipping again; `engine` is detached.
 
     Returns:
         The engine of the sharded model; None where there was none.

@@ -1,1 +1,1 @@
-"""Accounts for a finished run anew, from its own files: `python -m groupwise.audit.reaccount RUN`."""
+"""Accounts for a finished run again, from its own files: `python -m groupwise.audit.reaccount RUN`."""

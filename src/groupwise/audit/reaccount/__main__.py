@@ -2,7 +2,7 @@
 
 Recomputes epsilon by accountants that the run did not use, checks that plan, noise, steps and flags follow from the
 configuration, and compares hashes. It reads, and trusts no figure that can be worked out; it cannot know what somebody
-wrote who could make all files of the folder anew.
+wrote who could make all files of the folder again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from groupwise.training.record import sha256_of
 
 
 def from_config(record: Record) -> str:
-    """N, B, T, δ, ε or σ, r, sampling and accountant, worked out anew."""
+    """N, B, T, δ, ε or σ, r, sampling and accountant, worked out again."""
     config, plan = record.config, record.plan
     size = record.json("data")["train_examples"]
     batch = config["train.batch_size"]

@@ -41,13 +41,7 @@ def check_trace(runs: Runs, batch: Sequence[int], loss_tolerance: float) -> None
     try:
         runs.engine.trace(runs.losses, batch)
     except UserError:
-        pair = _comparable(runs, *[lambda calm: runs.plain(batch, calm)] * 2)
-        if pair is not None and bool(moved_losses(pair[0].losses, pair[1].losses, loss_tolerance).any()):
-            raise UserError(_not_a_function(runs, batch)) from None
-        for kept, other in _turns(batch):
-            pair = _comparable(runs, lambda calm: runs.plain(batch, calm), lambda calm, o=other: runs.plain(o, calm))  # type: ignore[misc]
-            if pair is not None:
-                _check_kept(runs, batch, other, kept, pair, 1.0, loss_tolerance)
+        _check_turns(runs, runs.plain, batch, 1.0, loss_tolerance)
         raise
 
 
@@ -71,16 +65,27 @@ def check_apart(runs: Runs, batch: Sequence[int], tolerance: float, loss_toleran
     Raises:
         UserError: the model gives something else when it runs again, or an example's loss or norms follow the others'.
     """
+    _check_turns(runs, runs.clipped, batch, tolerance, loss_tolerance)
+
+
+def _check_turns(
+    runs: Runs,
+    run: Callable[[Sequence[int], bool], Outcome],
+    batch: Sequence[int],
+    tolerance: float,
+    loss_tolerance: float,
+) -> None:
+    """See `check_apart`; `run` is that of `runs` that is compared."""
 
     @cache
     def first(calm: bool) -> Outcome:
-        return runs.clipped(batch, calm)
+        return run(batch, calm)
 
     pair = _comparable(runs, lambda calm: runs.plain(batch, calm), first)
     if pair is not None and bool(moved_losses(pair[0].losses, pair[1].losses, loss_tolerance).any()):
         raise UserError(_not_a_function(runs, batch))
     for kept, other in _turns(batch):
-        pair = _comparable(runs, first, lambda calm, other=other: runs.clipped(other, calm))  # type: ignore[misc]
+        pair = _comparable(runs, first, lambda calm, other=other: run(other, calm))  # type: ignore[misc]
         if pair is not None:
             _check_kept(runs, batch, other, kept, pair, tolerance, loss_tolerance)
 
