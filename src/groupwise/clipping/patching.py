@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from groupwise.clipping.calls import LayerCalls, input_of
+from groupwise.clipping.calls import LayerCalls, only_argument
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.parameter_uses import ParameterUse
 from groupwise.clipping.partition import Forward, Layer, batch_norms, refuse_batch_statistics
@@ -121,4 +121,5 @@ class Patches:
                     f"Layer {member.name!r} got its {name} in {parameter.dtype}, in which a clipped sum may outgrow "
                     "its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
                 )
-        return self.calls.run_direct(group, member, input_of(module, member, args, kwargs), parameters)
+        x = rule.prepare(only_argument(module, member, args, kwargs))
+        return self.calls.run_direct(group, member, x, parameters)
