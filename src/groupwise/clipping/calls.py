@@ -155,7 +155,7 @@ class LayerCalls:
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         if len(args) != 1 or kwargs:
-            args = (only_argument(module, member, args, kwargs),)
+            args = (only_argument(module, member.name, args, kwargs),)
         x, values = member.rule.prepare(args[0]), member.rule.values()
         for place, value in zip(member.places, values, strict=True):
             if place is not None and value is not None and not isinstance(value, nn.Parameter):
@@ -252,11 +252,11 @@ class GroupOrigin:
         return self.calls.find(self.label, x, meets)
 
 
-def only_argument(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def only_argument(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a layer is called with; more than one argument is refused."""
     if len(args) + len(kwargs) != 1:
         raise UserError(
-            f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
+            f"Layer {name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
             "and it is clipped for calls with its input alone: leave the others out, or freeze it."
         )
     return args[0] if args else next(iter(kwargs.values()))
