@@ -14,9 +14,9 @@ from groupwise.clipping.factors import (
     CLIP_RULES,
     add_weighed_rows,
     drop_zero_rows,
+    is_async_device,
     keep_finite,
     scale_rows,
-    is_async_device,
     weigh_rows,
 )
 from groupwise.config.keys import CHOICES

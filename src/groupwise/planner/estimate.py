@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from groupwise.clipping.norm_methods import RATES
 from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import find_parts

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from groupwise.clipping import ClipPlan, attach, flat, per_layer
-from groupwise.clipping.norm_methods import RATES, Rates
 from groupwise.clipping.layouts import FIRST, Layout
+from groupwise.clipping.norm_methods import RATES, Rates
 from groupwise.pipeline.split import cut
 from groupwise.pipeline.stage import Stage
 from groupwise.planner.shapes import build, with_blocks
