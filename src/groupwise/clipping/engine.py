@@ -48,7 +48,7 @@ class ClippingEngine(ThresholdsAndCounts):
             "ghost" runs backward twice and keeps nothing (one group only).
         clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
-        rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
+        rates: what a device's arithmetic costs, for "auto"; None takes those of its kind (`norm_methods.RATES`).
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
             one group a layer, or norms="ghost", and no shared parameter.
 
