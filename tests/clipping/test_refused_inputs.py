@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.errors import UserError
-from tests.clipping.conftest import Attention, LlamaNorm, Recurrent, Scale
+from tests.clipping.conftest import Attention, Recurrent, Scale
 from tests.clipping.traced import clip, clip_batch
 
 
@@ -37,7 +37,7 @@ LAYERS = {
     "WSConv2d": (lambda: WSConv2d(3, 4, 3), (6, 3, 5, 5)),
     "LayerNorm": (lambda: nn.LayerNorm(4), (6, 4)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (6, 4)),
-    "RMSNorm": (lambda: LlamaNorm(4), (6, 4)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), (6, 4)),
     "LSTM": (Last, (6, 2, 4)),
     "GRUCell": (Recurrent, (6, 2, 5)),
     "MultiheadAttention": (Attention, (6, 3, 8)),
