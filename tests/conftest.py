@@ -66,4 +66,4 @@ def own_cache(tmp_path, monkeypatch):
 def as_on_a_gpu(monkeypatch):
     """The engine does on the CPU what it does on a GPU: small operations for several groups, and no look at values."""
     for module in ("factors", "norm_terms", "groups", "rules.matrix", "microbatches"):
-        monkeypatch.setattr(f"groupwise.clipping.{module}.starts_kernels", lambda t: True)
+        monkeypatch.setattr(f"groupwise.clipping.{module}.is_async_device", lambda t: True)

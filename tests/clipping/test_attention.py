@@ -1,15 +1,16 @@
 """Attention in plain operations is torch's own: outputs, weights and every gradient, to 1e-12 in float64."""
 
+from functools import partial
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.rules.attention import ATTENTION, attention, refuse_attention
-from groupwise.clipping.rules.weights import forward_of
+from groupwise.clipping.rules.attention import attention
 from groupwise.errors import UserError
-from tests.clipping.plain_weights import PlainWeights
 from tests.combinations import pairs_fast
 
 B, L, S, E, HEADS = 3, 4, 5, 6, 2
@@ -17,11 +18,16 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
 PADDED = torch.arange(L) >= torch.tensor([[2], [4], [3]])
 
 
+def expressed(module: nn.MultiheadAttention, *args, **kwargs):
+    """The module's forward with attention in plain operations."""
+    with patch.object(F, "multi_head_attention_forward", attention):
+        return module(*args, **kwargs)
+
+
 def same(module: nn.MultiheadAttention, inputs: list[Tensor], seed: int = 0, **options) -> None:
     """Outputs, weights and gradients of the module's own forward and of the re-expressed one."""
     sides, slopes = [], None
-    weights = PlainWeights(module)
-    for forward in (module, lambda *args, **kwargs: attention(weights, module, *args, **kwargs)):
+    for forward in (module, partial(expressed, module)):
         torch.manual_seed(seed)
         results = [part for part in forward(*inputs, **options) if part is not None]
         assert len(results) == 1 + options.get("need_weights", True)
@@ -30,9 +36,9 @@ def same(module: nn.MultiheadAttention, inputs: list[Tensor], seed: int = 0, **o
         trained = [p for p in module.parameters() if p.requires_grad]
         distinct = list({id(x): x for x in inputs}.values())
         sides.append([*results, *torch.autograd.grad(loss, trained + distinct)])
-    for own, expressed in zip(*sides, strict=True):
-        assert own.shape == expressed.shape and own.dtype == expressed.dtype
-        torch.testing.assert_close(expressed, own, rtol=1e-12, atol=1e-12, equal_nan=True)
+    for own, other in zip(*sides, strict=True):
+        assert own.shape == other.shape and own.dtype == other.dtype
+        torch.testing.assert_close(other, own, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def inputs_of(module: nn.MultiheadAttention, which: str = "qqq", length: int = S) -> list[Tensor]:
@@ -63,12 +69,10 @@ def test_each_way_to_share_inputs(double, which, products, bias, batch_first, ne
     module = lively(nn.MultiheadAttention(E, HEADS, bias=bias, batch_first=batch_first))
     length = L if "qqv" in which or which == "qkq" else S
     same(module, inputs_of(module, which, length), need_weights=need_weights)
-    weights, seen = PlainWeights(module), []
-    linear = weights.linear
-    weights.linear = lambda x, *rest, **named: seen.append(x) or linear(x, *rest, **named)
-    attention(weights, module, *inputs_of(module, which, length))
-    assert weights.used.count("in_proj_weight") == products and weights.used.count("out_proj.weight") == 1
-    assert all(len(x) == B for x in seen), "batch first"
+    with patch.object(F, "linear", side_effect=F.linear) as linear:
+        expressed(module, *inputs_of(module, which, length))
+    assert linear.call_count == products + 1 + (batch_first and which == "qqv")  # of which the module makes two views
+    assert all(len(call.args[0]) == B for call in linear.call_args_list), "batch first"
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -125,7 +129,7 @@ def test_dropout_draws_the_same_masks_and_only_in_training(double, training, nee
     for seed in range(3):
         same(module, inputs_of(module), seed=seed, need_weights=need_weights, **MASKS["both"])
     x = inputs_of(module)
-    first, second = (attention(PlainWeights(module), module, *x, need_weights=need_weights)[0] for _ in range(2))
+    first, second = (expressed(module, *x, need_weights=need_weights)[0] for _ in range(2))
     assert torch.equal(first, second) != training
 
 
@@ -136,43 +140,18 @@ def test_an_example_with_nothing_to_attend_to_is_as_torch_has_it(double):
     for need_weights in (True, False):
         sides = []
         x = inputs_of(module)
-        for forward in (module, lambda *args, **options: attention(PlainWeights(module), module, *args, **options)):
+        for forward in (module, lambda *args, **options: expressed(module, *args, **options)):
             sides.append(forward(*x, key_padding_mask=nothing, need_weights=need_weights)[0])
         torch.testing.assert_close(sides[0], sides[1], equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "call", "message"),
-    [
-        ({}, {"query": torch.ones(L, E)}, "the batch"),
-        ({}, {"key": torch.ones(S, E), "value": torch.ones(S, E)}, "the batch"),
-        ({}, {"key": torch.ones(1, S, E), "value": torch.ones(1, S, E)}, "batches of 3, 1 and 1"),
-        ({}, {"value": torch.ones(1, S, E)}, "batches of 3, 3 and 1"),
-        ({}, {"is_causal": True}, "give the causal mask"),
-        ({}, {"key_padding_mask": torch.ones(1, S)}, r"key_padding_mask of \(1, 5\); \(3, 5\)"),
-        ({}, {"attn_mask": torch.ones(1, L, S)}, r"attn_mask of \(1, 4, 5\); \(4, 5\)"),
-        ({}, {"attn_mask": torch.ones(L, 1)}, r"attn_mask of \(4, 1\)"),
-    ],
-)
-def test_refusals(options, call, message):
-    module = nn.MultiheadAttention(E, HEADS, batch_first=True, **options)
-    inputs = {"query": torch.ones(B, L, E), "key": torch.ones(B, S, E), "value": torch.ones(B, S, E)}
-    with pytest.raises(UserError, match=message):
-        attention(PlainWeights(module), module, **{**inputs, **call})
-
-
-def test_a_replaced_output_layer_is_refused_and_a_changed_class_is_not_known():
-    class Other(nn.MultiheadAttention):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
+@pytest.mark.parametrize("lacking", ["query", "key"])
+def test_what_has_no_batch_is_refused(lacking):
     module = nn.MultiheadAttention(E, HEADS)
-    assert forward_of(module, ATTENTION) is attention and forward_of(Other(E, HEADS), ATTENTION) is None
-    assert refuse_attention(module) is None
-    nn.utils.parametrizations.weight_norm(module.out_proj)
-    assert forward_of(module, ATTENTION) is None
-    module.out_proj = nn.Sequential(nn.Linear(E, E))
-    assert "a Sequential, not the Linear" in refuse_attention(module)
+    inputs = {"query": torch.ones(L, B, E), "key": torch.ones(S, B, E), "value": torch.ones(S, B, E)}
+    inputs[lacking] = torch.ones(L, E)
+    with pytest.raises((UserError, AssertionError), match="batch"):
+        expressed(module, **inputs)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -183,6 +162,6 @@ def test_autocast(need_weights):
     options = {"attn_mask": CAUSAL.float(), "key_padding_mask": PADDED, "need_weights": need_weights}
     exact = module(x, x, x, **{**options, "key_padding_mask": PADDED.float().masked_fill(PADDED, -torch.inf)})[0]
     with torch.autocast("cpu", torch.bfloat16):
-        y = attention(PlainWeights(module), module, x, x, x, **options)[0]
+        y = expressed(module, x, x, x, **options)[0]
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), exact, rtol=0.05, atol=0.05)

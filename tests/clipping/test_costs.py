@@ -233,7 +233,7 @@ class NoQuestions(TorchDispatchMode):
     ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
 )
 def test_backward_asks_a_gpu_nothing(make_partition, norms, monkeypatch):
-    monkeypatch.setattr("groupwise.clipping.factors.starts_kernels", lambda t: True)
+    monkeypatch.setattr("groupwise.clipping.factors.is_async_device", lambda t: True)
     model = nn.Sequential(
         nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6), nn.Unflatten(2, (6, 1)), nn.Flatten(2), nn.Linear(6, 6),
         nn.Unflatten(1, (2, 2)), nn.Flatten(2), nn.Unflatten(2, (3, 4)), WSConv2d(2, 4, 3, padding=1, gain=True),

@@ -16,7 +16,7 @@ from groupwise.clipping.factors import (
     drop_zero_rows,
     keep_finite,
     scale_rows,
-    starts_kernels,
+    is_async_device,
     weigh_rows,
 )
 from groupwise.config.keys import CHOICES
@@ -83,14 +83,14 @@ def test_where_nobody_is_left_out_rows_are_as_they_were():
 
 
 def test_rows_left_out_are_masked_where_values_may_not_be_looked_at(monkeypatch):
-    monkeypatch.setattr(factors_module, "starts_kernels", lambda t: True)
+    monkeypatch.setattr(factors_module, "is_async_device", lambda t: True)
     rows = torch.tensor([[1.0], [float("nan")], [3.0]])
     assert drop_zero_rows(torch.tensor([1.0, 0.0, 0.5]), rows).tolist() == [[1.0], [0.0], [3.0]]
     assert drop_zero_rows(torch.ones(3), rows[:1].expand(3, 1)).tolist() == [[1.0]] * 3
 
 
 def test_values_are_looked_at_on_a_cpu_only():
-    assert not starts_kernels(torch.zeros(1)) and starts_kernels(torch.zeros(1, device="meta"))
+    assert not is_async_device(torch.zeros(1)) and is_async_device(torch.zeros(1, device="meta"))
 
 
 def test_automatic_factors_by_hand():

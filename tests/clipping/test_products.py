@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.clipping import attach, cost_model, flat, norm_terms, per_layer, shared_parameters
-from groupwise.clipping.cost_model import LastProducts, self_products
+from groupwise.clipping.cost_model import InputProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base, group_norm
 from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
@@ -63,9 +63,9 @@ def test_inner_products_by_pixels_are_those_of_the_unfolded_input(kernel, stride
     torch.testing.assert_close(found, columns.mT @ columns, rtol=1e-12, atol=1e-12)
 
 
-class TestLastProducts:
+class TestInputProducts:
     def test_the_same_input_is_multiplied_once(self):
-        last, x = LastProducts(), torch.randn(2, 3, 4)
+        last, x = InputProducts(), torch.randn(2, 3, 4)
         first = last.of(x)
         assert last.reused == 0
         assert last.of(x) is first and last.of(x.view(2, 3, 4)) is first
@@ -77,14 +77,14 @@ class TestLastProducts:
         ids=["memory", "content", "shape", "stride", "dtype"],
     )
     def test_another_input_is_not(self, change):
-        last, x = LastProducts(), torch.randn(2, 3, 3)
+        last, x = InputProducts(), torch.randn(2, 3, 3)
         last.of(x)
         other = change(x)
         assert torch.equal(last.of(other), torch.bmm(other, other.mT))
         assert last.reused == 0
 
     def test_an_input_that_is_gone_is_not_taken_for_another_at_its_address(self):
-        last, x = LastProducts(), torch.randn(2, 3, 4)
+        last, x = InputProducts(), torch.randn(2, 3, 4)
         last.of(x)
         assert last._inputs is not None
         key = last._inputs._key
@@ -95,7 +95,7 @@ class TestLastProducts:
         assert torch.equal(last.of(other), torch.bmm(other, other.mT)) and last.reused == 0
 
     def test_it_lets_go(self):
-        last, x = LastProducts(), torch.randn(2, 3, 4)
+        last, x = InputProducts(), torch.randn(2, 3, 4)
         first = last.of(x)
         last.clear()
         assert last.of(x) is not first and last.reused == 0
@@ -103,7 +103,7 @@ class TestLastProducts:
         assert last._inputs is None and last._long is None
 
     def test_lengths_are_those_of_the_long_rows_noted_last(self):
-        last, g = LastProducts(), torch.randn(2, 3, 60)
+        last, g = InputProducts(), torch.randn(2, 3, 60)
         last.note(g, torch.bmm(g, g.mT))
         torch.testing.assert_close(last.lengths(g.reshape(2, 3, 60)), g.norm(dim=2))
         assert last.lengths(torch.randn(2, 3, 60)) is None

@@ -1,6 +1,8 @@
 """Recurrent layers in plain operations are torch's own: outputs, states and every gradient, to 1e-12 in float64."""
 
+from functools import partial
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,12 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 from torch.utils._pytree import tree_leaves
 
+from groupwise.clipping import partition
 from groupwise.clipping.rules import recurrent as recurrent_file
-from groupwise.clipping.rules.recurrence import run_sequence
-from groupwise.clipping.rules.recurrent import RECURRENT
-from groupwise.clipping.rules.weights import forward_of
+from groupwise.clipping.rules.recurrent import recurrent
 from groupwise.errors import UserError
-from tests.clipping.plain_weights import PlainLate, PlainWeights
 from tests.combinations import pairs_fast
 
 B, T, D, H = 4, 5, 3, 6
@@ -32,20 +32,26 @@ def leaves(nested) -> list[Tensor]:
     return [part.data if isinstance(part, PackedSequence) else part for part in flat]
 
 
+def expressed(module: nn.Module, *args, **kwargs):
+    """The module's forward in plain operations."""
+    if isinstance(module, nn.RNNBase):
+        return recurrent(module, *args, **kwargs)
+    with patch.multiple(torch._VF, **recurrent_file.CELL_FUNCTIONS):
+        return module(*args, **kwargs)
+
+
 def same(module: nn.Module, inputs: list[Tensor], run) -> None:
     """`run(forward)` gives the same results and gradients for the module's own forward and the re-expressed one."""
-    weights = PlainWeights(module)
     slopes, sides = None, []
-    for forward in (module, lambda *args, **kwargs: RECURRENT[type(module)](weights, module, *args, **kwargs)):
+    for forward in (module, partial(expressed, module)):
         results = leaves(run(forward))
         slopes = slopes or [torch.randn_like(part) for part in results]
         loss = sum((part * slope).sum() for part, slope in zip(results, slopes, strict=True))
         gradients = torch.autograd.grad(loss, [*module.parameters(), *inputs])
         sides.append([*results, *gradients])
-    for own, expressed in zip(*sides, strict=True):
-        assert own.shape == expressed.shape and own.dtype == expressed.dtype
-        torch.testing.assert_close(expressed, own, rtol=1e-12, atol=1e-12)
-    assert sorted(weights.used) == sorted(name for name, _ in module.named_parameters()), "each weight just once"
+    for own, other in zip(*sides, strict=True):
+        assert own.shape == other.shape and own.dtype == other.dtype
+        torch.testing.assert_close(other, own, rtol=1e-12, atol=1e-12)
 
 
 def states_of(module: nn.RNNBase, batch: int = B) -> list[Tensor]:
@@ -87,7 +93,7 @@ def test_packed_sequences(double, kind, with_states, lengths):
 
         same(module, [*x, *states], lambda forward, pack=pack: forward(pack(), hx))
         packed = pack()
-        out, _ = RECURRENT[type(module)](PlainWeights(module), module, packed, hx)
+        out, _ = recurrent(module, packed, hx)
         for name in ("batch_sizes", "sorted_indices", "unsorted_indices"):
             mine, own = getattr(out, name), getattr(packed, name)
             assert (mine is None and own is None) or torch.equal(mine, own)
@@ -96,21 +102,21 @@ def test_packed_sequences(double, kind, with_states, lengths):
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_beyond_an_examples_end_count_for_nothing(double, monkeypatch, kind):
     lengths, seen = (2, 5, 1, 4), []
-    real = PlainLate.note
+    real = recurrent_file.Late.__init__
 
-    def note(late: PlainLate, x: Tensor) -> None:
-        real(late, x)
-        late.added.register_hook(seen.append)
+    def watched(late, weight, bias, like, more=None):
+        seen.append(torch.zeros(*like.shape[:2], len(weight), requires_grad=True))
+        real(late, weight, bias, like, seen[-1] if more is None else more + seen[-1])
 
-    monkeypatch.setattr(PlainLate, "note", note)
+    monkeypatch.setattr(recurrent_file.Late, "__init__", watched)
     module = KINDS[kind](bidirectional=True)
     packed = pack_sequence([torch.randn(length, D) for length in lengths], enforce_sorted=False)
-    out, last = RECURRENT[type(module)](PlainWeights(module), module, packed)
+    out, last = recurrent(module, packed)
     sum(part.square().sum() for part in (out.data, *leaves(last))).backward()
     assert len(seen) == (4 if kind == "lstm_projected" else 2)
-    for g in seen:
+    for added in seen:
         ended = torch.arange(max(lengths)) >= torch.tensor(lengths).unsqueeze(1)
-        assert bool((g[ended] == 0).all()) and bool((g[~ended] != 0).any(1).all())
+        assert bool((added.grad[ended] == 0).all()) and bool((added.grad[~ended] != 0).any(1).all())
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -126,10 +132,10 @@ def test_dropout_is_on_the_outputs_of_all_layers_but_the_last_and_only_in_traini
     given = pack_padded_sequence(x, lengths, batch_first=True) if packed else x
     with monkeypatch.context() as patch:
         patch.setattr(recurrent_file.F, "dropout", dropout)
-        y, last = RECURRENT[nn.GRU](PlainWeights(module), module, given)
+        y, last = recurrent(module, given)
         assert calls == [(0.4, True)] * 2
         module.eval()
-        still, _ = RECURRENT[nn.GRU](PlainWeights(module), module, given)
+        still, _ = recurrent(module, given)
     torch.testing.assert_close(leaves(still), leaves(module(given)[0]))
     for layer in range(3):
         single = nn.GRU(D if layer == 0 else 2 * H, H, bidirectional=True, batch_first=True)
@@ -147,12 +153,9 @@ def test_dropout_is_on_the_outputs_of_all_layers_but_the_last_and_only_in_traini
 def test_masks_of_dropout_are_drawn_for_each_example_and_place():
     torch.manual_seed(0)
     module = nn.LSTM(D, 50, 2, dropout=0.5)
-    drawn = []
-    weights = PlainWeights(module)
-    linear = weights.linear
-    weights.linear = lambda x, *args: drawn.append(x) or linear(x, *args)
-    RECURRENT[nn.LSTM](weights, module, torch.randn(20, 30, D))
-    kept = (drawn[1] != 0).double()
+    with patch.object(recurrent_file.F, "linear", side_effect=recurrent_file.F.linear) as linear:
+        recurrent(module, torch.randn(20, 30, D))
+    kept = (linear.call_args_list[1].args[0] != 0).double()
     assert 0.49 < float(kept.mean()) < 0.51
     for axis in (0, 1, 2):
         assert float(kept.mean(axis).std()) > 0.005 and kept.mean(axis).unique().numel() > 5
@@ -188,9 +191,9 @@ def test_a_result_of_which_only_a_part_is_used(double, kind):
 def test_what_has_no_batch_or_no_step_is_refused():
     for module, shape in ((nn.LSTM(D, H), (T, D)), (nn.GRUCell(D, H), (D,)), (nn.LSTMCell(D, H), (D,))):
         with pytest.raises(UserError, match=rf"{type(module).__name__} got an input of shape .* the batch"):
-            RECURRENT[type(module)](PlainWeights(module), module, torch.ones(shape))
+            recurrent(module, torch.ones(shape))
     with pytest.raises(UserError, match="no step at all"):
-        RECURRENT[nn.GRU](PlainWeights(module), nn.GRU(D, H), torch.ones(0, B, D))
+        recurrent(nn.GRU(D, H), torch.ones(0, B, D))
 
 
 @pytest.mark.parametrize(
@@ -203,9 +206,9 @@ def test_what_has_no_batch_or_no_step_is_refused():
 def test_states_of_another_size_are_the_modules_own_mistake(hx, message):
     module = nn.LSTM(D, H)
     with pytest.raises(RuntimeError, match=message):
-        RECURRENT[nn.LSTM](PlainWeights(module), module, torch.ones(T, B, D), hx)
+        recurrent(module, torch.ones(T, B, D), hx)
     with pytest.raises(RuntimeError, match="input_size"):
-        RECURRENT[nn.LSTM](PlainWeights(module), module, torch.ones(T, B, D + 1))
+        recurrent(module, torch.ones(T, B, D + 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,7 +220,7 @@ def test_autocast_keeps_states_in_float32(kind):
     exact = {name: p.grad.clone() for name, p in module.named_parameters()}
     module.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        y, states = RECURRENT[type(module)](PlainWeights(module), module, x)
+        y, states = recurrent(module, x)
     assert all(part.dtype == torch.float32 for part in [y, *leaves(states)])
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.02)
     y.square().sum().backward()
@@ -231,31 +234,10 @@ def test_it_takes_the_operations_of_the_products_and_no_more():
 
     module, x = nn.LSTM(D, H, batch_first=True), torch.randn(B, T, D)
     with FlopCounterMode(display=False) as counter:
-        RECURRENT[nn.LSTM](PlainWeights(module), module, x)[0].sum().backward()
+        recurrent(module, x)[0].sum().backward()
     by_input, by_state = 2 * B * T * D * 4 * H, 2 * B * T * H * 4 * H
     first = 2 * B * H * 4 * H  # the initial state needs no gradient
     assert counter.get_total_flops() == 2 * by_input + 3 * by_state - first
-
-
-@pytest.mark.parametrize("mode", ["LSTM", "GRU", "RNN_TANH", "RNN_RELU"])
-def test_what_the_inputs_give_in_half_precision_is_taken_in_the_states_precision(mode):
-    gates = {"LSTM": 4, "GRU": 3}.get(mode, 1)
-    x = torch.randn(B, T, gates * H).bfloat16()
-    state = tuple(torch.randn(B, H) for _ in range(2 if mode == "LSTM" else 1))
-    late = PlainLate(torch.randn(gates * H, H), torch.randn(gates * H), T, state[0])
-    found, exact = (leaves(run_sequence(mode, given, late, state)) for given in (x, x.float()))
-    assert all(torch.equal(*pair) for pair in zip(found, exact, strict=True))
-
-
-@pytest.mark.parametrize("kind", CELLS)
-def test_a_step_on_half_precision_summands_is_computed_in_the_states_precision(kind):
-    module = CELLS[kind](True)
-    gates = module.weight_ih.shape[0]
-    x, h = torch.randn(B, gates).bfloat16(), torch.randn(B, gates).bfloat16()
-    state = tuple(torch.randn(B, H) for _ in range(2 if kind == "lstm" else 1))
-    step = recurrent_file._cell_of(module)
-    for found, exact in zip(step(x, h, state), step(x.float(), h.float(), state), strict=True):
-        torch.testing.assert_close(found, exact, rtol=0, atol=0)
 
 
 def test_only_torchs_own_forward_on_weights_as_they_are_is_re_expressed():
@@ -266,8 +248,7 @@ def test_only_torchs_own_forward_on_weights_as_they_are_is_re_expressed():
         def forward(self, *args):
             return super().forward(*args)
 
-    assert forward_of(nn.LSTM(D, H), RECURRENT) is forward_of(Same(D, H), RECURRENT) is recurrent_file.recurrent
-    assert forward_of(nn.RNNCell(D, H), RECURRENT) is recurrent_file.one_state_cell
-    assert forward_of(Other(D, H), RECURRENT) is None and forward_of(nn.Linear(D, H), RECURRENT) is None
     normed = nn.utils.parametrizations.weight_norm(nn.GRU(D, H), "weight_ih_l0")
-    assert forward_of(normed, RECURRENT) is None
+    for module in (nn.LSTM(D, H), Same(D, H), Other(D, H), normed):
+        (layer, *_) = partition.find_layers(module)
+        assert layer.rewritten is (None if module is normed or isinstance(module, Other) else recurrent)

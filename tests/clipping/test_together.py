@@ -137,7 +137,7 @@ def test_what_is_not_finite_once_rounded_is_left_out(dtype):
 @pytest.mark.parametrize("total", [False, True])
 def test_rows_that_are_left_out_are_not_read(together, monkeypatch, examples, numbers, total):
     """Large rows are added up in one pass, whatever those hold that are left out."""
-    monkeypatch.setattr(factors, "starts_kernels", lambda t: True)
+    monkeypatch.setattr(factors, "is_async_device", lambda t: True)
     monkeypatch.setattr(factors, "LARGE", 0)
     monkeypatch.setattr(factors, "THREADS", 4 * numbers)
     rows, weights = torch.randn(examples, numbers, 2, dtype=torch.float64), torch.rand(examples, dtype=torch.float64)

@@ -162,7 +162,7 @@ class RowByRow(nn.Module):
 
 def test_a_layer_that_runs_once_for_each_example_is_refused():
     model = RowByRow()
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'b'.* used 4 times for 5"):
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'b'.* used more often in some"):
         engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
 
 
@@ -304,7 +304,7 @@ PUT = {
 @pytest.mark.parametrize("name", PUT)
 def test_what_all_share_is_not_put_into_rows_of_the_batch(name):
     model = Put(PUT[name])
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=f"(by|into) {name}|mixes"):
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=f"into {name}|mixes"):
         clip(engine, of_rows(model, torch.randn(2, 4)), range(2))
 
 

@@ -143,8 +143,8 @@ FAULTS = {
     "reordered rows": (Reordered, r"(the input of layer|Layer) '1\.b' .*another order|another order.*layer '1\.b'"),
     "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for all"),
     "one mask for all": (lambda: Does(one_mask), r"torch.bernoulli draws numbers of shape \(5,\) in layer '1'"),
-    "python": (lambda: Scaled(random.random), r"A number from random is drawn in layer '1' \(Scaled\)"),
-    "numpy": (lambda: Scaled(np.random.rand), r"A number from numpy.random is drawn in layer '1' \(Scaled\)"),
+    "python": (lambda: Scaled(random.random), r"Numbers from random are drawn in layer '1' \(Scaled\)"),
+    "numpy": (lambda: Scaled(np.random.rand), r"Numbers from numpy.random are drawn in layer '1' \(Scaled\)"),
     "python, no parameters": (lambda: Does(lambda x: x * random.random()), r"from random .* layer '1' \(Does\)"),
     "python, by row": (
         lambda: Does(lambda x: x * torch.tensor([[random.random()] for _ in x])),

@@ -13,10 +13,10 @@ True
 """
 
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
-from groupwise.clipping.cost_model import Rates
 from groupwise.clipping.engine import ClippingEngine, attach
 from groupwise.clipping.factors import Sensitivity, automatic_factors, clip_factors
 from groupwise.clipping.measure import gradient_norms
+from groupwise.clipping.norm_methods import Rates
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.reference import explain
 from groupwise.clipping.rules import LayerRule, register_rule

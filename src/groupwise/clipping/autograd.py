@@ -1,17 +1,17 @@
 """Puts clipping inside autograd: layers report squared norms, and their group returns clipped sums as gradients.
 
 A group's `GroupFunction` runs just before the group's first layer and gives a probe, B zeros, to all its layers. So its
-backward runs once the backward pass has left the first layer, when every member has added its squared norms to the
-probe's gradient. It then closes the group (norms, factors and sums, at once for groups that close together) and returns
-the clipped sums as the parameters' gradients: microbatch accumulation, hooks and reductions on gradients need no
-special case. The norms of all groups go to the engine, which counts them at once.
+backward runs once the backward pass has left the first layer, when every layer has reported its squared norms. It then
+closes the group (norms, factors and sums, at once for groups that close together) and adds the clipped sums to the
+parameters' gradients. The parameters themselves are no part of the graph, so that a gradient which autograd finds for
+one bypasses its group, and is refused.
 
 Where parameters are shards that become whole tensors only while their layer runs (FSDP2), a group has nothing whole to
 return: `DirectFunction` returns a layer's gradients itself. That takes a norm which one layer knows, or two backward
 passes.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from groupwise.clipping.groups import Member, factors_together
+from groupwise.clipping.groups import Member, clip_factors_of
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass
-from groupwise.clipping.norm_terms import RowTerms, squares_together
+from groupwise.clipping.norm_terms import RowTerms, joined_sums, squares_together
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import autocast, no_autocast
-from groupwise.clipping.rules.base import IndexedSum
+from groupwise.clipping.rules.base import add_up
+from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.errors import UserError
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
@@ -52,20 +53,20 @@ def probe_of(group_pass: GroupPass, device: torch.device) -> Tensor | None:
     """The probe (B,) of a group's pass, made when it is first asked for; None when the pass is over."""
     if group_pass.probe is None and not group_pass.over:
         passes = group_pass.passes_together()
-        inputs = [parameter for each in passes for parameter in each.group.inputs]
-        for each, probe in zip(passes, GroupFunction.apply(passes, device, *inputs), strict=True):
+        anchors = [each.group.anchor for each in passes]
+        for each, probe in zip(passes, GroupFunction.apply(passes, device, *anchors), strict=True):
             each.probe = probe
     return group_pass.probe
 
 
 class GroupFunction(torch.autograd.Function):
-    """From the parameters of groups that close together to a probe each, B zeros.
+    """From the anchors of groups that close together to a probe each, B zeros.
 
-    Its backward runs when the layers of all of them have reported; it closes the groups and returns the clipped sums.
+    Its backward runs when the layers of all of them have reported; it closes the groups.
     """
 
     @staticmethod
-    def forward(ctx: Any, passes: list[GroupPass], device: torch.device, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, passes: list[GroupPass], device: torch.device, *anchors: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes
         ctx.set_materialize_grads(False)  # layers report to their groups, so that probes have none
         return torch.zeros(len(passes), passes[0].batch, device=device).unbind()
@@ -75,11 +76,12 @@ class GroupFunction(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         passes: list[GroupPass] = ctx.passes
         with no_autocast(passes[0].group.threshold.device.type):
-            return None, None, *close(passes)
+            close(passes)
+        return (None,) * (2 + len(passes))
 
 
-def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
-    """The layers of groups that close together have reported: form factors, and the clipped sums of all their inputs.
+def close(passes: Sequence[GroupPass]) -> None:
+    """The layers of groups that close together have reported: form factors, and add the clipped sums to .grad.
 
     Raises:
         UserError: see `GroupPass.begin_closing`.
@@ -93,7 +95,8 @@ def close(passes: Sequence[GroupPass]) -> list[Tensor | None]:
             _add_sums(waiting, squares)
         current.squared_norms |= {each.group.index: rows for each, rows in zip(waiting, squares, strict=True)}
         current.squared_norms |= {each.group.index: _joined(each.squares) for each in there if each.done}
-    return [total for each in passes for total in each.take_sums()]
+    for each in passes:
+        each.end()
 
 
 def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
@@ -108,26 +111,27 @@ def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
 
 def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     """Factors from the norms, and with them the sums that are due."""
-    factors = factors_together([each.group for each in passes], squares)
-    same: dict[Hashable, list[tuple[GroupPass, Member, RowTerms, Tensor]]] = {}
+    if not passes:
+        return
+    factors = clip_factors_of([each.group for each in passes], squares)
+    joined: dict[int, list[tuple[GroupPass, Member, RowTerms, Tensor]]] = {}
     for each, weights in zip(passes, factors, strict=True):
-        indexed: list[tuple[Member, IndexedSum]] = []
+        embeddings: list[LayerCall] = []
         while each.due:  # what a layer kept is freed as soon as its sum is made
-            member, finish = each.due.pop(0)
-            if isinstance(finish, RowTerms) and finish.joined:
-                same.setdefault(finish.key, []).append((each, member, finish, weights))
-            elif isinstance(finish, IndexedSum):
-                indexed.append((member, finish))
+            member, due = each.due.pop(0)
+            if isinstance(due, RowTerms) and due.joined is not None:
+                joined.setdefault(id(due.joined[0]), []).append((each, member, due, weights))
+            elif isinstance(due, RowTerms):
+                each.add(member, add_up([(weights, due.gradients)]))
+            elif due.rule.indexed:
+                embeddings.append(due)
             else:
-                each.add(member, finish(weights))
-        for member, finish in indexed:  # they need not be made whole where the parameter has a sum already
-            each.add_rows(member, finish, weights)
-    for rows in same.values():
-        terms, weighing = [finish for _, _, finish, _ in rows], [weights for _, _, _, weights in rows]
-        sums = RowTerms.sums_of(terms, weighing) or [
-            finish(weights) for finish, weights in zip(terms, weighing, strict=True)
-        ]
-        for (each, member, _, _), total in zip(rows, sums, strict=True):
+                each.add_weighted(due, weights)
+        for call in embeddings:  # they need not be made whole where the parameter has a sum already
+            each.add_weighted(call, weights)
+    for some in joined.values():
+        sums = joined_sums([rows for _, _, rows, _ in some], [weights for _, _, _, weights in some])
+        for (each, member, _, _), total in zip(some, sums, strict=True):
             each.add(member, total)
 
 

@@ -14,14 +14,13 @@ from torch.autograd import forward_ad
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
 from groupwise.clipping.groups import ClippingGroup, Member
-from groupwise.clipping.layouts import FIRST, Layout, Order
+from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
 from groupwise.clipping.partition import COPIED
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
-from groupwise.clipping.rules.embedding_bag import BagRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
@@ -53,6 +52,8 @@ class LayerCalls:
         self.passes, self._context = passes, context
         self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         self._members: dict[tuple[object, ...], Member] = {}
+        self.compared: set[tuple[object, ...]] = set()
+        """Operations whose results for examples one by one were seen to be those for the batch."""
 
     def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
         """Where the input of a call holds the batch, as the plan has it.
@@ -79,7 +80,7 @@ class LayerCalls:
     @property
     def traces(self) -> bool:
         """Whether the forward pass is one of the trace."""
-        return self.passes.forward_pass.recorder is not None
+        return self.passes.forward_pass.traces
 
     # -- members that are no layers of the model ------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class LayerCalls:
         """A layer of a group's parameters: its weight and its bias, if that trains.
 
         Args:
-            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)), "embedding" or "bags".
+            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)) or "embedding".
             group: whose parameters they are.
             uses: one for each parameter; None where there is none, or it does not train.
         """
@@ -105,9 +106,8 @@ class LayerCalls:
             assert weight is not None
             rule: LayerRule
             with torch.device("meta"):
-                if kind in ("embedding", "bags"):
-                    table = nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx)
-                    rule = EmbeddingRule(table) if kind == "embedding" else BagRule(table)
+                if kind == "embedding":
+                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
                 else:
                     kinds = {"linear": LinearRule, "transposed": HFConv1DRule}
                     rule = kinds[kind](nn.Linear(weight.shape[1], weight.shape[0], any(uses[1:])))
@@ -147,7 +147,21 @@ class LayerCalls:
     def enter(self, group: ClippingGroup, member: Member, device: torch.device) -> tuple[GroupPass, Tensor | None]:
         """The group's pass for a call, and its probe."""
         group_pass = self.passes.pass_of(group, member)
-        return group_pass, probe_of(group_pass, device)
+        return group_pass, group_pass.probe if group_pass.probe is not None else probe_of(group_pass, device)
+
+    def layer(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Any:
+        """What stands in place of a layer's forward."""
+        if not torch.is_grad_enabled():
+            return type(module).forward(module, *args, **kwargs)
+        x, values = input_of(module, member, args, kwargs), member.rule.values()
+        for place, value in zip(member.places, values, strict=True):
+            if place is not None and value is not None and not isinstance(value, nn.Parameter):
+                raise UserError(
+                    f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
+                    f"{group.names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
+                    "module (torch.nn.utils.parametrize)."
+                )
+        return self.run(group, member, x, values)
 
     def run(
         self, group: ClippingGroup, member: Member, x: Tensor, values: Values, layout: Layout | None = None
@@ -155,7 +169,7 @@ class LayerCalls:
         """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
-        if self.batch == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
+        if self.passes.forward_pass.examples == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
             _refuse_transforms(member.label)
             return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
         layout = layout or self.find(member.label, x)
@@ -166,9 +180,13 @@ class LayerCalls:
                 f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this "
                 "type of layer is clipped with the batch on its first axis."
             )
-        inputs, values = autocast(member.rule.autocast, x, values)
+        return self._apply(group, member, layout, x, values)
+
+    def _apply(self, group: ClippingGroup, member: Member, layout: Layout, x: Tensor, values: Values) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x, values = autocast(member.rule.autocast, x, values)
         group_pass, probe = self.enter(group, member, x.device)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, x)
         return y
 
     def run_direct(self, group: ClippingGroup, member: Member, x: Tensor, parameters: Values) -> Tensor:
@@ -190,9 +208,7 @@ class LayerCalls:
         if each:
             rows = (rows[:, :1] if alike else rows).flatten(0, 1)
         layout = FIRST if each < 2 or alike else Layout(0, each)
-        inputs, values = autocast(member.rule.autocast, rows, values)
-        group_pass, probe = self.enter(group, member, rows.device)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, inputs)
+        y = self._apply(group, member, layout, rows, values)
         y = y.unflatten(0, (batch, -1)) if each else y
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 
@@ -213,27 +229,35 @@ class LayerCalls:
 
 
 class GroupOrigin:
-    """A `per_example.Origin` in a group: what a layer made of an input without a batch axis, or a parameter."""
+    """The origin of a `PerExample`: what a layer made of an input without a batch axis, or a parameter.
+
+    Args:
+        calls: of the engine's layers.
+        group: of the layer or parameter.
+        label: its name, for messages.
+    """
 
     def __init__(self, calls: LayerCalls, group: ClippingGroup, label: str) -> None:
-        self.calls, self.group, self.label = calls, group, label
+        self.calls, self.group, self.label, self.compared = calls, group, label, calls.compared
 
     @property
     def traces(self) -> bool:
-        """See `per_example.Origin`."""
+        """Whether the forward pass is one of the trace, in which nothing is clipped."""
         return self.calls.traces
 
-    def layout_of(self, x: Tensor) -> Layout | None:
-        """See `per_example.Origin`."""
-        if not x.numel():
-            return None
-        layout = self.calls.find(self.label, x, meets=True)
-        if layout.order is Order.TILED:
-            raise UserError(
-                f"{self.label} meets a tensor of shape {tuple(x.shape)} that holds one row of every example after the "
-                "other, in which its copies are not told apart: put each example's rows together, or freeze it."
-            )
-        return None if layout.shared else layout
+    def find(self, x: Tensor, meets: bool = True) -> Layout:
+        """Where a plain tensor that meets the `PerExample` holds the batch; `meets`: in an operation without a rule."""
+        return self.calls.find(self.label, x, meets)
+
+
+def input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A layer's input, as its rule takes it; other arguments are refused."""
+    if len(args) + len(kwargs) != 1:
+        raise UserError(
+            f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
+            "and it is clipped for calls with its input alone: leave the others out, or freeze it."
+        )
+    return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:

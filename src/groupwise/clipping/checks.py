@@ -10,9 +10,10 @@ from weakref import ref
 from torch import Tensor, nn
 
 from groupwise.clipping.autograd import DirectFunction, GroupFunction
-from groupwise.clipping.cost_model import Formula
+from groupwise.clipping.gradients import refuse_bypass
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.microbatches import BackwardPass
+from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
@@ -100,18 +101,6 @@ class Attached:
             if parameter.shape != shape or parameter.dtype != dtype:
                 _refuse(name, f"made {parameter.dtype} of shape {tuple(parameter.shape)}")
 
-    def check_gradients(self) -> None:
-        """Refuse a parameter that trains and has no gradient.
-
-        Raises:
-            UserError: naming the parameter.
-        """
-        if self._shards:  # they may get their gradients later
-            return
-        for name, _, _, parameter, trained, _, _ in self._known:
-            if trained and parameter.grad is None:
-                raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
-
 
 def check_groups(groups: Sequence[ClippingGroup], current: BackwardPass, direct: bool) -> None:
     """Refuse a group of which no layer took part; with `direct`, whose layers report themselves, a single layer.
@@ -183,12 +172,7 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, kno
                 "gradient is not told apart by examples: compute the same by plain operations, or freeze it."
             )
         if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
-            name = names.get(id(variable), f"of shape {tuple(variable.shape)}")
-            raise UserError(
-                f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot "
-                "be clipped: call the layer instead, or wrap the computation in a module that owns the parameter; for "
-                "a penalty on weights use the optimizer's weight_decay."
-            )
+            refuse_bypass(names.get(id(variable), f"of shape {tuple(variable.shape)}"))
         if isinstance(variable, nn.Parameter):
             raise UserError(
                 f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +11,25 @@ from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
-from groupwise.clipping.cost_model import Choices, Formula, Rates
-from groupwise.clipping.factors import ClipRule, clip_factors, weighing
+from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
+from groupwise.clipping.forward_pass import Note
+from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
+from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
-from groupwise.clipping.randomness import FOLLOWING_VALUES, Draws, ModuleCalls
 from groupwise.clipping.rules.base import RuleContext
+from groupwise.clipping.runs import Runs
 from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
-from groupwise.clipping.trace import Batches, Recorder, Run, UnevenPasses, confirm, trace
+from groupwise.clipping.trace import TRACED, Batches, MixedExamples, explained, trace
 from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
+WALKS = 2
+"""Backward passes whose graph is walked, so that a message can say how a tensor that nobody clips is used."""
 
 
 class ClippingEngine(ThresholdsAndCounts):
@@ -68,14 +72,17 @@ class ClippingEngine(ThresholdsAndCounts):
         check_options(norms, partition, formula)
         layers = find_layers(model)
         check_partition(layers, partition)
-        context = RuleContext(save_memory=norms == "ghost", choices=Choices(formula, rates))
+        context = RuleContext(save_memory=norms == "ghost", methods=NormMethods(formula, rates))
         super().__init__(model, layers, partition, clip_rule, context, direct)
         self.norms = norms
         self._passes = OpenPasses()
         self._checked = False
         self._leaves: Leaves = {}
+        self._walks = WALKS
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        trained = {} if direct else {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._gradients = ClippedGradients(trained)
         self._direct = direct
         self.set_thresholds(thresholds)
         calls = LayerCalls(self.groups, self._passes, self._context)
@@ -85,7 +92,7 @@ class ClippingEngine(ThresholdsAndCounts):
     def reset(self) -> None:
         """Begin a logical batch: forget counts, examples and waiting microbatches (.grad is the caller's to clear)."""
         self._passes.forget()
-        self._counts.reset()
+        self._reset_counts()
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
@@ -105,7 +112,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
         Args:
             losses_of: numbers of examples -> their losses, (n,), through the model.
-            examples: six numbers are enough, the longest example first where lengths differ.
+            examples: the first six are taken, the longest example first where lengths differ.
 
         Returns:
             The plan, which later passes look calls up in.
@@ -114,39 +121,26 @@ class ClippingEngine(ThresholdsAndCounts):
             UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
         """
         with nullcontext() if self._direct else moved_parameters(self.model):  # what is whole of shards would stay
-            try:
-                return self._trace(losses_of, Batches.of(examples))
-            except UnevenPasses:  # sources and targets, say: the longest of each are other examples
-                return self._trace(losses_of, Batches.all_of(examples))
+            return self._trace(losses_of, list(dict.fromkeys(examples))[:TRACED])
 
-    def confirm(self, losses_of: Callable[[Sequence[int]], Tensor], rows: list[int], replaced: list[int]) -> None:
-        """Refuse a plan that does not hold for a batch of another size: see `groupwise.clipping.trace.confirm`."""
-        with self._tracing(losses_of) as run:
-            confirm(run, self.plan, rows, replaced, _refuse_call)
-
-    def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], batches: Batches) -> ClipPlan:
-        with self._tracing(losses_of) as run:
-            self.plan = self.plan.joined(trace(run, batches, _refuse_call))
-        return self.plan
-
-    @contextmanager
-    def _tracing(self, losses_of: Callable[[Sequence[int]], Tensor]) -> Iterator[Run]:
-        """Inside, what is given takes passes that have their calls noted, each with the same random numbers."""
-        calls = ModuleCalls(self.model)
+    def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
+        batches = Batches.of(examples)
         with unchanged(self.model) as generators:
+            runs = Runs(self.model, losses_of, generators)
 
-            def run(rows: list[int], recorder: Recorder) -> Tensor:
-                generators.seed(0)
+            def run(rows: list[int], note: Note) -> Tensor:
                 with (
                     self._patches.installed(),
-                    self._passes.forward(len(rows), recorder=recorder),
-                    Draws(calls, generators, FOLLOWING_VALUES),
+                    self._passes.forward(len(rows), note=note),
+                    runs.drawing(),
                 ):
-                    losses = losses_of(rows)
-                check_losses(losses, len(rows), traced=True)
-                return losses.detach()
+                    return runs.losses(rows).detach()
 
-            yield run
+            try:
+                self.plan = self.plan.joined(trace(run, batches))
+            except MixedExamples as error:
+                raise explained(error, runs, batches) from error
+        return self.plan
 
     # -- one microbatch -------------------------------------------------------------------------------------------
 
@@ -186,7 +180,7 @@ class ClippingEngine(ThresholdsAndCounts):
                 raise
         known, self.plan = self.plan, ClipPlan()
         try:
-            self._trace(losses_of, Batches.all_of(examples))
+            self._trace(losses_of, examples)
             rewind()
             with self.forward(len(examples)):
                 return losses_of(examples)
@@ -227,7 +221,9 @@ class ClippingEngine(ThresholdsAndCounts):
         try:
             check_losses(losses, forward_pass.examples)
             self._attached.check_same()
-            self._leaves = check_paths(losses, self._names, self._direct, self._leaves)
+            if self._direct or self._walks:
+                self._walks -= 1
+                self._leaves = check_paths(losses, self._names, self._direct, self._leaves)
         except UserError:
             self._passes.end()
             raise
@@ -250,8 +246,9 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def _second_pass(self, squares: Tensor) -> BackwardPass:
         """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
-        factors = weighing(self.factors(squares), self.masks_rows)
+        factors = self.factors(squares)
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
+        current.gradients = self._gradients
         self._passes.backward_pass = current
         return current
 
@@ -260,11 +257,12 @@ class ClippingEngine(ThresholdsAndCounts):
         """Inside, layers report; afterwards the passes that took part are over."""
         try:
             with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
-                self._counts.begin_clipping(self.masks_rows)
-                with self._patches.installed():  # for what runs once more (checkpointing)
+                self._begin_clipping()
+                current.gradients = self._gradients
+                with self._gradients.collected(), self._patches.installed():  # for what runs once more (checkpointing)
                     yield current
         finally:
-            self._context.clear()
+            self._context.products.clear()
 
     def check_output(self, output: Tensor) -> None:
         """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.
@@ -303,7 +301,7 @@ class ClippingEngine(ThresholdsAndCounts):
             self._check_reached(current)
             norms, present = current.squared_norms, examples - absent
             if absent:
-                self._counts.check_fillers(norms, absent, wait=first)
+                self._check_fillers(norms, absent, wait=first)
                 norms = {k: squares[:present] for k, squares in norms.items()}
             self._count(norms, present)
 
@@ -338,13 +336,13 @@ class ClippingEngine(ThresholdsAndCounts):
             raise UserError(f"Factors clip one group; this engine has {len(self.groups)}: use backward_of.")
         self._attached.check_same()
         with self._backward(Phase.SUMS, examples, microbatch) as current:
-            current.factors = None if factors is None else weighing(factors)
+            current.factors = None if factors is None else with_drop_mask(factors)
             yield
             self._check_reached(current)
 
     def _check_reached(self, current: BackwardPass) -> None:
         check_groups(self.groups, current, self._direct)
-        self._attached.check_gradients()
+        self._gradients.check()
         self._checked = True
 
     def detach(self) -> None:
@@ -357,15 +355,6 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-
-def _refuse_call(label: str, shape: tuple[int, ...], what: str, kind: type[UserError] = UserError) -> NoReturn:
-    raise kind(
-        f"{label} (input {shape}) {what}; so it cannot be told which rows are an example's own, and no example's "
-        "influence is bounded: compute each example's loss from that example alone, in the order of the batch; where "
-        "data choose rows (experts, graphs), let every example have all of them, padded or masked (transformers: "
-        "experts_implementation='batched_mm'); or freeze the layer."
-    )
 
 
 attach = ClippingEngine

@@ -1,16 +1,14 @@
 """Turns per-example norms and a threshold into clip factors and counts, and says how far one example moves the sums."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.precision import LEAST_SQUARE
-from groupwise.errors import UserError
+from groupwise.clipping.precision import in_memory_order
 
 LARGE = 1 << 20
 """Numbers of rows that are not copied on a GPU to be masked."""
@@ -79,46 +77,48 @@ FIRST_INFINITE = {
 """The least number that is infinite once it is rounded."""
 
 
-def starts_kernels(t: Tensor) -> bool:
-    """Whether every operation on it starts a kernel, however small it is, and a look at a value waits for them all."""
+def is_async_device(t: Tensor) -> bool:
+    """Whether reading a value of it synchronises with a device, on which every operation is a kernel."""
     return t.device.type != "cpu"
 
 
-def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
-    """Zero the rows (B, ...) of the examples that are left out (factor 0), whatever they hold (0 · NaN is NaN)."""
-    return without_rows(rows, gone_rows(factors))
+def with_drop_mask(factors: Tensor, masks: bool = True) -> Tensor:
+    """Factors (n,) or (K, n), of which `dropped_examples` is computed once for all layers.
 
-
-def gone_rows(factors: Tensor | None) -> Tensor | None:
-    """Which examples are left out (factor 0), (B,); None where it is known that nobody is.
-
-    On a CPU that is the common case, and costs a look at B numbers; elsewhere rows are masked without asking, so that
-    the host never waits for the device, or not at all (`ClippingEngine.masks_rows`).
+    On a CPU that nobody is dropped is the common case, and it is looked up. Elsewhere rows are masked without asking,
+    so that the host never waits for the device, or not at all (`ClippingEngine.masks_rows`).
     """
-    if factors is None or (not starts_kernels(factors) and bool(factors.all())):
-        return None
-    return factors.gone if hasattr(factors, "gone") else factors == 0  # type: ignore[no-any-return]
-
-
-def with_gone(factors: Tensor, masks: bool = True) -> Tensor:
-    """The same factors (B,), of which `gone_rows` is computed once for all layers; nobody, unless it `masks`."""
-    factors.gone = factors == 0 if masks else None  # type: ignore[attr-defined]
+    if is_async_device(factors):
+        dropped = factors == 0 if masks else None
+    else:
+        dropped = None if bool(factors.all()) else factors == 0
+    factors.dropped = dropped  # type: ignore[attr-defined]
     return factors
 
 
-def unbind_factors(factors: Tensor, masks: bool = True) -> list[Tensor]:
-    """Each group's own factors (B,) of (K, B), of which `gone_rows` knows what it would have to compute."""
-    rows = list(factors.unbind())
-    if starts_kernels(factors):
-        gone = (factors == 0).unbind() if masks else [None] * len(rows)
-        for row, out in zip(rows, gone, strict=True):
-            row.gone = out  # type: ignore[attr-defined]
+def unbind_factors(factors: Tensor) -> list[Tensor]:
+    """Each group's own factors (n,) of (K, n), with their part of the mask."""
+    rows, dropped = list(factors.unbind()), factors.dropped  # type: ignore[attr-defined]
+    for row, mask in zip(rows, [None] * len(rows) if dropped is None else dropped.unbind(), strict=True):
+        row.dropped = mask  # type: ignore[attr-defined]
     return rows
 
 
-def without_rows(rows: Tensor, gone: Tensor | None) -> Tensor:
-    """Rows (B, ...) with zeros in the places of those that are `gone` (B,)."""
-    return rows if gone is None else rows.masked_fill(gone.view(-1, *[1] * (rows.dim() - 1)), 0)
+def dropped_examples(factors: Tensor | None) -> Tensor | None:
+    """Which examples have factor 0, (n,) booleans; None where it is known that none has."""
+    if factors is None:
+        return None
+    return (factors if hasattr(factors, "dropped") else with_drop_mask(factors)).dropped  # type: ignore[no-any-return, attr-defined]
+
+
+def without_rows(rows: Tensor, dropped: Tensor | None) -> Tensor:
+    """Rows (B, ...) with zeros in the places of dropped examples (B,), whatever they hold (0 · NaN is NaN)."""
+    return rows if dropped is None else rows.masked_fill(dropped.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
+    """Rows (B, ...) with zeros in the places of the examples that have factor 0."""
+    return without_rows(rows, dropped_examples(factors))
 
 
 def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:
@@ -135,37 +135,35 @@ def weigh_rows(factors: Tensor, rows: Tensor) -> Tensor:
 
 def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Tensor:
     """total + Σ_i factor_i · rows_i, in place where there is a total."""
-    weights = factors.to(rows.dtype)
-    if starts_kernels(rows) and rows.numel() > LARGE:
-        more = _sum_of_rows(rows.reshape(len(rows), -1), weights, gone_rows(factors)).view(rows.shape[1:])
-        return more if total is None else total.add_(more)
-    flat = drop_zero_rows(factors, rows).reshape(len(rows), -1)
-    if total is None:
-        return (weights @ flat).view(rows.shape[1:])
-    total.view(1, -1).addmm_(weights.unsqueeze(0), flat)
-    return total
+    weights, dropped = factors.to(rows.dtype), dropped_examples(factors)
+    flat, order = in_memory_order(rows)
+    shape = [rows.shape[axis] for axis in order]
+    if is_async_device(rows) and rows.numel() > LARGE:
+        more = _sum_of_rows(flat, weights, dropped)
+    elif total is not None and (known := total.permute([axis - 1 for axis in order])).is_contiguous():
+        known.view(1, -1).addmm_(weights.unsqueeze(0), without_rows(flat, dropped))
+        return total
+    else:
+        more = weights @ without_rows(flat, dropped)
+    more = more.view(shape).permute(sorted(range(len(order)), key=order.__getitem__))
+    return more if total is None else total.add_(more)
 
 
-def _sum_of_rows(rows: Tensor, weights: Tensor, gone: Tensor | None) -> Tensor:
+def _sum_of_rows(rows: Tensor, weights: Tensor, dropped: Tensor | None) -> Tensor:
     """Σ_i weight_i · rows_i of (n, m), (m,), in one pass over the rows, where masking them would copy them.
 
-    In the place of a row that is `gone`, whose weight is 0, another one is read, which holds numbers; if all are gone,
-    there is none, and what comes out is no number but stands for 0.
+    In the place of a dropped row another one is read, which holds numbers; if all are dropped, there is none, and what
+    comes out is no number but stands for 0.
     """
     n, m = rows.shape
     places = torch.arange(n, device=rows.device)
-    if gone is not None:
-        places = torch.where(gone, weights.argmax(), places)
+    if dropped is not None:
+        places = torch.where(dropped, weights.argmax(), places)
     part = -(-n // min(n, max(1, THREADS // m)))
     starts = torch.arange(0, n, part, device=rows.device)
     sums = F.embedding_bag(places, rows, starts, mode="sum", per_sample_weights=weights)
     total = sums[0] if len(sums) == 1 else sums.sum(0)
     return total.nan_to_num_(0.0, math.inf, -math.inf)
-
-
-def weighing(factors: Tensor, masks: bool = True) -> Tensor:
-    """Factors by which layers multiply rows, of which `gone_rows` is computed once for all layers."""
-    return with_gone(factors, masks) if starts_kernels(factors) else factors
 
 
 RELATIONS = ("add_remove",)
@@ -191,101 +189,3 @@ class Sensitivity:
     def total(self) -> float:
         """(Σ_k C_k²)^½: how far it moves all groups together."""
         return float(self.thresholds.square().sum().sqrt())
-
-
-class Counts:
-    """Counts on the device of the norms, so that nothing waits for a value.
-
-    Args:
-        groups: K.
-        like: a tensor on the device, with the dtype, that thresholds have.
-    """
-
-    def __init__(self, groups: int, like: Tensor) -> None:
-        self.examples = 0
-        self.at = torch.ones(groups, dtype=like.dtype, device=like.device)
-        """The thresholds that counts are taken at, (K,)."""
-        self._table = torch.zeros(2, groups, dtype=torch.int64, device=like.device)
-        self._within, self._left_out = self._table.unbind()
-        self._read: Tensor | None = None
-        self._unmasked = False
-        self._clip = torch.ones(groups, dtype=torch.float64)
-        self._clipped: Tensor | None = None
-
-    def set_thresholds(self, clip: Tensor, count: Tensor) -> None:
-        """The thresholds that clip from now on, and those that counts are taken at, (K,) float64 both."""
-        self._clip = clip
-        self.at.copy_(count)
-
-    def begin_clipping(self, masks: bool = True) -> None:
-        """A backward pass with the thresholds in force adds to the parameters' gradients; whether it `masks` rows."""
-        self._unmasked |= not masks and starts_kernels(self._table)
-        self._clipped = self._clip if self._clipped is None else torch.maximum(self._clipped, self._clip)
-
-    @property
-    def clipped(self) -> Tensor:
-        """The largest thresholds (K,) that clipped since `reset`; those in force, if none did."""
-        return (self._clip if self._clipped is None else self._clipped).clone()
-
-    @property
-    def within(self) -> Tensor:
-        """How many norms were within the thresholds, (K,) on the CPU."""
-        return self._on_host()[0]
-
-    @property
-    def left_out(self) -> Tensor:
-        """How many were not finite, (K,) on the CPU."""
-        return self._on_host()[1]
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether an example was left out since `reset`, while rows were not masked."""
-        return self._unmasked and bool(self.left_out.any())
-
-    def _on_host(self) -> Tensor:
-        """The host waits for the device once, whatever is asked."""
-        if self._read is None:
-            self._read = self._table.cpu()
-        return self._read
-
-    def add(self, squared_norms: Mapping[int, Tensor], examples: int) -> None:
-        """Count the squared norms (examples,) of all K groups at once."""
-        squares = self._stack(squared_norms)
-        norms = squares.clamp_min(0).sqrt_()
-        self._read = None
-        self._within += (norms <= self.at.to(norms.dtype).unsqueeze(1)).sum(1)
-        self._left_out += (~(squares.to(self.at.dtype).abs() < math.inf)).sum(1)  # as `ClippingGroup.factors` has it
-        self.examples += examples
-
-    def repeated(self, examples: int, masks: bool) -> None:
-        """What `begin_clipping` and `add` did on the device was done again, for as many other examples."""
-        self.begin_clipping(masks)
-        self._read = None
-        self.examples += examples
-
-    def check_fillers(self, squared_norms: Mapping[int, Tensor], absent: int, wait: bool) -> None:
-        """Refuse a filler with a gradient: an example that is there twice moves a sum by twice the threshold.
-
-        On other devices than a CPU it looks only if it may `wait`.
-        """
-        tails = self._stack({k: squares[-absent:] for k, squares in squared_norms.items()})
-        if (wait or not starts_kernels(tails)) and bool(((tails > LEAST_SQUARE) & (tails < math.inf)).any()):
-            raise UserError(f"The last {absent} examples of the microbatch are fillers: multiply their losses by 0.")
-
-    def reset(self) -> None:
-        """Begin again."""
-        self.examples, self._clipped, self._read, self._unmasked = 0, None, None, False
-        self._table.zero_()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """What is counted inside is forgotten."""
-        before, table = (self.examples, self._clipped, self._read, self._unmasked), self._table.clone()
-        try:
-            yield
-        finally:
-            self.examples, self._clipped, self._read, self._unmasked = before
-            self._table.copy_(table)
-
-    def _stack(self, squared_norms: Mapping[int, Tensor]) -> Tensor:
-        return torch.stack([squared_norms[k].to(self._table.device) for k in range(len(self._within))])

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import ClipRule, keep_finite, starts_kernels, unbind_factors, with_gone
+from groupwise.clipping.factors import ClipRule, is_async_device, keep_finite, unbind_factors, with_drop_mask
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
-from groupwise.clipping.rules.base import MOST_KEPT_WARM, LayerRule, RuleContext, Wanted, numbers
+from groupwise.clipping.rules.base import LayerRule, RuleContext, Wanted, numbers
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
@@ -26,7 +27,7 @@ class Member:
     rows: tuple[slice | None, ...] = ()
     """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
 
-    @property
+    @cached_property
     def label(self) -> str:
         """What messages call it."""
         return f"Layer {self.name!r}"
@@ -47,50 +48,49 @@ class ClippingGroup:
     """Where its trainable parameters are found: a module, and the name inside it."""
     names: tuple[str, ...]
     """Their names in the whole model."""
-    inputs: tuple[Tensor, ...]
-    """What its function returns gradients for: the parameters, or a stand-in where layers return them."""
+    inputs: tuple[nn.Parameter, ...]
+    """The parameters whose sums it forms; none where layers return them."""
+    anchor: Tensor
+    """What leads from the group to autograd's graph: a leaf that gets no gradient."""
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
-    wide: Tensor
-    """The same number and a 0, float64."""
     together: tuple["ClippingGroup", ...] = ()
     """The groups that close with it, itself included; () where it closes alone."""
     masks: bool = True
-    """Whether rows of examples that are left out become zeros, where that is not looked up (see `gone_rows`)."""
+    """Whether rows of examples that are left out become zeros, where that is not looked up (see `with_drop_mask`)."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Its trainable parameters as they are now (shards, between two passes under FSDP2)."""
         return tuple(module.get_parameter(name) for module, name in self.homes)
 
-    def factors(self, squares: Tensor) -> Tensor:
-        """Squared norms (n,) -> clip factors (n,), 0 where a norm is not finite."""
-        threshold, zero = self.wide.unbind()
-        if squares.dtype != threshold.dtype:
-            threshold, zero = threshold.to(squares.dtype), zero.to(squares.dtype)
-        factors = self.clip_rule(squares.clamp_min(LEAST_SQUARE).sqrt_(), threshold)
-        return keep_finite(factors, squares, self.threshold.dtype, zero)
-
 
 MOST_TOGETHER = 32
 """Groups that close together."""
 
 
-def factors_together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Clip factors (n,) of several groups from squared norms (n,) each; at once where the rule can."""
-    rule = groups[0].clip_rule if groups else None
-    if len(groups) < 2 or not getattr(rule, "elementwise", False):
-        each = [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
-        return [
-            with_gone(rows.to(group.threshold.dtype), group.masks) if starts_kernels(rows) else rows
-            for group, rows in zip(groups, each, strict=True)
-        ]
-    thresholds = torch.stack([group.threshold for group in groups]).unsqueeze(1)
-    every = torch.stack(list(squares))
-    factors = groups[0].clip_rule(every.clamp_min(LEAST_SQUARE).sqrt_(), thresholds)
-    factors = keep_finite(factors, every, thresholds.dtype, groups[0].wide[1]).to(thresholds.dtype)
-    return unbind_factors(factors, groups[0].masks)
+def most_kept(like: Tensor) -> int:
+    """Numbers that a layer keeps until the groups that close with its own are there: few in a CPU's cold caches."""
+    return 1 << 24 if is_async_device(like) else 1 << 17
+
+
+def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
+    """Clip factors (n,) of each group from its squared norms (n,), 0 where a norm is not finite.
+
+    They are formed for all groups at once, if their clip rule takes norms (K, n) and thresholds (K, 1).
+    """
+    first = groups[0]
+    if len(groups) > 1 and not getattr(first.clip_rule, "elementwise", False):
+        return [clip_factors_of([group], [rows])[0] for group, rows in zip(groups, squares, strict=True)]
+    every, dtype = torch.stack(list(squares)), first.threshold.dtype
+    thresholds = torch.stack([group.threshold for group in groups]).to(every.dtype)
+    norms = every.clamp_min(LEAST_SQUARE).sqrt_()
+    if len(groups) == 1:
+        factors = first.clip_rule(norms[0], thresholds[0]).unsqueeze(0)
+    else:
+        factors = first.clip_rule(norms, thresholds.unsqueeze(1))
+    return unbind_factors(with_drop_mask(keep_finite(factors, every, dtype).to(dtype), first.masks))
 
 
 def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
@@ -105,8 +105,8 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
 
 
 def _may_wait(group: ClippingGroup) -> bool:
-    """Whether its sums may wait for those of other groups: a GPU has fast memory for them, a CPU little."""
-    return starts_kernels(group.threshold) or numbers(*group.inputs) <= MOST_KEPT_WARM
+    """Whether its sums may wait for those of other groups."""
+    return is_async_device(group.threshold) or numbers(*group.inputs) <= most_kept(group.threshold)
 
 
 def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
@@ -124,11 +124,11 @@ def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
     return each.clone()
 
 
-def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, Tensor, list[int]]]:
+def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, list[int]]]:
     """Thresholds of groups on one device, in one dtype, become entries of one table, which one copy sets.
 
     Returns:
-        Each table (n,), the same in float64, and the numbers of its groups.
+        Each table (n,), and the numbers of its groups.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for k, group in enumerate(groups):
@@ -136,10 +136,9 @@ def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, Tens
     tables = []
     for (device, dtype), some in alike.items():
         table = torch.ones(len(some), dtype=dtype, device=device)
-        wide = torch.zeros(len(some), 2, dtype=torch.float64, device=device)
-        for k, entry, pair in zip(some, table.unbind(), wide.unbind(), strict=True):
-            groups[k].threshold, groups[k].wide = entry, pair
-        tables.append((table, wide[:, 0], some))
+        for k, entry in zip(some, table.unbind(), strict=True):
+            groups[k].threshold = entry
+        tables.append((table, some))
     return tables
 
 
@@ -228,10 +227,10 @@ def _build_group(
         tuple(members),
         tuple(homes),
         tuple(names),
-        (torch.zeros((), dtype=dtype, device=device, requires_grad=True),) if direct else tuple(parameters),
+        () if direct else tuple(parameters),
+        torch.zeros((), dtype=dtype, device=device, requires_grad=True),
         clip_rule,
         torch.empty((), dtype=dtype, device=device),
-        torch.zeros(2, dtype=torch.float64, device=device),
     )
 
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from groupwise.clipping.autograd import run_backward
 from groupwise.clipping.checks import check_losses
-from groupwise.clipping.cost_model import Formula
 from groupwise.clipping.engine import attach
 from groupwise.clipping.microbatches import NOT_NAMED
+from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition, per_layer
 from groupwise.clipping.unchanged import unchanged
 

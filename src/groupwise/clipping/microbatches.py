@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import ClipPlan
-from groupwise.clipping.factors import starts_kernels, with_gone
-from groupwise.clipping.forward_pass import ForwardPass
-from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.forward_pass import ForwardPass, Note
+from groupwise.clipping.gradients import ClippedGradients
+from groupwise.clipping.groups import ClippingGroup, Member, clip_factors_of, most_kept
 from groupwise.clipping.layouts import FIRST, Layout
-from groupwise.clipping.norm_terms import Terms
+from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
-from groupwise.clipping.rules.base import Finish, Gradients, IndexedSum, LayerRule, RuleContext, Saved, Wanted
+from groupwise.clipping.rules.base import Gradients, Saved, clipped_sum, numbers
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
-from groupwise.clipping.trace import Recorder
 from groupwise.errors import UserError
 
 
@@ -40,6 +39,8 @@ class BackwardPass:
     """Ghost, second pass: by what rows are multiplied, or None; 0 for examples left out."""
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
+    gradients: ClippedGradients = field(default_factory=ClippedGradients)
+    """The parameters' gradients, to which the clipped sums are added."""
     reported: set[str] = field(default_factory=set)
     """Layers that returned their gradients themselves."""
 
@@ -60,7 +61,8 @@ class GroupPass:
         """Whether the group has closed, or its losses never came."""
         self.joint_calls: list[LayerCall] = []
         """Calls of parameters that are used more than once."""
-        self.due: list[tuple[Member, Finish]] = []
+        self.due: list[tuple[Member, LayerCall | RowTerms]] = []
+        """What the sums are made from once the factors are known: calls, or the gradients that they formed."""
         self.sums: list[Tensor | None] = [None] * len(group.inputs)
         self.squares: list[Tensor] = []
         """Squared norms that factors were formed from, one part of the batch after the other."""
@@ -88,36 +90,24 @@ class GroupPass:
 
     def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> None:
         """Take a layer's activations and output gradients, for its norms and sums."""
-        current = self._current()
-        self.received = True
+        current, rule = self._current(), member.rule
         self.recomputed.note(current.phase, (g, *saved))
-        rule, saved, g = self._examples_first(member, layout, saved, g)
-        given = (saved, g, member.wanted, member.context)
+        if layout != FIRST and rule.features_last:
+            batched = (
+                layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
+            )
+            saved, g = tuple(batched), layout.examples_first(g)
+        elif layout != FIRST:
+            rule = FoldedRule(rule, layout)
         if current.phase is Phase.SUMS:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
             return
-        alone = current.phase is Phase.CLIP and self.calls == 1
-        if alone and not (self.waits and rule.defers(*given)):
-            self.add(member, rule.clipped_sum(saved, g, self.clip, member.wanted, member.context))
-            self.done = True
-            return
-        if any(place is not None and overlap(self.uses[place]) for place in member.places):
-            self.joint_calls.append(LayerCall(rule, member, saved, g))
+        call = LayerCall(rule, member, saved, g)
+        if self.calls > 1 and any(place is not None and overlap(self.uses[place]) for place in member.places):
+            self.joint_calls.append(call)
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
                 return
-        self._report(rule, member, given)
-
-    def _examples_first(
-        self, member: Member, layout: Layout, saved: Saved, g: Tensor
-    ) -> tuple[LayerRule, Saved, Tensor]:
-        """The call as if its tensors had the examples on their first axis, and the rule that takes it so."""
-        rule = member.rule
-        if layout == FIRST:
-            return rule, saved, g
-        if not rule.features_last:
-            return FoldedRule(rule, layout), saved, g
-        arranged = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
-        return rule, tuple(arranged), layout.examples_first(g)
+        self._report(call)
 
     def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> Gradients:
         """The same for a layer that returns its gradients itself, one a parameter."""
@@ -128,21 +118,22 @@ class GroupPass:
                 "use a layer for each, or do without direct=True."
             )
         current.reported.add(member.name)
-        self.received = True
         self.recomputed.note(current.phase, (g, *saved))
         if current.phase is Phase.NORMS:
-            self.terms.append(member.rule.norm_terms(saved, g, member.wanted, member.context))
+            self.terms.append(member.rule.squared_norms(saved, g, member.wanted, member.context))
             return (None,) * len(member.wanted)
         if current.phase is Phase.SUMS:
             return member.rule.weighted_sum(saved, g, current.factors, member.wanted, member.context)
         self.done = True
-        return member.rule.clipped_sum(saved, g, self.clip, member.wanted, member.context)
+        forms = member.rule.materializes(saved, g, member.wanted, member.context)
+        return self._clipped_sum(LayerCall(member.rule, member, saved, g), forms)
 
     def _current(self) -> BackwardPass:
         """The backward pass that runs, if this group's calls can take part in it."""
         current = self.running
         if self.over:
             raise UserError("These losses come from a forward pass that is over: call backward before the next one.")
+        self.received = True
         return current
 
     @property
@@ -163,10 +154,7 @@ class GroupPass:
     def clip(self, squares: Tensor) -> Tensor:
         """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
         self.squares.append(squares)
-        factors = self.group.factors(squares)
-        if not starts_kernels(factors):
-            return factors
-        return with_gone(factors.to(self.group.threshold.dtype), self.group.masks)
+        return clip_factors_of([self.group], [squares])[0]
 
     def begin_closing(self) -> bool:
         """Whether the group takes part in the backward pass that runs, of which it is marked as closed.
@@ -185,10 +173,12 @@ class GroupPass:
         current.closed.add(self.group.index)
         return True
 
-    def take_sums(self) -> list[Tensor | None]:
-        """What the group returns as the gradients of `group.inputs`; the pass is over."""
-        sums, self.sums, self.over, self.probe = self.sums, [], True, None
-        return sums or [None] * len(self.group.inputs)
+    def end(self) -> None:
+        """The pass is over: its sums go to the parameters' gradients."""
+        for parameter, total in zip(self.group.inputs, self.sums, strict=True):
+            if total is not None:
+                self.running.gradients.add(parameter, total)
+        self.sums, self.over, self.probe = [None] * len(self.sums), True, None
 
     def report_joint(self) -> None:
         """Add what the layers' own reports miss of the joint norms of parameters that are used more than once."""
@@ -198,18 +188,37 @@ class GroupPass:
         with no_autocast(calls[0].g.device.type):
             calls, stacked = stack_calls(calls)
             for call in stacked:
-                self._report(call.rule, call.member, (call.saved, call.g, call.member.wanted, call.member.context))
+                self._report(call)
             if len(crossing := cross_terms(calls, self.batch)):
                 self.terms += crossing
 
-    def _report(self, rule: LayerRule, member: Member, given: tuple[Saved, Tensor, Wanted, RuleContext]) -> None:
-        """Add a call's squared norms to the group's, and to what is due its sum, unless norms are all that is asked."""
+    def _report(self, call: LayerCall) -> None:
+        """Take a call's squared norms, and what makes its sum once the factors are known."""
+        rule, (saved, g), member = call.rule, (call.saved, call.g), call.member
+        given = saved, g, member.wanted, member.context
         if self.running.phase is Phase.NORMS:
-            self.terms.append(rule.norm_terms(*given))
+            self.terms.append(rule.squared_norms(*given))
             return
-        for terms, finish in rule.book_keep_all(*given):
-            self.terms.append(terms)
-            self.due.append((member, finish))
+        kept, forms = numbers(*(saved[i] for i in rule.batched), g), rule.materializes(*given)
+        formed = rule.count(g) * rule.size(member.wanted) if forms else kept
+        if self.calls == 1 and not (self.waits and min(formed, kept) <= most_kept(g)):
+            self.add(member, self._clipped_sum(call, forms))
+            self.done = True
+        elif forms and formed <= kept:
+            rows = RowTerms(rule.all_gradients(saved, g, member.wanted))
+            self.terms.append(rows)
+            self.due.append((member, rows))
+        else:
+            self.terms.append(rule.squared_norms(*given))
+            self.due.append((member, call))
+
+    def _clipped_sum(self, call: LayerCall, forms: bool) -> Gradients:
+        """The clipped sum of the group's only call, whose norms are found from gradients that it `forms`, or not."""
+        rule, member, saved, g = call.rule, call.member, call.saved, call.g
+        if forms:
+            return clipped_sum(rule, saved, g, self.clip, member.wanted)
+        squares = squares_together([[rule.squared_norms(saved, g, member.wanted, member.context)]])[0]
+        return rule.weighted_sum(saved, g, self.clip(squares), member.wanted, member.context)
 
     def add(self, member: Member, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""
@@ -223,15 +232,16 @@ class GroupPass:
                 else:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
 
-    def add_rows(self, member: Member, finish: IndexedSum, factors: Tensor) -> None:
-        """Add a sum in few rows to that of another use of the parameter, if there is one."""
+    def add_weighted(self, call: LayerCall, factors: Tensor) -> None:
+        """Add the sum of a call to those of its group; one in few rows is added to what another use has there."""
+        rule, member = call.rule, call.member
         place, part = member.places[0], member.rows_of(0)
         known = None if place is None else self.sums[place]
-        if known is None:
-            self.add(member, finish(factors))
-            return
-        indices, rows = finish.rows(factors)
-        (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
+        if known is not None and rule.indexed:
+            indices, rows = rule.weighted_rows(call.saved, call.g, factors)
+            (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
+        else:
+            self.add(member, rule.weighted_sum(call.saved, call.g, factors, member.wanted, member.context))
 
 
 NOT_NAMED: Hashable = object()
@@ -277,8 +287,8 @@ class OpenPasses:
                 )
             group_pass.recomputed.on = True
             return group_pass
-        refuse_float16(member.label, group.threshold.device.type)
         if group_pass is None:
+            refuse_float16(member.label, group.threshold.device.type)
             group_pass = self.open[group.index] = GroupPass(group, self.forward_pass, self)
         group_pass.note(member)
         return group_pass
@@ -293,9 +303,7 @@ class OpenPasses:
         return passes
 
     @contextmanager
-    def forward(
-        self, examples: int, microbatch: Hashable = NOT_NAMED, recorder: Recorder | None = None
-    ) -> Iterator[None]:
+    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED, note: Note | None = None) -> Iterator[None]:
         """What runs inside is a forward pass of B examples; a named one waits for `backward(..., microbatch)`, and the
         next one is waited for by an ordinary one. One that fails is forgotten.
 
@@ -305,7 +313,7 @@ class OpenPasses:
         if self.backward_pass is not None or self._forward_pass is not None:
             raise UserError("A forward pass was begun inside another pass of the engine: leave that first.")
         self.end()
-        forward_pass = ForwardPass(examples, self.plan, recorder)
+        forward_pass = ForwardPass(examples, self.plan, note)
         try:
             with self.running(forward_pass):
                 yield
@@ -313,7 +321,7 @@ class OpenPasses:
             self.end()
             raise
         self.last = forward_pass
-        if recorder is not None:
+        if note is not None:
             self.end()
         elif microbatch is not NOT_NAMED:
             if self.open:  # gradients were on

@@ -5,18 +5,16 @@ GPU a kernel: hundreds of them are what a step of a small batch waits for. So la
 reduced already, and a closing group (or several groups that close together) finishes all of one kind at once.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from groupwise.clipping.factors import starts_kernels, weigh_rows
-from groupwise.clipping.precision import slack_of, squared_row_norms
+from groupwise.clipping.factors import is_async_device
+from groupwise.clipping.precision import floor, row_lengths, slack_of, squared_row_norms, sum_of_squares
 
 FEW = 1 << 20
 """Numbers that may be copied, or kept for the sake of a few of them, to save a kernel."""
@@ -78,70 +76,68 @@ class GramTerms(Terms):
         return squares.add_(torch.stack([term.sums for term in terms]).clamp_min_(0)).add_(sizes)
 
 
+class OneRowTerms(Terms):
+    """‖g xᵀ‖² = ‖x‖²‖g‖² of rows x (B, d) and g (B, p), one position an example; the bias adds ‖g‖²."""
+
+    def __init__(self, x: Tensor, g: Tensor, bias: bool) -> None:
+        self.bias, self.left, self.right = bias, row_lengths(x), row_lengths(g)
+        self.floors = floor(x), floor(g)
+
+    @property
+    def key(self) -> Hashable:
+        """Whether there is a bias, and the sizes."""
+        return self.bias, self.floors, self.left.shape, self.left.dtype, self.right.dtype
+
+    @classmethod
+    def squares_of(cls, terms: Sequence["OneRowTerms"]) -> Tensor:
+        """Products, each raised by what is too small to have a square."""
+        left = torch.stack([term.left for term in terms]).double().square_()
+        right = torch.stack([term.right for term in terms]).double().square_()
+        x, g = terms[0].floors
+        return left.add_(x + terms[0].bias) * right.add_(g)
+
+
 @dataclass
 class RowTerms(Terms):
-    """Per-example gradients (B, *shape) of a layer's parameters; called with factors, their weighted sums."""
+    """Per-example gradients (B, *shape) of a layer's parameters, which serve for the weighted sums as well."""
 
     gradients: tuple[Tensor | None, ...]
-    _together: tuple[Tensor, int] | None = None
+    joined: tuple[Tensor, int] | None = None
     """The rows of all that were finished with it, (B, n, m), and its place among them."""
-
-    def __call__(self, factors: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(None if rows is None else weigh_rows(factors, rows) for rows in self.gradients)
-
-    @property
-    def rows(self) -> list[Tensor]:
-        """Those that are wanted, (B, m_j)."""
-        return [each.flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in self.gradients if each is not None]
-
-    @property
-    def few(self) -> bool:
-        """Whether they may be copied."""
-        return sum(each.numel() for each in self.gradients if each is not None) <= FEW
 
     @property
     def key(self) -> Hashable:
         """The sizes; where joining saves no kernel, nothing is joined."""
-        rows = self.rows
-        return tuple((each.shape, each.dtype) for each in rows) if starts_kernels(rows[0]) else id(self)
-
-    @property
-    def joined(self) -> bool:
-        """Whether it was finished together with others, so that the sums can be, too."""
-        return self._together is not None
+        rows = [each for each in self.gradients if each is not None]
+        if not is_async_device(rows[0]) or sum(each.numel() for each in rows) > FEW:
+            return id(self)
+        return tuple(None if each is None else (each.shape, each.dtype) for each in self.gradients)
 
     @classmethod
     def squares_of(cls, terms: Sequence["RowTerms"]) -> Tensor:
         """Of all parameters of a layer together."""
-        every = [rows for term in terms for rows in term.rows]
-        joined = every[0] if len(every) == 1 else torch.cat(every, 1)
+        if len(terms) == 1:
+            return sum_of_squares(terms[0].gradients).unsqueeze(0)
+        joined = torch.cat([rows.reshape(len(rows), -1) for t in terms for rows in t.gradients if rows is not None], 1)
         together = joined.view(len(joined), len(terms), joined.shape[1] // len(terms))
-        if len(terms) > 1:
-            for i, term in enumerate(terms):
-                term._together = together, i
+        for i, term in enumerate(terms):
+            term.joined = together, i
         return squared_row_norms(together.flatten(0, 1)).view(together.shape[:2]).t()
 
-    @classmethod
-    def sums_of(cls, terms: Sequence["RowTerms"], factors: Sequence[Tensor]) -> list[tuple[Tensor | None, ...]] | None:
-        """Σ_i factor_i · g_i for each layer and parameter, from factors (B,) each; None if they were not finished in
-        this order together."""
-        found = [term._together for term in terms]
-        rows = found[0][0] if found[0] is not None else None
-        if rows is None or any(each is None or each[0] is not rows or each[1] != i for i, each in enumerate(found)):
-            return None
-        weights = torch.stack([each.to(rows.dtype) for each in factors])
-        rows.masked_fill_((weights == 0).t().unsqueeze(2), 0)  # whatever they hold: 0 · NaN is NaN
-        sums = torch.bmm(weights.unsqueeze(1), rows.transpose(0, 1)).squeeze(1)
-        return [term._split(row) for term, row in zip(terms, sums.unbind(), strict=True)]
-
-    def _split(self, sums: Tensor) -> tuple[Tensor | None, ...]:
+    def split(self, sums: Tensor) -> tuple[Tensor | None, ...]:
         """From the sums (m,) of all parameters to each one's own."""
-        ends = pairwise(accumulate((0 if g is None else math.prod(g.shape[1:]) for g in self.gradients), initial=0))
-        shapes = [None if gradient is None else gradient.shape[1:] for gradient in self.gradients]
-        return tuple(
-            None if shape is None else sums[start:end].view(shape)
-            for shape, (start, end) in zip(shapes, ends, strict=True)
-        )
+        parts = iter(sums.split([rows[0].numel() for rows in self.gradients if rows is not None]))
+        return tuple(None if rows is None else next(parts).view(rows.shape[1:]) for rows in self.gradients)
+
+
+def joined_sums(terms: Sequence[RowTerms], factors: Sequence[Tensor]) -> list[tuple[Tensor | None, ...]]:
+    """Σ_i factor_i · g_i for each layer and parameter, of terms that were finished together, in their order."""
+    assert terms[0].joined is not None
+    rows = terms[0].joined[0]
+    weights = torch.stack([each.to(rows.dtype) for each in factors])
+    rows.masked_fill_((weights == 0).t().unsqueeze(2), 0)  # whatever they hold: 0 · NaN is NaN
+    sums = torch.bmm(weights.unsqueeze(1), rows.transpose(0, 1)).squeeze(1)
+    return [term.split(row) for term, row in zip(terms, sums.unbind(), strict=True)]
 
 
 def squares_together(reported: Sequence[Sequence[Terms | Tensor]]) -> list[Tensor]:

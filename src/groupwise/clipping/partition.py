@@ -9,17 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
-from groupwise.clipping.rules import REWRITTEN
+from groupwise.clipping.rules import REWRITTEN, WITHOUT_COPIES
 from groupwise.clipping.rules.base import LayerRule, find_rule
-from groupwise.clipping.rules.weights import Forward, forward_of
 from groupwise.errors import UserError
+
+Forward = Callable[..., Any]
+"""(module, *args, **kwargs) -> what the module's own forward returns."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
             own += [(f"{rule.claims}.{local}", p) for local, p in inside.named_parameters(recurse=False)]
         trainable = {local: p for local, p in own if p.requires_grad}
         if trainable:
-            layers.append(Layer(name, module, rule, trainable, None if rule else forward_of(module, REWRITTEN)))
+            layers.append(Layer(name, module, rule, trainable, None if rule else _rewritten(module)))
     if not layers:
         raise UserError("The model has no trainable parameter: set requires_grad=True where it should learn.")
     for layer in layers:
@@ -94,6 +98,12 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
                     "float32: keep trainable parameters in float32 and use autocast for speed."
                 )
     return tuple(layers)
+
+
+def _rewritten(module: nn.Module) -> Forward | None:
+    """The forward that runs in a module's place, unless it has one of its own, or computed weights."""
+    kind = next((kind for kind in REWRITTEN if isinstance(module, kind) and type(module).forward is kind.forward), None)
+    return None if kind is None or is_parametrized(module) else REWRITTEN[kind]
 
 
 def _refuse_mixing(model: nn.Module) -> None:
@@ -141,7 +151,9 @@ def warn_of_copies(layers: tuple[Layer, ...]) -> None:
     kinds = Counter(
         type(layer.module).__name__
         for layer in layers
-        if layer.rule is None and layer.rewritten is None and any(p.numel() > COPIED for p in layer.trainable.values())
+        if layer.rule is None
+        and not isinstance(layer.module, WITHOUT_COPIES)
+        and any(p.numel() > COPIED for p in layer.trainable.values())
     )
     if kinds:
         told = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())

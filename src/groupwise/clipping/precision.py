@@ -44,19 +44,31 @@ LEAST_SQUARE = 1e-20
 
 def squared_row_norms(rows: Tensor) -> Tensor:
     """‖row_i‖² of rows (B, ...) -> (B,), float64, from sums in float32 at least; infinite above 1.8e19 in float32."""
-    if rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last):
-        rows = rows.permute(0, 2, 3, 1)  # the order of a row's numbers is all the same, and this takes no copy
-    flat = rows.reshape(len(rows), -1) if rows.dim() == 1 else rows.flatten(1)
+    return row_lengths(rows).double().square_()
+
+
+def row_lengths(rows: Tensor) -> Tensor:
+    """‖row_i‖ of rows (B, ...) -> (B,), from sums in float32 at least; in float64 where there is more than a block."""
+    flat = in_memory_order(rows)[0]  # the order of a row's numbers is all the same, and this takes no copy
     count, rest = divmod(flat.shape[1], BLOCK)
     wide = torch.promote_types(rows.dtype, torch.float32)  # a kernel reads half precision as that, without a copy
     if not count:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=wide).double().square_()
+        return torch.linalg.vector_norm(flat, dim=1, dtype=wide)
     blocks = flat[:, : count * BLOCK].unflatten(1, (count, BLOCK))
     lengths = torch.linalg.vector_norm(blocks, dim=2, dtype=wide)
-    squares = torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64).square_()
     if rest:
-        squares += torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1, dtype=wide).double().square_()
-    return squares
+        more = torch.linalg.vector_norm(flat[:, count * BLOCK :], dim=1, keepdim=True, dtype=wide)
+        lengths = torch.cat([lengths, more], 1)
+    return torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64)
+
+
+def in_memory_order(rows: Tensor) -> tuple[Tensor, list[int]]:
+    """Rows (B, *shape) as (B, m), a view where memory allows, and the order of axes that it took."""
+    order = list(range(1, rows.dim()))
+    if not rows.is_contiguous():
+        order.sort(key=rows.stride, reverse=True)
+        rows = rows.permute(0, *order)
+    return rows.unsqueeze(1) if rows.dim() == 1 else rows.flatten(1), order
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -170,7 +182,7 @@ def cut_factors(factors: Tensor) -> Tensor:
 
 def floor(rows: Tensor) -> float:
     """More than the squared norm of a row (B, ...) whose squares have all underflowed."""
-    return math.prod(rows.shape[1:]) * torch.finfo(rows.dtype).tiny
+    return rows.shape[1:].numel() * (1.2e-38 if rows.dtype != torch.float64 else 2.3e-308)
 
 
 @contextmanager

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.cost_model import Decision
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.factors import ClipRule, clip_factors
 from groupwise.clipping.groups import Member
@@ -17,7 +15,8 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class Reference:
-    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,); Σ_i factor_i·‖g^(i)‖ by name."""
+    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,), each example once; Σ_i factor_i·‖g^(i)‖
+    by name."""
 
     sums: dict[str, Tensor]
     norms: Tensor
@@ -32,6 +31,7 @@ def clipped_sums(
     partition: Partition,
     thresholds: Sequence[float] | Tensor,
     clip_rule: ClipRule = clip_factors,
+    times: Sequence[int] | None = None,
 ) -> Reference:
     """Σ_i g_k^(i)·factor(‖g_k^(i)‖, C_k) with one backward pass an example.
 
@@ -42,6 +42,7 @@ def clipped_sums(
         partition: the groups.
         thresholds: C_k, (K,).
         clip_rule: the rule of the engine that is compared.
+        times: how often each example is in the batch; once by default.
 
     Raises:
         UserError: a trainable parameter that no loss depends on.
@@ -57,7 +58,7 @@ def clipped_sums(
     sizes = dict.fromkeys(parameters, 0.0)
     norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype)
     reached: set[str] = set()
-    for column, example in enumerate(examples):
+    for column, (example, n) in enumerate(zip(examples, times or [1] * len(examples), strict=True)):
         found = torch.autograd.grad(loss_of(example), list(parameters.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
         reached |= gradients.keys()
@@ -66,7 +67,7 @@ def clipped_sums(
             norms[k, column] = torch.stack(squares).sum().sqrt() if squares else 0.0
             if not norms[k, column].isfinite():
                 continue  # such an example is left out of the group
-            factor = float(clip_rule(norms[k, column].view(1), thresholds[k]))
+            factor = n * float(clip_rule(norms[k, column].view(1), thresholds[k]))
             for name in group:
                 if name in gradients:
                     sums[name] += factor * gradients[name]
@@ -95,21 +96,10 @@ def explain(engine: ClippingEngine) -> str:
 
 
 def _row(member: Member) -> tuple[str, ...]:
-    name, kind = member.name or "(model)", type(member.rule.module).__name__
-    last = member.context.choices.last
-    if last is None:
+    name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.context.methods
+    if methods.last is None:
         return (name, kind, "", "one way", "no choice to make")
-    decision = member.context.choices[last]
-    return (name, kind, _arrow(last), decision.chosen, _why(decision))
-
-
-def _arrow(key: tuple[Any, ...]) -> str:
-    return " -> ".join("×".join(map(str, sizes)) for sizes in key[:2])
-
-
-def _why(decision: Decision) -> str:
-    costs = sorted(decision.seconds.items(), key=lambda item: item[0] != decision.chosen)
-    text = ", ".join(
-        f"{name} {1e3 * seconds:.2f} ms and {decision.work[name].bytes / 1e6:.1f} MB" for name, seconds in costs
-    )
-    return text + (" (forced)" if decision.forced else "")
+    arrow = " -> ".join("×".join(map(str, sizes)) for sizes in methods.last[:2])
+    costs = sorted(methods.costs[methods.last].items(), key=lambda item: item[0] != methods[methods.last])
+    text = ", ".join(f"{name} {1e6 * seconds:.1f} µs an example" for name, seconds in costs)
+    return (name, kind, arrow, methods[methods.last], text)

@@ -7,13 +7,13 @@ report the squares, and this file the rest: from outer products where both rules
 materialised gradients.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
 
-from groupwise.clipping.cost_model import CHUNK_FLOATS, OuterProducts
+from groupwise.clipping.gram import CHUNK_FLOATS, OuterProducts
 from groupwise.clipping.groups import Member
 from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_of_squares, upcast
 from groupwise.clipping.rules.base import LayerRule, Saved
@@ -88,8 +88,7 @@ def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
 def _outer_products(call: LayerCall, local: int) -> OuterProducts | None:
     if local != 0 or call.member.rows:  # of a part of a weight they would be about other rows
         return None
-    outer = call.rule.outer_products(call.saved, call.g)
-    return None if outer is None else replace(outer, lengths=call.member.context.products.lengths(outer.left))
+    return call.rule.outer_products(call.saved, call.g)
 
 
 def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) -> Tensor:

@@ -1,14 +1,16 @@
 """Holds a model's clipping groups, the thresholds that are in force, and the counts of a batch."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import RELATIONS, ClipRule, Counts, Sensitivity
-from groupwise.clipping.groups import build_groups, one_each, share_thresholds
+from groupwise.clipping.factors import RELATIONS, ClipRule, Sensitivity, is_async_device
+from groupwise.clipping.groups import build_groups, clip_factors_of, one_each, share_thresholds
 from groupwise.clipping.partition import Layer, Partition
+from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.errors import UserError
 
@@ -40,7 +42,19 @@ class ThresholdsAndCounts:
         """‖g_k^(i)‖² of the last microbatch by group, (B,) each."""
         self._context = context
         self._tables = share_thresholds(self.groups)
-        self._counts = Counts(len(partition), self.groups[0].threshold)
+        self._clip = torch.ones(len(partition), dtype=torch.float64)
+        self._clipped: Tensor | None = None
+        self._count_at = torch.ones_like(self._clip, dtype=self.groups[0].threshold.dtype, device=self._device)
+        self._totals = torch.zeros(2, len(partition), dtype=torch.int64, device=self._device)
+        """How many norms were within the thresholds, and how many were not finite: on the device of the norms."""
+        self._read: Tensor | None = None
+        self._unmasked = False
+        self.examples = 0
+        """Examples since `reset`."""
+
+    @property
+    def _device(self) -> torch.device:
+        return self.groups[0].threshold.device
 
     @property
     def thresholds(self) -> Tensor:
@@ -50,7 +64,7 @@ class ThresholdsAndCounts:
     @property
     def count_thresholds(self) -> Tensor:
         """The thresholds that counts are taken at, (K,)."""
-        return self._counts.at.clone()
+        return self._count_at.clone()
 
     def set_thresholds(
         self, clip: float | Sequence[float] | Tensor, count: Sequence[float] | Tensor | None = None
@@ -61,10 +75,10 @@ class ThresholdsAndCounts:
             UserError: not one finite positive number a group.
         """
         values = one_each(len(self.groups), clip)
-        self._counts.set_thresholds(values, values if count is None else one_each(len(self.groups), count))
-        for table, wide, groups in self._tables:
+        self._clip = values
+        self._count_at.copy_(values if count is None else one_each(len(self.groups), count))
+        for table, groups in self._tables:
             table.copy_(values[groups])
-            wide.copy_(table)
 
     def sensitivity(self, relation: str) -> Sensitivity:
         """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
@@ -83,22 +97,27 @@ class ThresholdsAndCounts:
             raise UserError(
                 f"relation={relation!r} is unknown: a bound is proven for {RELATIONS[0]!r} (one example more or less)."
             )
-        return Sensitivity(relation, tuple(group.parameters for group in self.groups), self._counts.clipped)
+        return Sensitivity(
+            relation,
+            tuple(group.parameters for group in self.groups),
+            (self._clip if self._clipped is None else self._clipped).clone(),
+        )
 
     @property
     def counts(self) -> Tensor:
         """b̄_k: how many examples since `reset` had ‖g_k‖ <= the count threshold, (K,) float64 on the CPU."""
-        return self._counts.within.double()
-
-    @property
-    def examples(self) -> int:
-        """Examples since `reset`."""
-        return self._counts.examples
+        return self._on_host()[0].double()
 
     @property
     def nonfinite(self) -> int:
         """Examples left out since `reset` because a norm was not finite (the most over groups)."""
-        return int(self._counts.left_out.max())
+        return int(self._on_host()[1].max())
+
+    def _on_host(self) -> Tensor:
+        """The host waits for the device once, whatever is asked."""
+        if self._read is None:
+            self._read = self._totals.cpu()
+        return self._read
 
     @property
     def masks_rows(self) -> bool:
@@ -114,7 +133,7 @@ class ThresholdsAndCounts:
     @property
     def spoiled(self) -> bool:
         """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
-        return self._counts.spoiled
+        return self._unmasked and bool(self._on_host()[1].any())
 
     @property
     def products_reused(self) -> int:
@@ -129,12 +148,16 @@ class ThresholdsAndCounts:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
-        with self._counts.kept():
+        before, totals = (self.examples, self._clipped, self._read, self._unmasked), self._totals.clone()
+        try:
             yield
+        finally:
+            self.examples, self._clipped, self._read, self._unmasked = before
+            self._totals.copy_(totals)
 
     def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
         """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
-        return self.groups[group].factors(squared_norms).to(self.groups[group].threshold.dtype)
+        return clip_factors_of([self.groups[group]], [squared_norms])[0]
 
     def count_norms(self, squared_norms: Tensor) -> None:
         """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.
@@ -149,10 +172,39 @@ class ThresholdsAndCounts:
             )
         self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
 
+    def _reset_counts(self) -> None:
+        self.examples, self._clipped, self._read, self._unmasked = 0, None, None, False
+        self._totals.zero_()
+
+    def _begin_clipping(self) -> None:
+        """A backward pass with the thresholds in force adds to the parameters' gradients."""
+        self._unmasked |= not self.masks_rows and is_async_device(self._totals)
+        self._clipped = self._clip if self._clipped is None else torch.maximum(self._clipped, self._clip)
+
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
+        """Count the squared norms (examples,) of all K groups at once, on the device, so that nothing waits."""
         self.squared_norms = squared_norms
-        self._counts.add(squared_norms, examples)
+        squares = self._stack(squared_norms)
+        norms = squares.clamp_min(0).sqrt_()
+        self._read = None
+        self._totals[0] += (norms <= self._count_at.to(norms.dtype).unsqueeze(1)).sum(1)
+        self._totals[1] += (~(squares.to(self._count_at.dtype).abs() < math.inf)).sum(1)  # as `keep_finite` has it
+        self.examples += examples
 
     def repeated(self, examples: int) -> None:
         """Note that a CUDA graph of `backward` ran, recorded with this `masks_rows` and gradients in this memory."""
-        self._counts.repeated(examples, self.masks_rows)
+        self._begin_clipping()
+        self._read = None
+        self.examples += examples
+
+    def _check_fillers(self, squared_norms: dict[int, Tensor], absent: int, wait: bool) -> None:
+        """Refuse a filler with a gradient: an example that is there twice moves a sum by twice the threshold.
+
+        On other devices than a CPU it looks only if it may `wait`.
+        """
+        tails = self._stack({k: squares[-absent:] for k, squares in squared_norms.items()})
+        if (wait or not is_async_device(tails)) and bool(((tails > LEAST_SQUARE) & (tails < math.inf)).any()):
+            raise UserError(f"The last {absent} examples of the microbatch are fillers: multiply their losses by 0.")
+
+    def _stack(self, squared_norms: dict[int, Tensor]) -> Tensor:
+        return torch.stack([squared_norms[k].to(self._device) for k in range(len(self.groups))])

@@ -42,20 +42,20 @@ def moved_parameters(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Copies of the buffers by name; afterwards the model's own hold the same again."""
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model's buffers are the same tensors and hold the same numbers."""
     before = [
-        (module, local, buffer, f"{name}.{local}" if name else local, buffer.clone())
-        for name, module in model.named_modules()
-        for local, buffer in module._buffers.items()
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
         if buffer is not None
     ]
     try:
-        yield {name: value for _, _, _, name, value in before}
+        yield
     finally:
         with torch.no_grad():
-            for module, local, buffer, _, value in before:
-                module._buffers[local] = buffer
+            for buffers, name, buffer, value in before:
+                buffers[name] = buffer
                 if not same_values(buffer, value):
                     buffer.copy_(value)
 
@@ -69,8 +69,9 @@ class Generators:
     """Those of torch (on the CPU and on `devices`), Python's `random`, `numpy.random`, and any that `add` names."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-        self._others: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        self._defaults = [torch.random.default_generator, *(torch.cuda.default_generators[index] for index in cuda)]
+        self._others: dict[torch.Generator, Tensor] = {}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -80,62 +81,46 @@ class Generators:
             yield
         finally:
             back()
-            for generator, state in self._others.values():
+            for generator, state in self._others.items():
                 generator.set_state(state)
             self._others.clear()
 
     def standing(self) -> Callable[[], None]:
         """Note where the default generators stand; what is returned puts them back there."""
-        host, on_cpu = host_states(), torch.get_rng_state()
-        recorded = bool(self._cuda) and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may ask then
-        on_gpus = {} if recorded else {index: torch.cuda.get_rng_state(index) for index in self._cuda}
+        recorded = len(self._defaults) > 1 and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may ask
+        states = [(generator, generator.get_state()) for generator in self._defaults[: 1 if recorded else None]]
+        host = host_states()
 
         def back() -> None:
+            for generator, state in states:
+                generator.set_state(state)
             random.setstate(host["random"])
-            if (numpy := _numpy()) is not None and "numpy.random" in host:
-                numpy.random.set_state(host["numpy.random"])
-            torch.set_rng_state(on_cpu)
-            for index, state in on_gpus.items():
-                torch.cuda.set_rng_state(state, index)
+            if "numpy.random" in host:
+                sys.modules["numpy"].random.set_state(host["numpy.random"])
 
         return back
 
     def add(self, generator: torch.Generator) -> None:
         """A generator of the model's own, before it is drawn from for the first time."""
-        if id(generator) not in self._others:
-            self._others[id(generator)] = generator, generator.get_state()
+        self._others.setdefault(generator, generator.get_state())
 
     def seed(self, seed: int) -> None:
         """Seed all of them."""
-        torch.random.default_generator.manual_seed(seed)
-        for index in self._cuda:
-            torch.cuda.default_generators[index].manual_seed(seed)
+        self.seed_torch(seed)
         random.seed(seed)
-        if (numpy := _numpy()) is not None:
-            numpy.random.seed(seed)
-        for generator, _ in self._others.values():
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+
+    def seed_torch(self, seed: int) -> None:
+        """Seed those of torch."""
+        for generator in (*self._defaults, *self._others):
             generator.manual_seed(seed)
 
 
-def host_states() -> dict[str, Any]:
-    """Where Python's and numpy's generators stand, by the module that owns them."""
-    numpy = _numpy()
-    return {"random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.random.get_state()})
-
-
-def moved(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The generator of the host that was drawn from in between, by its module's name."""
-    return next((name for name, state in after.items() if name in before and not _equal(before[name], state)), None)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """States are tuples, numpy's with an array inside."""
-    return len(a) == len(b) and all(
-        bool((x == y).all()) if hasattr(x, "all") else x == y for x, y in zip(a, b, strict=True)
-    )
-
-
-def _numpy() -> Any:
-    """numpy, if anybody imported it: nobody draws from it otherwise, and torch alone must do."""
-    module = sys.modules.get("numpy")
-    return module if hasattr(module, "random") else None
+def host_states() -> dict[str, tuple[Any, ...]]:
+    """Where Python's and numpy's generators stand, by the module that owns them; numpy's, if anybody imported it."""
+    states: dict[str, tuple[Any, ...]] = {"random": random.getstate()}
+    if "numpy.random" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = (name, keys.tolist(), *rest)
+    return states

@@ -1,21 +1,26 @@
 """Holds the layer rules, one file a kind of layer; importing the package registers the built-in ones."""
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
 from groupwise.clipping.rules import (  # noqa: F401
-    computed_weight,
+    attention,
     conv,
     conv_transpose,
     embedding,
+    embedding_bag,
     group_norm,
     linear,
     normalization,
-    ws_conv,
+    recurrent,
 )
-from groupwise.clipping.rules.attention import ATTENTION
 from groupwise.clipping.rules.base import LayerRule, find_rule, register_rule
-from groupwise.clipping.rules.embedding_bag import EMBEDDING_BAG
-from groupwise.clipping.rules.recurrent import RECURRENT
 
-__all__ = ["REWRITTEN", "LayerRule", "find_rule", "register_rule"]
+__all__ = ["REWRITTEN", "WITHOUT_COPIES", "LayerRule", "find_rule", "register_rule"]
 
-REWRITTEN = {**RECURRENT, **ATTENTION, **EMBEDDING_BAG}
-"""Types of modules that are made of linear layers and embeddings, and their forwards in those terms."""
+REWRITTEN: dict[Any, Callable[..., Any]] = dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.recurrent)
+"""Types of modules that are made of linear layers, and their forwards in those terms."""
+WITHOUT_COPIES = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.EmbeddingBag)
+"""Types of modules whose parameters go into functions that are made of linear layers and embeddings."""

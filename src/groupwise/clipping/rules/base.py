@@ -1,50 +1,25 @@
-"""Says what a layer rule must give the engine, what it may use, and finds the rule of a module."""
+"""Says what a layer rule must give the engine, what it may use, and finds the rule of a module.
+
+A rule needs three methods: `forward`, `input_gradient` and `per_example_gradients`. Norms and sums follow from them.
+Where they can be had without a gradient for each example, a rule has `squared_norms` and `weighted_sum` of its own.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from groupwise.clipping.cost_model import Choices, LastProducts, OuterProducts
+from groupwise.clipping.factors import add_weighed_rows
+from groupwise.clipping.gram import InputProducts, OuterProducts
+from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import sum_of_squares
 from groupwise.errors import UserError
-
-
-class BufferPool:
-    """One buffer for each purpose, which the layers of a backward pass take over from each other.
-
-    A buffer grows to the largest size that was asked for. On a CPU fresh memory is mapped page by page as it is first
-    written, which can cost more than the arithmetic on it.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[object, ...], Tensor] = {}
-
-    def take(self, purpose: str, like: Tensor, *shape: int) -> Tensor:
-        """Uninitialised memory of a shape, with dtype and device of `like`, until the purpose is asked for again.
-
-        Other devices than a CPU get fresh memory: their allocators keep it, and know about streams.
-        """
-        if like.device.type != "cpu":
-            return like.new_empty(shape)
-        size = 1
-        for length in shape:
-            size *= length
-        key = (purpose, like.dtype)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[key] = like.new_empty(size)
-        return buffer[:size].view(shape)
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._buffers.clear()
 
 
 @dataclass(frozen=True)
@@ -55,67 +30,24 @@ class RuleContext:
     """The layer is a group by itself, and each of its parameters is used once: clipped sums are fused with norms."""
     save_memory: bool = False
     """Nothing may be kept for the sake of speed (ghost clipping)."""
-    choices: Choices = field(default_factory=Choices)
+    methods: NormMethods = field(default_factory=NormMethods)
     """How the layer's norms are computed, decided once for each size."""
-    buffers: BufferPool = field(default_factory=BufferPool)
-    products: LastProducts = field(default_factory=LastProducts)
+    products: InputProducts = field(default_factory=InputProducts)
 
     def for_layer(self, own_group: bool = False) -> "RuleContext":
-        """The context of another layer of the same engine: choices of its own, everything else shared."""
-        return replace(self, own_group=own_group, choices=Choices(self.choices.formula, self.choices.rates))
+        """The context of another layer of the same engine: methods of its own, everything else shared."""
+        return replace(self, own_group=own_group, methods=NormMethods(self.methods.formula, self.methods.rates))
 
-    def clear(self) -> None:
-        """Give back what a backward pass has left behind."""
-        self.buffers.clear()
-        self.products.clear()
-
-
-@lru_cache
-def device_memory(kind: str, index: int) -> int:
-    """Bytes that a device has; 16 GiB where it cannot be asked."""
-    if kind == "cuda" and torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(index).total_memory)
-    return 1 << 34
-
-
-def chunk_floats(like: Tensor) -> int:
-    """Numbers that a chunk of materialised gradients may hold: about a core's cache, or a 64th of a GPU's memory."""
-    device = like.device
-    return 1 << 20 if device.type == "cpu" else device_memory(device.type, device.index or 0) // 256
-
-
-MOST_KEPT = 1 << 24
-"""Numbers that a layer may keep until the groups that close with its own are there."""
-MOST_KEPT_WARM = 1 << 17
-"""The same on a CPU, whose caches are cold for more by then; a layer of so few costs more to begin than to compute."""
 
 Saved = tuple[Tensor | None, ...]
 Wanted = tuple[bool, ...]
 Gradients = tuple[Tensor | None, ...]
 Clip = Callable[[Tensor], Tensor]
 """squared norms (n,) of the next n examples -> their factors (n,)."""
-Finish = Callable[[Tensor], Gradients]
-"""factors (B,) -> Σ_i factor_i · g_k^(i) for each parameter."""
-
-
-@dataclass(frozen=True)
-class IndexedSum:
-    """A weighted sum that has numbers in few rows of its parameter: as a whole, or to be added to another use's sum."""
-
-    whole: Finish
-    rows: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """factors (B,) -> indices (n,) and what is added there, (n, d); an index may come several times."""
-
-    def __call__(self, factors: Tensor) -> Gradients:
-        return self.whole(factors)
 
 
 class LayerRule(ABC):
-    """What the engine must know of one type of layer.
-
-    Three methods are the mathematics and have no default: `forward`, `input_gradient`, `per_example_gradients`; with
-    `PerExampleRule` nothing else is needed. For layers whose weight gradient is a product of matrices see `MatrixRule`.
-    """
+    """What the engine must know of one type of layer."""
 
     layer_type: ClassVar[type[nn.Module]]
     parameter_names: ClassVar[tuple[str, ...]]
@@ -127,6 +59,8 @@ class LayerRule(ABC):
     """Whether the layer works on the last axis alone, so that all others may come in any order and number."""
     stacks: ClassVar[bool] = False
     """Whether several calls can become one (`stack`)."""
+    indexed: ClassVar[bool] = False
+    """Whether sums are numbers in few rows of the parameter (`weighted_rows`)."""
     claims: ClassVar[str] = ""
     """A module inside of the layer whose parameters are the layer's own."""
 
@@ -183,45 +117,66 @@ class LayerRule(ABC):
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """Each wanted parameter's per-example gradients (B, *shape), float32 or better; None for the others."""
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
-        """‖g_k^(i)‖² over the wanted parameters, (B,), float64, never under-stated by rounding."""
-        return sum_of_squares(self.per_example_gradients(saved, g, wanted))
+    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+        """Whether norms are found from `per_example_gradients`, which may then serve for the sums, too."""
+        return True
 
-    def norm_terms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
-        """The same, or what they are made of, to be finished with those of other layers."""
-        return self.squared_norms(saved, g, wanted, context)
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
+        """‖g_k^(i)‖² over the wanted parameters, (B,), float64, or what they are made of.
 
-    def defers(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
-        """Whether the sums of a layer in a group of its own may wait for other groups, without more work or memory
-        than `MOST_KEPT`."""
-        return numbers(*saved, g) <= (MOST_KEPT_WARM if g.device.type == "cpu" else MOST_KEPT)
+        Rounding does not under-state them, also against what `weighted_sum` adds up.
+        """
+        squares = [sum_of_squares(rows) for rows in self.gradient_chunks(saved, g, wanted)]
+        return squares[0] if len(squares) == 1 else torch.cat(squares)
 
-    @abstractmethod
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         """Σ_i factor_i · g_k^(i) for each parameter (None: all ones); examples with factor 0 are left out."""
+        if factors is None:
+            factors = torch.ones(self.count(g), dtype=torch.promote_types(g.dtype, torch.float32), device=g.device)
+        parts = iter(factors.split(self.chunk(g, wanted)))
+        return add_up((next(parts), rows) for rows in self.gradient_chunks(saved, g, wanted))
 
-    def clipped_sum(self, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted, context: RuleContext) -> Gradients:
-        """Norms, factors and weighted sum in one go; rules that materialise gradients anyway fuse it."""
-        return self.weighted_sum(saved, g, clip(self.squared_norms(saved, g, wanted, context)), wanted, context)
+    def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum as indices (n,) of rows, some several times, and what is added there, (n, ...)."""
+        raise NotImplementedError
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
-        """Squared norms now, (B,) or their terms, and what makes the weighted sum once factors are known."""
-        finish = partial(self.weighted_sum, saved, g, wanted=wanted, context=context)
-        return self.norm_terms(saved, g, wanted, context), finish
+    # -- examples -------------------------------------------------------------------------------------------------
 
-    def book_keep_all(
-        self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext
-    ) -> list[tuple[Terms | Tensor, Finish]]:
-        """The same in as many parts as come cheapest, whose squares and sums add up."""
-        return [self.book_keep(saved, g, wanted, context)]
-
-    # -- parameters that are used more than once ------------------------------------------------------------------
+    def count(self, g: Tensor) -> int:
+        """B, the examples of a call with output gradients g."""
+        return len(g)
 
     def examples(self, saved: Saved, g: Tensor, rows: slice) -> tuple[Saved, Tensor]:
         """The same call for some of its examples only."""
         return tuple(t[rows] if i in self.batched and t is not None else t for i, t in enumerate(saved)), g[rows]
+
+    def size(self, wanted: Wanted) -> int:
+        """How many numbers one example's gradients are."""
+        return numbers(*(p for p, each in zip(self.values(), wanted, strict=True) if each))
+
+    def chunk(self, g: Tensor, wanted: Wanted) -> int:
+        """How many examples' gradients are formed at a time."""
+        return max(1, chunk_floats(g) // max(1, self.size(wanted)))
+
+    def gradient_chunks(self, saved: Saved, g: Tensor, wanted: Wanted) -> Iterator[Gradients]:
+        """`per_example_gradients` of a few examples at a time."""
+        count, step = self.count(g), self.chunk(g, wanted)
+        if count <= step:
+            yield self.per_example_gradients(saved, g, wanted)
+            return
+        for start in range(0, count, step):
+            yield self.per_example_gradients(*self.examples(saved, g, slice(start, start + step)), wanted)
+
+    def all_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        """`per_example_gradients` of all examples, formed a few at a time."""
+        chunks = list(self.gradient_chunks(saved, g, wanted))
+        if len(chunks) == 1:
+            return chunks[0]
+        return tuple(torch.cat([chunk[i] for chunk in chunks]) if each else None for i, each in enumerate(wanted))  # type: ignore[misc]
+
+    # -- parameters that are used more than once ------------------------------------------------------------------
 
     def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
         """Several calls of the layer as one whose gradients are the sums of theirs."""
@@ -233,6 +188,37 @@ class LayerRule(ABC):
         Two uses of a parameter that both have them get their inner product from them; others are materialised.
         """
         return None
+
+
+def add_up(weighed: Iterable[tuple[Tensor, Gradients]]) -> Gradients:
+    """Σ_i factor_i · g^(i) for each parameter, from factors (n,) and gradients (n, *shape) of a few examples each."""
+    totals: list[Tensor | None] | None = None
+    for factors, gradients in weighed:
+        totals = totals or [None] * len(gradients)
+        for i, rows in enumerate(gradients):
+            if rows is not None:
+                totals[i] = add_weighed_rows(totals[i], factors, rows)
+    return tuple(totals or ())
+
+
+def clipped_sum(rule: LayerRule, saved: Saved, g: Tensor, clip: Clip, wanted: Wanted) -> Gradients:
+    """Norms, factors and sums of a few examples at a time, from gradients that are formed once."""
+    chunks = rule.gradient_chunks(saved, g, wanted)
+    return add_up((clip(sum_of_squares(rows)), rows) for rows in chunks)
+
+
+@lru_cache
+def device_memory(kind: str, index: int) -> int:
+    """Bytes that a device has; 16 GiB where it cannot be asked."""
+    if kind == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(index).total_memory)
+    return 1 << 34
+
+
+def chunk_floats(like: Tensor) -> int:
+    """Numbers that a chunk of materialised gradients may hold: about a core's cache, or a 64th of a GPU's memory."""
+    device = like.device
+    return 1 << 20 if device.type == "cpu" else device_memory(device.type, device.index or 0) // 256
 
 
 _RULES: list[type[LayerRule]] = []
@@ -262,11 +248,7 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 def numbers(*tensors: object) -> int:
     """How many numbers these tensors hold together; what is no tensor holds none."""
-    count = 0
-    for t in tensors:
-        if isinstance(t, Tensor):
-            count += t.numel()
-    return count
+    return sum(t.numel() for t in tensors if isinstance(t, Tensor))
 
 
 def in_format_of(x: Tensor, g: Tensor) -> Tensor:

@@ -5,16 +5,19 @@ whose input is g and whose output gradient is x. All that a convolution knows of
 as it is; only the bias, which adds to y, is a matter of its own.
 """
 
+from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import weigh_rows
+from groupwise.clipping.factors import drop_zero_rows, scale_rows
 from groupwise.clipping.precision import upcast
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted, register_rule
 from groupwise.clipping.rules.conv import ConvRule
+from groupwise.clipping.rules.geometry import Geometry
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -34,34 +37,34 @@ class ConvTransposeRule(ConvRule):
         assert x is not None and weight is not None
         return self._transposed_backward(g, x, weight, [True, False, False])[0]
 
-    def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
+    def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """Output gradients (B, p, *out) and inputs (B, c, *space): what the convolution the other way reads."""
-        x, g = super().rows(saved, g)
+        x, shape = saved[0], self.geometry
+        assert x is not None
+        if any(self.module.output_padding):
+            sizes = zip(x.shape[2:], g.shape[2:], shape.kernel, shape.stride, shape.dilation, strict=True)
+            read = [(n - 1) * step + dilation * (taps - 1) + 1 - out for n, out, taps, step, dilation in sizes]
+            pads = [(pad, more - pad) for pad, more in zip(self.module.padding, read, strict=True)]
+            g = F.pad(g, [pad for axis in reversed(pads) for pad in axis])
         return g, x
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """The convolution's the other way; with output padding `sides` pads for it."""
+        shape = super().geometry
+        return replace(shape, padding=(0,) * len(shape.padding)) if any(self.module.output_padding) else shape
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
-        weight = bias = None
-        if wanted[0]:
-            weight = super().weighted_sum(saved, g, factors, (True, False), context)[0]
-        if wanted[1]:
-            biases = upcast(g).flatten(2).sum(2)
-            bias = biases.sum(0) if factors is None else weigh_rows(factors, biases)
-        return weight, bias
+        x, weight = saved
+        assert x is not None and weight is not None
+        rows = scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x)), upcast(weight)
+        _, weights, bias = self._transposed_backward(*rows, [False, *wanted])
+        return weights if wanted[0] else None, bias if wanted[1] else None
 
-    def bias_gradients(self, saved: Saved, g: Tensor) -> Tensor:
-        """The bias's gradients (B, p), from output gradients, which are in the input's place."""
-        outputs = saved[0]
-        assert outputs is not None
-        return outputs.flatten(2).sum(2, dtype=torch.promote_types(outputs.dtype, torch.float32))
-
-    def _channels(self) -> int:
-        return int(self.module.out_channels // self.module.groups)
-
-    def _convolve_backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        """The weight's gradient at [1], by the layer's own kernel, which knows of output padding."""
-        return self._transposed_backward(x, g, weight, mask)
+    def _filter(self) -> tuple[int, ...]:
+        return self.module.out_channels // self.module.groups, *self.module.kernel_size
 
     def _transposed_backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
         """Gradients of the layer's input, weight and bias, where the mask asks for them."""

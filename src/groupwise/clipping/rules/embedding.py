@@ -1,27 +1,16 @@
 """Clips embeddings: one example's gradient adds the output gradients of equal indices; nothing is ever one-hot."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.cost_model import OuterProducts
 from groupwise.clipping.factors import scale_rows
-from groupwise.clipping.norm_terms import Terms
+from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.precision import raised, squared_row_norms, upcast
-from groupwise.clipping.rules.base import (
-    Finish,
-    Gradients,
-    IndexedSum,
-    LayerRule,
-    RuleContext,
-    Saved,
-    Wanted,
-    register_rule,
-)
+from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
 
 
 @register_rule
@@ -33,6 +22,7 @@ class EmbeddingRule(LayerRule):
     autocast: ClassVar = "keep"
     features_last: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
+    indexed: ClassVar[bool] = True
     module: nn.Embedding
 
     def refuse(self) -> str | None:
@@ -64,6 +54,9 @@ class EmbeddingRule(LayerRule):
     def outer_products(self, saved: Saved, g: Tensor) -> OuterProducts:
         return OuterProducts(*self.rows(saved, g))
 
+    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+        return False
+
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         indices, g = self.rows(saved, g)
         lengths = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64)
@@ -72,12 +65,8 @@ class EmbeddingRule(LayerRule):
         sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, places.flatten(), g.flatten(0, 1))
         return raised(squared_row_norms(sums.view(g.shape)), slack_of_repeats(slots, lengths, g.dtype))
 
-    def book_keep(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> tuple[Terms | Tensor, Finish]:
-        squares, whole = super().book_keep(saved, g, wanted, context)
-        return squares, IndexedSum(whole, partial(self.weighted_rows, saved, g))
-
     def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices (B·T,) and factor_i times their output gradients, (B·T, d)."""
+        """The weighted sum as indices (B·T,) and what is added there, factor_i times output gradients, (B·T, d)."""
         indices, g = self.rows(saved, g)
         return indices.flatten(), scale_rows(g, factors).flatten(0, 1)
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from groupwise.clipping.precision import upcast
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, in_format_of, register_rule
-from groupwise.clipping.rules.per_example import PerExampleRule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, in_format_of, register_rule
 from groupwise.errors import UserError
 
 LARGEST_GRID = 65_535
@@ -29,7 +28,7 @@ CHUNK_FLOATS = 1 << 18
 
 
 @register_rule
-class GroupNormRule(PerExampleRule):
+class GroupNormRule(LayerRule):
     """`nn.GroupNorm` on (B, C, ...): weight (C,), bias (C,)."""
 
     layer_type: ClassVar[type[nn.Module]] = nn.GroupNorm

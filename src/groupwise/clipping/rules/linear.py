@@ -1,29 +1,47 @@
 """Clips linear layers on inputs of any number of axes: `nn.Linear`, and Hugging Face's `Conv1D` (GPT-2).
 
 For y = x Wᵀ + b at T positions (the product of all axes between batch and features) one example's gradients are
-dW = Σ_t g_t x_tᵀ = GᵀX and db = Σ_t g_t; everything else follows in `matrix.py`.
+dW = Σ_t g_t x_tᵀ = GᵀX and db = Σ_t g_t. `norm_methods.py` says how norms are found.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.cost_model import OuterProducts
-from groupwise.clipping.precision import keeps_half, upcast
-from groupwise.clipping.rules.base import Saved, register_rule
-from groupwise.clipping.rules.matrix import MatrixRule
+from groupwise.clipping.factors import dropped_examples, without_rows
+from groupwise.clipping.gram import OuterProducts, gram_terms
+from groupwise.clipping.norm_methods import Sizes
+from groupwise.clipping.norm_terms import OneRowTerms, Terms, squares_together
+from groupwise.clipping.precision import (
+    LONGEST_SUM,
+    cut_factors,
+    keeps_half,
+    product_over_rows,
+    raised,
+    second_product_slack,
+    squared_row_norms,
+    upcast,
+)
+from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
+
+THIN = 1 << 18
+"""Weights of so few numbers (low-rank adapters) are formed the faster way round."""
 
 
 @register_rule
-class LinearRule(MatrixRule):
+class LinearRule(LayerRule):
     """`nn.Linear`: weight (p, d), bias (p,)."""
 
     layer_type: ClassVar[type[nn.Module]] = nn.Linear
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     features_last: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
+    transposed: ClassVar[bool] = False
+    """The weight is stored as (d, p)."""
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
@@ -43,6 +61,69 @@ class LinearRule(MatrixRule):
         x = saved[0]
         assert x is not None
         return (_as_rows(x), _as_rows(g)) if keeps_half(x, g) else (_as_rows(upcast(x)), _as_rows(upcast(g)))
+
+    def method(self, x: Tensor, g: Tensor, context: RuleContext) -> str:
+        """How norms are found for inputs (B, ..., d): "gram", "materialize", or "row" where there is one position."""
+        if x.dim() == 2 or x.shape[1:-1].numel() == 1:
+            return "row"
+        sizes = partial(_sizes, x.shape, g.shape, context)
+        return context.methods.choose((x.shape, g.shape, context.own_group), x.device.type, sizes)
+
+    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+        x = saved[0]
+        assert x is not None
+        return wanted[0] and self.method(x, g, context) == "materialize"
+
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
+        x, rows = saved[0], g
+        assert x is not None
+        if not wanted[0]:
+            return squared_row_norms(self.rows(saved, g)[1].sum(1, dtype=torch.promote_types(g.dtype, torch.float32)))
+        method = self.method(x, g, context)
+        if method == "row":
+            return OneRowTerms(x.flatten(1), g.flatten(1), wanted[1])
+        x, rows = self.rows(saved, g)
+        if method == "gram":
+            terms = gram_terms(x, rows, wanted[1], context.products)
+            if x.shape[1] <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+                return terms
+            squares = squares_together([[terms]])[0]
+        else:
+            found = super().squared_norms(saved, g, wanted, context)
+            assert isinstance(found, Tensor)
+            squares = found
+        return raised(squares, second_product_slack(x, rows, x.shape[1]))
+
+    def weighted_sum(
+        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
+    ) -> Gradients:
+        x, g = self.rows(saved, g)
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        weights, dropped = None if factors is None else factors.to(dtype), dropped_examples(factors)
+        x, g = without_rows(x, dropped), without_rows(g, dropped)
+        weight = bias = None
+        if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
+            sums = g.squeeze(1).to(dtype) if g.shape[1] == 1 else g.sum(1, dtype=dtype)
+            bias = sums.sum(0) if weights is None else weights @ sums
+            del sums  # the product below needs the memory
+        if wanted[0]:
+            if weights is not None:
+                if keeps_half(x, g):
+                    weights = cut_factors(weights)
+                scale = weights.view(-1, 1, 1)
+                x, g = (x * scale, g) if x.shape[2] <= g.shape[2] else (x, g * scale)  # the smaller of the two
+            x, g = x.flatten(0, 1), g.flatten(0, 1)
+            weight = product_over_rows(x, g) if self.transposed else product_over_rows(g, x)
+        return weight, bias
+
+    def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
+        x, g = map(upcast, self.rows(saved, g))
+        weight = None
+        if wanted[0]:
+            left, right = (x, g) if self.transposed else (g, x)
+            turned = left.shape[2] > right.shape[2] and left.shape[2] * right.shape[2] <= THIN
+            weight = (right.mT @ left).mT if turned else left.mT @ right
+        return weight, g.sum(1) if wanted[1] else None
 
     def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
         """Calls one after the other along the sequence: (B, ΣT, d) and (B, ΣT, p)."""
@@ -78,6 +159,12 @@ class HFConv1DRule(LinearRule):
         rows = x.reshape(-1, x.shape[-1])
         y = rows @ weight if bias is None else bias.addmm(rows, weight)
         return y.view(*x.shape[:-1], weight.shape[1]), (x, weight)
+
+
+def _sizes(inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
+    t, d, p = inputs[1:-1].numel(), inputs[-1], out[-1]
+    reused = not context.save_memory and (context.own_group or d * p <= t * (d + p))
+    return Sizes(t, d, p, reused)
 
 
 def _as_rows(t: Tensor) -> Tensor:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.precision import upcast
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
-from groupwise.clipping.rules.per_example import PerExampleRule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 from groupwise.errors import UserError
 
 
 @register_rule
-class LayerNormRule(PerExampleRule):
+class LayerNormRule(LayerRule):
     """`nn.LayerNorm` over the trailing axes `normalized_shape`."""
 
     layer_type: ClassVar[type[nn.Module]] = nn.LayerNorm
@@ -63,7 +62,7 @@ class LayerNormRule(PerExampleRule):
 
 
 @register_rule
-class RMSNormRule(PerExampleRule):
+class RMSNormRule(LayerRule):
     """`nn.RMSNorm` over the trailing axes `normalized_shape`: weight (*shape)."""
 
     layer_type: ClassVar[type[nn.Module]] = nn.RMSNorm

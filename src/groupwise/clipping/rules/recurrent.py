@@ -1,12 +1,13 @@
 """Says recurrent layers and cells in plain operations: `nn.LSTM`, `nn.GRU`, `nn.RNN`, and one step of each.
 
-The products with the inputs of all steps are one linear map, those with the states one "late" map whose gradient is
-found for the whole sequence at once (`recurrence.py`); a cell's step is two linear layers. Sequences are batch-first
-inside. Packed sequences are padded; a step beyond an example's end leaves its state as it is, so that nothing flows
-through it, forth or back.
+The products with the inputs of all steps are one linear map. So are those with the states: a zero for each of them is
+added, whose gradient is theirs, and the states are noted when they are known (`Late`). Sequences are batch-first
+inside. Packed sequences are padded; a step beyond an example's end leaves its state as it is, so that
+nothing flows through it, forth or back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -14,21 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from groupwise.clipping.rules.recurrence import State, run_sequence, sigmoid_backward, tanh_backward
-from groupwise.clipping.rules.weights import Forward, Weights, refuse_unbatched
+from groupwise.clipping.per_example import PerExample, in_place_of, refuse_unbatched
+from groupwise.clipping.products import late
 from groupwise.errors import UserError
 
-Cell = Callable[[Tensor, Tensor, State], State]
-"""(W_ih x + b_ih, W_hh h + b_hh, the old state) -> the new state."""
+State = tuple[Tensor, ...]
+"""(h,) with h (B, H); of an LSTM (h, c), h (B, H or proj_size) and c (B, H)."""
+
+sigmoid_backward, tanh_backward = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
 
 
-def recurrent(
-    weights: Weights, module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
-) -> tuple[Tensor | PackedSequence, Any]:
+def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
     """What `nn.LSTM`, `nn.GRU` and `nn.RNN` compute.
 
     Args:
-        weights: the uses of the module's parameters.
         module: the layer.
         input: (B, T, d), (T, B, d) without `batch_first`, or a packed sequence of B sequences.
         hx: initial states (layers · directions, B, H), of an LSTM a pair of them; zeros by default.
@@ -37,110 +37,155 @@ def recurrent(
         What the module returns: outputs like the input, and the last states like `hx`.
 
     Raises:
-        UserError: an input without a batch, or without a step.
+        UserError: an input without a batch, or without a step; one that all examples share.
     """
-    packed = input if isinstance(input, PackedSequence) else None
+    sizes: Tensor | None = None
     if isinstance(input, PackedSequence):
         x, lengths = pad_packed_sequence(input, batch_first=True)
-        ends: list[int] | None = lengths.tolist()
+        data, sizes = input.data, input.batch_sizes
     else:
-        refuse_unbatched(module, input, 3)
-        x, ends = input if module.batch_first else input.transpose(0, 1), None
+        refuse_unbatched(type(module).__name__, input, 3)
+        x, lengths = input if module.batch_first else input.transpose(0, 1), None
+        data = input
+    given, last = _initial(module, x, hx), list[State]()
+    module.check_forward_args(data, hx_like(module, given), sizes)
     if x.shape[1] == 0:
         raise UserError(f"{type(module).__name__} got sequences of no step at all: leave them out, or pad them.")
-    given = _initial(module, x, hx)
-    checked = (input.data, input.batch_sizes) if isinstance(input, PackedSequence) else (input, None)
-    module.check_forward_args(checked[0], hx_like(module, given), checked[1])
-    alive = _alive(ends, x)
-    directions = ("", "_reverse") if module.bidirectional else ("",)
-    last: list[State] = []
+    alive = None
+    if lengths is not None and int(lengths.min()) < x.shape[1]:
+        alive = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device).unsqueeze(2)
     for layer in range(module.num_layers):
         outputs = []
-        for direction in directions:
+        for direction in ("", "_reverse") if module.bidirectional else ("",):
             state = tuple(part[len(last)] for part in given)
-            y, state = _run(weights, module, f"_l{layer}{direction}", x, state, alive)
+            y, state = _run(module, f"_l{layer}{direction}", x, state, alive)
             outputs.append(y)
             last.append(state)
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
         if layer < module.num_layers - 1 and module.dropout > 0:
             x = F.dropout(x, module.dropout, module.training)
     states = hx_like(module, tuple(torch.stack(parts) for parts in zip(*last, strict=True)))
-    if packed is not None:
-        return _pack_as(x, packed), states
+    if isinstance(input, PackedSequence):
+        return _pack_as(x, input), states
     return x if module.batch_first else x.transpose(0, 1), states
 
 
-def lstm_cell(
-    weights: Weights, module: nn.LSTMCell, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """What `nn.LSTMCell` computes: (B, d) and (h, c), each (B, H), to the next (h, c)."""
-    h, c = _cell(weights, module, input, hx, 2)
+def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor | None) -> tuple[Tensor, State]:
+    """One layer in one direction: x (B, T, d) -> outputs (B, T, h) and the last state."""
+
+    def parameters(kind: str) -> tuple[Tensor, Tensor | None]:
+        return getattr(module, f"weight_{kind}{suffix}"), getattr(module, f"bias_{kind}{suffix}", None)
+
+    by_input = F.linear(x, *parameters("ih"))
+    if isinstance(by_input, PerExample):
+        raise UserError(
+            f"{type(module).__name__} got a sequence of shape {tuple(x.shape)} that is the same for all examples: "
+            "expand it to the batch."
+        )
+    by_input, step, first = by_input.to(state[0].dtype), STEPS[module.mode], state[0]
+    apart = module.mode == "GRU"  # which has no sum of the two maps
+    hidden = Late(*parameters("hh"), by_input, None if apart else by_input)
+    project = Late(*parameters("hr"), by_input) if module.proj_size else None
+    order = range(x.shape[1])[:: -1 if suffix.endswith("_reverse") else 1]
+    inputs, live = by_input.unbind(1) if apart else (), None if alive is None else alive.unbind(1)
+    outputs, states = list[Tensor](), list[Tensor]()
+    for t in order:
+        product = hidden.product(state[0], t)
+        new = step((inputs[t], product) if apart else (product,), state)
+        if project is not None:
+            outputs.append(new[0])
+            new = (project.product(new[0], t), new[1])
+        state = new if live is None else tuple(torch.where(live[t], n, old) for n, old in zip(new, state, strict=True))
+        states.append(state[0])
+    hidden.note(torch.stack([first, *states[:-1]][:: order.step], 1))
+    if project is not None:
+        project.note(torch.stack(outputs[:: order.step], 1))
+    return torch.stack(states[:: order.step], 1), state
+
+
+class Late:
+    """The products x Wᵀ + b of T steps, whose inputs come one after the other; their gradient is found at once.
+
+    Args:
+        weight: W (p, d).
+        bias: (p,), or None.
+        like: (B, T, ...), of the products' dtype.
+        more: is added to all products, (B, T, p).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, more: Tensor | None = None) -> None:
+        self._inputs: list[Tensor] = []
+        if isinstance(weight, PerExample):
+            weight, bias, added = late(weight, bias, like, self._inputs)
+        else:
+            added = like.new_zeros(()).expand(*like.shape[:2], len(weight))
+        if torch.is_autocast_enabled(like.device.type):
+            weight = weight.to(torch.get_autocast_dtype(like.device.type))
+        self._weight = weight.t()
+        for each in (bias, more):
+            added = added if each is None else added + each
+        self._added = added.unbind(1)
+
+    def product(self, x: Tensor, t: int) -> Tensor:
+        """Of the step t, (B, d) -> (B, p)."""
+        if x.dtype == self._weight.dtype:
+            return torch.addmm(self._added[t], x, self._weight)
+        return self._added[t] + x.to(self._weight.dtype) @ self._weight
+
+    def note(self, x: Tensor) -> None:
+        """Keep the inputs of all steps, (B, T, d), for the gradient."""
+        self._inputs.append(x.detach())
+
+
+Maps = Sequence[Tensor]
+"""W_ih x + b_ih and W_hh h + b_hh, or, of another than a GRU, their sum alone."""
+
+
+def _lstm_step(maps: Maps, state: State) -> State:
+    h, c = _LSTMStep.apply(reduce(torch.add, maps), state[1])
     return h, c
 
 
-def one_state_cell(
-    weights: Weights, module: nn.GRUCell | nn.RNNCell, input: Tensor, hx: Tensor | None = None
-) -> Tensor:
-    """What `nn.GRUCell` and `nn.RNNCell` compute: (B, d) and h (B, H) to the next h."""
-    return _cell(weights, module, input, None if hx is None else (hx,), 1)[0]
+def _gru_step(maps: Maps, state: State) -> State:
+    return (_GRUStep.apply(*maps, state[0]),)
 
 
-RECURRENT: dict[type[nn.Module], Forward] = {
-    nn.LSTM: recurrent,
-    nn.GRU: recurrent,
-    nn.RNN: recurrent,
-    nn.LSTMCell: lstm_cell,
-    nn.GRUCell: one_state_cell,
-    nn.RNNCell: one_state_cell,
+STEPS: dict[str, Callable[[Maps, State], State]] = {
+    "LSTM": _lstm_step,
+    "GRU": _gru_step,
+    "RNN_TANH": lambda maps, _: (reduce(torch.add, maps).tanh(),),
+    "RNN_RELU": lambda maps, _: (reduce(torch.add, maps).relu(),),
 }
+"""The maps and the old state -> the new state."""
 
 
-def _run(
-    weights: Weights, module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor | None
-) -> tuple[Tensor, State]:
-    """One layer in one direction: x (B, T, d) -> outputs (B, T, h) and the last state."""
-    bias_ih, bias_hh = (f"bias_ih{suffix}", f"bias_hh{suffix}") if module.bias else (None, None)
-    by_input = weights.linear(x, f"weight_ih{suffix}", bias_ih)
-    late = weights.late_linear(f"weight_hh{suffix}", bias_hh, x.shape[1], x)
-    project = weights.late_linear(f"weight_hr{suffix}", None, x.shape[1], x) if module.proj_size else None
-    return run_sequence(module.mode, by_input, late, state, project, alive, suffix.endswith("_reverse"))
+def _cell(
+    mode: str, x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Any:
+    """What a cell computes: (B, d) and h (B, H), of an LSTM (h, c), to the next of them."""
+    state = hx if mode == "LSTM" else (hx,)
+    maps = (F.linear(x, w_ih, b_ih).to(state[0].dtype), F.linear(state[0], w_hh, b_hh).to(state[0].dtype))
+    new = STEPS[mode](maps, state)
+    return new if mode == "LSTM" else new[0]
 
 
-def _cell(weights: Weights, module: nn.RNNCellBase, x: Tensor, state: State | None, parts: int) -> State:
-    """One step of a cell."""
-    refuse_unbatched(module, x, 2)
-    if state is None:
-        state = (x.new_zeros(len(x), module.hidden_size),) * parts
-    bias_ih, bias_hh = ("bias_ih", "bias_hh") if module.bias else (None, None)
-    refuse_unbatched(module, state[0], 2)
-    by_input = weights.linear(x, "weight_ih", bias_ih)
-    return _cell_of(module)(by_input, weights.linear(state[0], "weight_hh", bias_hh), state)
-
-
-def _cell_of(module: nn.Module) -> Cell:
-    """The pointwise part of a cell's step."""
-    if isinstance(module, nn.LSTMCell):
-        return lambda x, h, state: _LSTMStep.apply(x, h, state[1])
-    if isinstance(module, nn.GRUCell):
-        return lambda x, h, state: (_GRUStep.apply(x, h, state[0]),)
-    squash = torch.tanh if module.nonlinearity == "tanh" else torch.relu
-    return lambda x, h, state: (squash(x.to(state[0].dtype) + h.to(state[0].dtype)),)
+CELLS = {"lstm_cell": "LSTM", "gru_cell": "GRU", "rnn_tanh_cell": "RNN_TANH", "rnn_relu_cell": "RNN_RELU"}
+CELL_FUNCTIONS = {name: in_place_of(getattr(torch, name))(partial(_cell, mode)) for name, mode in CELLS.items()}
 
 
 class _LSTMStep(torch.autograd.Function):
     """c' = σ(f)∘c + σ(i)∘tanh(g), h' = σ(o)∘tanh(c'): one node where autograd would make ten.
 
     Args:
-        x, h: the two summands (B, 4H) of (i, f, g, o).
+        gates: (B, 4H), of i, f, g and o before they are squashed.
         c: (B, H).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        gates = x.to(c.dtype) + h.to(c.dtype)
+    def forward(ctx: Any, gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        squashed = gates.chunk(4, 1)[2].tanh()
+        gates = gates.sigmoid()
         i, f, g, o = gates.chunk(4, 1)
-        squashed = g.tanh()
-        gates.sigmoid_()
         g.copy_(squashed)
         new = torch.addcmul(f * c, i, g)
         t = new.tanh()
@@ -149,7 +194,7 @@ class _LSTMStep(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, to_h: Tensor, to_c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, to_h: Tensor, to_c: Tensor) -> tuple[Tensor, Tensor]:
         gates, c, t = ctx.saved_tensors
         i, f, g, o = gates.chunk(4, 1)
         to_c = to_c + tanh_backward(to_h * o, t)
@@ -157,7 +202,7 @@ class _LSTMStep(torch.autograd.Function):
         before = sigmoid_backward(along, gates)
         size = c.shape[1]
         before[:, 2 * size : 3 * size] = tanh_backward(along[:, 2 * size : 3 * size], g)
-        return before, before, to_c * f
+        return before, to_c * f
 
 
 class _GRUStep(torch.autograd.Function):
@@ -171,7 +216,6 @@ class _GRUStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, h: Tensor, old: Tensor) -> Tensor:
         size = old.shape[1]
-        x, h = x.to(old.dtype), h.to(old.dtype)
         gates = (x[:, : 2 * size] + h[:, : 2 * size]).sigmoid_()
         r, z = gates.chunk(2, 1)
         n = torch.addcmul(x[:, 2 * size :], r, h[:, 2 * size :]).tanh_()
@@ -204,17 +248,9 @@ def hx_like(module: nn.RNNBase, states: State) -> Any:
     return states if module.mode == "LSTM" else states[0]
 
 
-def _alive(ends: list[int] | None, x: Tensor) -> Tensor | None:
-    """Which examples have which steps, (B, T, 1); None where all have all."""
-    steps = x.shape[1]
-    if ends is None or min(ends) == steps:
-        return None
-    return torch.arange(steps, device=x.device).view(1, -1, 1) < torch.tensor(ends, device=x.device).view(-1, 1, 1)
-
-
 def _pack_as(x: Tensor, packed: PackedSequence) -> PackedSequence:
     """x (B, T, h) in the examples' own order, packed as they were."""
-    rows = x if packed.sorted_indices is None else x.index_select(0, packed.sorted_indices)
+    x = x if packed.sorted_indices is None else x.index_select(0, packed.sorted_indices)
     lengths = (packed.batch_sizes.unsqueeze(1) > torch.arange(len(x))).sum(0)
-    data = pack_padded_sequence(rows, lengths, batch_first=True).data
+    data = pack_padded_sequence(x, lengths, batch_first=True).data
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)

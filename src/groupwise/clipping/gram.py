@@ -1,0 +1,127 @@
+"""Finds norms of GᵀX, and inner products of two of them, from inner products of rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from groupwise.clipping.norm_terms import GramTerms, Terms, squares_together
+from groupwise.clipping.precision import batched_product, keeps_half, longest_sum, rounding_slack, upcast
+
+LEAST_SPLIT = 1 << 22
+"""Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""
+CHUNK_FLOATS = 1 << 24
+"""Numbers that the inner products, or gradients, of one chunk of examples may hold, so as not to fill the memory."""
+
+
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d), long rows a part at a time."""
+    most = longest_sum(a.device)
+    if a.shape[2] <= most:
+        return batched_product(a, b.mT)
+    parts = zip(a.split(most, 2), b.split(most, 2), strict=True)
+    first, other = next(parts)
+    products = batched_product(first, other.mT)
+    for part, other in parts:
+        if keeps_half(part, other):
+            products += batched_product(part, other.mT)
+        else:
+            torch.baddbmm(products, upcast(part), upcast(other).mT, out=products)
+    return products
+
+
+def self_products(x: Tensor) -> Tensor:
+    """XXᵀ (B, T, T) of x (B, T, d); on a CPU the upper right quarter is copied from the lower left."""
+    rows = x.shape[1]
+    if x.device.type != "cpu" or rows < 32 or x.numel() * rows < LEAST_SPLIT:
+        return inner_products(x, x)
+    half = rows // 2
+    products = x.new_empty(x.shape[0], rows, rows)
+    products[:, half:] = inner_products(x[:, half:], x)
+    products[:, :half, :half] = inner_products(x[:, :half], x[:, :half])
+    products[:, :half, half:] = products[:, half:, :half].mT
+    return products
+
+
+class InputProducts:
+    """XXᵀ of the last input asked for: layers that read the same input (query, key, value) share it."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[object, ...], StorageWeakRef, Tensor] | None = None
+        self.reused = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """XXᵀ (B, T, T) of x (B, T, d); not to be changed."""
+        if self._known is not None:
+            key, storage, products = self._known
+            if key == _key(x) and not storage.expired():  # while it lives, no other tensor can have its address
+                self.reused += 1
+                return products
+        products = self_products(x)
+        self._known = _key(x), StorageWeakRef(x.untyped_storage()), products
+        return products
+
+    def clear(self) -> None:
+        """Let go of what is held."""
+        self._known = None
+
+
+def _key(t: Tensor) -> tuple[object, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t._version
+
+
+def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
+    """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, not under-stated."""
+    return squares_together([[gram_terms(x, g, bias)]])[0]
+
+
+def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: InputProducts | None = None) -> Terms | Tensor:
+    """The same, or what it is made of."""
+    step = max(1, CHUNK_FLOATS // max(1, x.shape[1] ** 2))
+    if step < x.shape[0]:
+        parts = zip(x.split(step), g.split(step), strict=True)
+        return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
+    xx = self_products(x) if shared is None else shared.of(x)
+    return GramTerms(xx, self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
+
+
+def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:
+    """The same from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any of their sums."""
+    return squares_together([[GramTerms(xx, gg, bias, longest)]])[0]
+
+
+@dataclass(frozen=True)
+class OuterProducts:
+    """One example's weight gradient as Σ_t left_t rightᵀ_t: rows (B, T, p), or indices (B, T) for one-hot rows."""
+
+    left: Tensor
+    right: Tensor
+
+    def inner(self, other: "OuterProducts") -> Tensor:
+        """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,), not under-stated."""
+        products = (_products(self.left, other.left) * inner_products(self.right, other.right)).sum((1, 2))
+        return products + rounding_slack(self._size() * other._size(), max(self.right.shape[1:]))
+
+    def _size(self) -> Tensor:
+        """Σ_t ‖l_t‖‖r_t‖, (B,): what the inner products are made of, before anything cancels."""
+        lengths = _lengths(self.right)
+        if self.left.is_floating_point():
+            lengths = lengths * _lengths(self.left)
+        return lengths.sum(1)
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """‖row‖ (B, T) of rows (B, T, n), float32 at least."""
+    return torch.linalg.vector_norm(rows, dim=2, dtype=torch.promote_types(rows.dtype, torch.float32))
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """(B, T, S) inner products of rows; an integer tensor stands for one-hot rows."""
+    if a.is_floating_point() and b.is_floating_point():
+        return inner_products(a, b)
+    if not a.is_floating_point() and not b.is_floating_point():
+        return a.unsqueeze(2) == b.unsqueeze(1)
+    if b.is_floating_point():
+        return _products(b, a).mT
+    return a.gather(2, b.unsqueeze(1).expand(-1, a.shape[1], -1))

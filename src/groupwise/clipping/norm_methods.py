@@ -1,0 +1,100 @@
+"""Chooses how a layer's norms are found, by one function of its sizes.
+
+One example's weight gradient is GᵀX for inputs X (T, d) and output gradients G (T, p), T positions. There are two
+methods for its norm:
+
+| method | how | operations | memory |
+|---|---|---|---|
+| gram | ‖GᵀX‖² = Σ (XXᵀ)∘(GGᵀ) | 2T²(p + d) | T² |
+| materialize | form GᵀX, a few examples at a time | 2T·p·d | p·d |
+
+Gradients that were formed are used again where that saves a product: in a group of its own a layer weighs and adds them
+up at once; elsewhere they are kept until the group's factors are known, if they are smaller than X and G. Otherwise the
+clipped sum is one more product over the whole batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Formula = Literal["auto", "gram", "materialize"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How much of each kind of work a device does in a second."""
+
+    product: float
+    """Operations (a multiply-add is two) in one product over the whole batch."""
+    gram: float
+    """Operations in T×T products, one an example."""
+    outer: float
+    """Operations in p×d products, one an example."""
+    bytes: float
+    """Bytes written or read again."""
+
+
+RATES = {
+    "cpu": Rates(product=9e10, gram=8e10, outer=7e10, bytes=1e10),
+    "cuda": Rates(product=2e13, gram=8e12, outer=8e12, bytes=1e12),
+}
+"""Of usual machines, the same on all of them, so that a run makes the same choices wherever it is resumed."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the cost of a layer's norms depends on."""
+
+    positions: int
+    """T."""
+    inputs: int
+    """d, or the weights of one filter of a convolution."""
+    outputs: int
+    """p."""
+    reused: bool
+    """Gradients that were formed serve for the sum, too."""
+    products: tuple[float, float] | None = None
+    """Operations for XXᵀ and numbers written for it, where X is not at hand (a convolution's is not)."""
+
+
+def seconds(sizes: Sizes, rates: Rates) -> dict[str, float]:
+    """Time for one example's norm and clipped sum by each method."""
+    t, d, p = sizes.positions, sizes.inputs, sizes.outputs
+    work, written = sizes.products or (2.0 * t * t * d, 2.0 * t * t)
+    scaled = 8.0 * t * min(d, p)
+    product = 2.0 * t * d * p / rates.product + scaled / rates.bytes
+    gram = (work + 2.0 * t * t * p) / rates.gram + 4.0 * (written + 4.0 * t * t) / rates.bytes
+    formed = 2.0 * t * d * p / rates.outer + (12.0 if sizes.reused else 8.0) * d * p / rates.bytes
+    return {"gram": gram + product, "materialize": formed if sizes.reused else formed + product}
+
+
+class NormMethods(dict[tuple[Any, ...], str]):
+    """One layer's methods by its sizes, decided once for each.
+
+    Args:
+        formula: "auto", or the method to use wherever a layer has both.
+        rates: of the device; None takes those of its kind.
+    """
+
+    def __init__(self, formula: Formula = "auto", rates: Rates | None = None) -> None:
+        super().__init__()
+        self.formula, self.rates = formula, rates
+        self.last: tuple[Any, ...] | None = None
+        """The shapes of the last input and output that a method was asked for."""
+        self.costs: dict[tuple[Any, ...], dict[str, float]] = {}
+        """Seconds of each method, by sizes."""
+
+    def choose(self, key: tuple[Any, ...], device: str, sizes: Callable[[], Sizes]) -> str:
+        """The method for a call.
+
+        Args:
+            key: shape of the input, shape of the output, and what else the sizes depend on.
+            device: its kind.
+            sizes: says them, where the key is new.
+        """
+        self.last = key
+        method = self.get(key)
+        if method is None:
+            costs = self.costs[key] = seconds(sizes(), self.rates or RATES.get(device, RATES["cuda"]))
+            method = self[key] = self.formula if self.formula in costs else min(costs, key=costs.__getitem__)
+        return method

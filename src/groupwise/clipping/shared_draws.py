@@ -1,0 +1,115 @@
+"""Refuses random numbers that examples share, and that the run's secret key does not seed."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from groupwise.clipping.randomness import Draw
+from groupwise.clipping.runs import OUTSIDE, Runs
+from groupwise.clipping.unchanged import host_states
+from groupwise.errors import UserError
+
+
+def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
+    """Refuse random numbers that examples share, by the module in which they are drawn.
+
+    The guarantee couples two batches that differ in one example: all others must meet the same masks in both.
+
+    Args:
+        runs: of the model.
+        examples: two of them run first, then these rows twice: draws of their own double.
+
+    Returns:
+        Whether the expectation of all draws is known.
+
+    Raises:
+        UserError: naming the module.
+    """
+    half = (list(examples) * 2)[:2]
+    runs.generators.seed(0)
+    host = _Host(runs)
+    with runs.drawing(border=host.look) as some:
+        runs.losses(half)
+        host.look()
+    if host.drawn:
+        runs.losses_of(half)
+    halves = host_states()
+    with runs.drawing() as twice:
+        runs.losses(half + half)
+    for place, generator in host.drawn.items():
+        if place != OUTSIDE:
+            why = "the run's secret key seeds torch's generators alone"
+            _refuse(f"Numbers from {generator} are drawn in {place}", why)
+        if host_states() != halves:  # not twice as many draws for twice as many rows
+            _refuse(f"A number from {generator} is drawn in {place} for all examples of a batch")
+    for draw in some.taken:
+        if draw.by_hand:
+            raise UserError(
+                f"torch.{draw.name.strip('_')} draws in {draw.place} from a generator that it is given, which the "
+                "run's secret key does not seed: leave generator= out."
+            )
+    for draw in dict.fromkeys(_shared(some.taken, twice.taken)):
+        if not _without_effect(runs, half, draw):
+            what = f"torch.{draw.name.strip('_')} draws numbers of shape {' and '.join(map(str, draw.shapes))}"
+            _refuse(f"{what} in {draw.place} for all {len(half)} examples of a batch")
+    return not host.drawn and all(draw.calms for draw in some.taken)
+
+
+def _refuse(what: str, why: str = "examples must not share randomness") -> NoReturn:
+    raise UserError(
+        f"{what}, but {why}: draw one for each example, with the batch as first axis (torch.rand(len(x), ...)), set "
+        "its rate to 0, or put that module into eval mode."
+    )
+
+
+def _shared(some: Sequence[Draw], twice: Sequence[Draw]) -> Iterator[Draw]:
+    """The draws that examples share, from a forward pass and another one with every row there twice.
+
+    What each example draws for itself has an axis that grows with the rows, or is drawn once an example. A permutation
+    of the rows is one draw for all of them.
+    """
+    for kind in dict.fromkeys((draw.place, draw.name) for draw in (*some, *twice)):
+        ours, theirs = ([draw for draw in draws if (draw.place, draw.name) == kind] for draws in (some, twice))
+        if sorted(d.shapes for d in ours * 2) == sorted(d.shapes for d in theirs):
+            continue
+        if len(ours) != len(theirs):
+            yield (ours or theirs)[0]
+            continue
+        for one, two in zip(ours, theirs, strict=True):
+            own = one.name != "randperm" and any(map(_doubled, one.shapes, two.shapes))
+            workers = one.place == OUTSIDE and one.name == "random_" and one.shapes == ((),)  # a DataLoader seeds them
+            if not (own or workers):
+                yield one
+
+
+def _doubled(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
+    """One axis is twice as long, the others are equal."""
+    differ = [(a, b) for a, b in zip(one, two, strict=False) if a != b]
+    return len(one) == len(two) and len(differ) == 1 and differ[0][1] == 2 * differ[0][0]
+
+
+def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
+    """Whether numbers from 0 to 1 change nothing: a layer drop at rate 0 draws them all the same."""
+    if draw.name not in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"):
+        return False
+    losses = []
+    for value in (0.0, 0.5, 1 - 2**-24):
+        with runs.drawing(forced=(draw, value)):
+            losses.append(runs.losses(examples).detach())
+    return all(torch.equal(losses[0], other) for other in losses[1:])
+
+
+class _Host:
+    """Where Python's and numpy's generators were drawn from: a place -> the generator's name."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs, self._last = runs, host_states()
+        self.drawn: dict[str, str] = {}
+
+    def look(self, *_: Any) -> None:
+        now = host_states()
+        for name, state in now.items():
+            if self._last.get(name, state) != state:
+                self.drawn.setdefault(self._runs.place(), name)
+        self._last = now
