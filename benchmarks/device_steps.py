@@ -78,7 +78,7 @@ def step_row(
     from benchmarks.methods import prepare
     from groupwise.training.arithmetic import arithmetic
     from groupwise.training.from_config import autocast
-    from groupwise.training.memory import ran_out
+    from groupwise.training.memory import is_oom
 
     device = torch.device(options.device)
     row: dict[str, Any] = {"workload": workload_of(options), "microbatch": microbatch}
@@ -105,7 +105,7 @@ def step_row(
             with profile(activities=activities) as profiler:
                 step()
     except Exception as error:  # a device that runs out, or refuses, is told and the others go on
-        first = "out of memory" if ran_out(error) else next(iter(str(error).splitlines()), type(error).__name__)
+        first = "out of memory" if is_oom(error) else next(iter(str(error).splitlines()), type(error).__name__)
         return row | {"status": f"refused: {first}"}
     finally:
         if device.type == "cuda":

@@ -5,12 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.precision import upcast
-from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
-from groupwise.clipping.rules.per_example import PerExampleRule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 
 
 @register_rule
-class PReLURule(PerExampleRule):
+class PReLURule(LayerRule):
     """`nn.PReLU`: one slope for all channels (1,), or one for each (C,) of axis 1."""
 
     layer_type = nn.PReLU

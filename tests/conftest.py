@@ -36,8 +36,6 @@ def _one_cache(tmp_path_factory):
         patch.setenv("GROUPWISE_CACHE", str(folder / "cache"))
         if rdp := sys.modules.get("dp_accounting.rdp.rdp_privacy_accountant"):  # the same binomials for every noise
             patch.setattr(rdp, "_log_comb", functools.cache(rdp._log_comb))
-        if costs := sys.modules.get("groupwise.clipping.cost_model"):  # choices that no busy machine changes
-            patch.setattr(costs, "measure_rates", lambda device: costs.USUAL_RATES[device.type])
         patch.setattr(os, "fsync", lambda descriptor: None)  # no test cuts the power
         with ExitStack() as made_up:
             if "groupwise.tasks.text_generation" in sys.modules:  # what is not imported makes up nothing
@@ -65,5 +63,5 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The engine does on the CPU what it does on a GPU: small operations for several groups, and no look at values."""
-    for module in ("factors", "norm_terms", "groups", "rules.matrix", "microbatches"):
+    for module in ("factors", "norm_terms", "groups", "thresholds_and_counts"):
         monkeypatch.setattr(f"groupwise.clipping.{module}.is_async_device", lambda t: True)

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.errors import MISTAKE, UserError, command, surroundings_told
+from groupwise.errors import MISTAKE, UserError, command, environment_errors
 
 
 def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
     told = r"^sacrebleu is not installed.*pip install 'groupwise\[language\]'"
-    with pytest.raises(UserError, match=told), surroundings_told():
+    with pytest.raises(UserError, match=told), environment_errors():
         raise ModuleNotFoundError("No module named 'sacrebleu.metrics'", name="sacrebleu.metrics")
-    with pytest.raises(ModuleNotFoundError), surroundings_told():
+    with pytest.raises(ModuleNotFoundError), environment_errors():
         raise ModuleNotFoundError("No module named 'groupwise.x'", name="groupwise.x")
 
 
 def test_a_place_that_may_not_be_read_is_named() -> None:
     told = r"^/secret/data may not be read or written here \(Permission denied\)"
-    with pytest.raises(UserError, match=told), surroundings_told():
+    with pytest.raises(UserError, match=told), environment_errors():
         raise PermissionError(13, "Permission denied", "/secret/data")
 
 

@@ -22,8 +22,8 @@ from groupwise.config.schema import OptimConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
-from groupwise.private.data import print_of
-from groupwise.private.make import MODES, settle_clip
+from groupwise.private.data import fingerprint
+from groupwise.private.make import MODES, resolve_clip
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
 from groupwise.training.task import Task
@@ -87,7 +87,7 @@ def weights(model: nn.Module) -> Tensor:
 def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
     task, own = Points(), Points()
     budget = {"quantile_budget": 0.1} if mode == "adaptive_layer" else {}
-    clip = settle_clip(mode, 1.0, budget)
+    clip = resolve_clip(mode, 1.0, budget)
     config = RunConfig(clip=clip, optim=OptimConfig(name="adam", learning_rate=0.05))
     config.train.microbatch, config.debug.noise_seed = MICROBATCH, SEED
     engine = make_engine(task.model, clip)
@@ -340,9 +340,9 @@ class Drawn(list):
 
 def test_data_are_told_apart_by_what_they_hold_or_not_at_all():
     noise, a, b = NoiseSource.from_seed(0), [(torch.ones(2), 1)] * 3, [(torch.ones(2), np.float32(1))] * 3
-    assert print_of(a, noise) == print_of(a, NoiseSource.from_seed(1)) != print_of(b, noise) is not None
+    assert fingerprint(a, noise) == fingerprint(a, NoiseSource.from_seed(1)) != fingerprint(b, noise) is not None
     unknown = [[(object(), 1)] * 3, [(np.array([object()]), 1)] * 3, [(Image.new("L", (2, 2)), 1)] * 3]
-    assert [print_of(data, noise) for data in unknown] == [None] * 3
+    assert [fingerprint(data, noise) for data in unknown] == [None] * 3
 
 
 def test_data_are_looked_at_without_a_draw_from_the_callers_generators():
@@ -355,8 +355,8 @@ def test_data_are_looked_at_without_a_draw_from_the_callers_generators():
         return drawn()
 
     data = Drawn(torch.zeros(3) for _ in range(3))
-    assert after(lambda: print_of(data, NoiseSource.from_seed(0))) == after(lambda: None)
-    assert print_of(data, NoiseSource.from_seed(0)) == print_of(data, NoiseSource.from_seed(0)) is not None
+    assert after(lambda: fingerprint(data, NoiseSource.from_seed(0))) == after(lambda: None)
+    assert fingerprint(data, NoiseSource.from_seed(0)) == fingerprint(data, NoiseSource.from_seed(0)) is not None
 
 
 def test_a_state_of_more_processes_is_refused():

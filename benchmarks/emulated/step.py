@@ -18,8 +18,8 @@ from groupwise.clipping.rules import base, group_norm
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, counted_noise, release_gradients
 from groupwise.privacy.counted_noise import NoiseKernel
 
-RATES = Rates(matmul=4e13, gram=1.1e13, outer=2.5e13, kernel=1.9e12, bytes=2.2e12, calls=2.5e5)
-"""An H100's, by its data sheet, so that the ways that are chosen are those of such a device."""
+RATES = Rates(product=4e13, gram=1.1e13, outer=2.5e13, bytes=2.2e12)
+"""An H100's, by its data sheet, so that the methods that are chosen are those of such a device."""
 MEMORY = 80 << 30
 """Bytes, an H100's, by which chunks are cut."""
 MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer")

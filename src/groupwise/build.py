@@ -26,7 +26,7 @@ from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
-from groupwise.training.memory import choose_microbatch, in_halves
+from groupwise.training.memory import choose_microbatch, halve_on_oom
 from groupwise.training.private_step import BatchSums, PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import TaskSums, Trainer, WeightAverage
@@ -67,7 +67,7 @@ def build_trainer(
         def check(most: int, engine: ClippingEngine = engine) -> None:
             verify(engine, task.losses_of, some[:CHECKED], rows=rows, most=most, **coarse)
 
-        in_halves(microbatch or CHECKED, check, "checking", alone=True)
+        halve_on_oom(microbatch or CHECKED, check, "checking", alone=True)
     make = Trainer
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])

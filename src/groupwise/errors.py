@@ -31,7 +31,7 @@ def reason(error: BaseException) -> str:
     return _printable(first if len(first) <= 200 else first[:200] + "...")
 
 
-def told(error: BaseException, most: int = 500) -> str:
+def message(error: BaseException, most: int = 500) -> str:
     """The sentence of a mistake for a terminal: one line, nothing unprintable, a long one without its middle."""
     text = _printable(" ".join(str(error).split()))
     return text if len(text) <= most else f"{text[: most - 200]} ... {text[-195:]}"
@@ -54,7 +54,7 @@ EXTRAS = {
 
 
 @contextmanager
-def surroundings_told() -> Iterator[None]:
+def environment_errors() -> Iterator[None]:
     """A package that is not installed, or a place that may not be read, becomes a `UserError`."""
     try:
         yield
@@ -87,7 +87,7 @@ MISTAKE, BUG, INTERRUPTED = 2, 1, 130
 def report(error: Exception) -> None:
     """A mistake in one sentence, a bug with its traceback, on stderr."""
     if isinstance(error, UserError | ProcessFailed):
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {message(error)}", file=sys.stderr)
     else:
         traceback.print_exception(error)
 
@@ -101,7 +101,7 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
     @wraps(main)
     def run(*arguments: Given.args, **options: Given.kwargs) -> int:
         try:
-            with surroundings_told():
+            with environment_errors():
                 return main(*arguments, **options)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)

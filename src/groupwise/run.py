@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from groupwise.build import build_trainer
 from groupwise.clipping import ClippingEngine, explain
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError, surroundings_told
+from groupwise.errors import UserError, environment_errors
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan, make_plan
@@ -24,7 +24,7 @@ from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_newest
 from groupwise.training.from_config import make_engine
 from groupwise.training.graphs import refuse_other_devices
-from groupwise.training.memory import keep_freed_blocks, memory_told
+from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
@@ -34,8 +34,8 @@ from groupwise.training.task import Task
 from groupwise.training.train import train
 
 
-@memory_told()
-@surroundings_told()
+@oom_as_user_error()
+@environment_errors()
 def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]:
     """Train one cell, or take it up where it was left; returns its result row.
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.checks import check_paths
-from groupwise.clipping.cost_model import OuterProducts
+from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.partition import find_layers
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
@@ -50,7 +50,7 @@ def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_parti
         with engine.forward(4):
             losses = model(x).sum()
         with pytest.raises(UserError, match="create_graph"):
-            torch.autograd.grad(losses, list(model.parameters()), create_graph=True)
+            losses.backward(create_graph=True)
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
@@ -212,7 +212,7 @@ def test_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_tim
     found = []
     for patched in (False, True):
         if patched:
-            monkeypatch.setattr(conv, "chunk_floats", lambda g: 2 * layer.weight.numel())
+            monkeypatch.setattr(conv, "GROUPED_FLOATS", 2 * (layer.weight.numel() + 4))
         with attach(layer, per_layer(layer), 3.0, formula="materialize") as engine:
             clip_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), x)
             gradients = [p.grad.clone() for p in layer.parameters()]

@@ -6,17 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from groupwise.clipping import automatic_factors, clip_factors
+from groupwise.clipping import attach, automatic_factors, clip_factors, flat
 from groupwise.clipping import factors as factors_module
 from groupwise.clipping.factors import (
     CLIP_RULES,
-    Counts,
     add_weighed_rows,
     drop_zero_rows,
+    is_async_device,
     keep_finite,
     scale_rows,
-    is_async_device,
     weigh_rows,
 )
 from groupwise.config.keys import CHOICES
@@ -70,9 +70,10 @@ def test_rows_of_any_shape_are_scaled_and_added_up(shape):
 def test_a_square_that_overflowed_either_way_is_left_out():
     squares = torch.tensor([-math.inf, math.inf, math.nan, -1e-3, 0.0, 2.0], dtype=torch.float64)
     assert keep_finite(torch.ones(6), squares).tolist() == [0, 0, 0, 1, 1, 1]
-    counts = Counts(1, torch.zeros(()))
-    counts.add({0: squares}, 6)
-    assert counts.left_out.tolist() == [3]
+    layer = nn.Linear(1, 1)
+    engine = attach(layer, flat(layer), 1.0)
+    engine.count_norms(squares.unsqueeze(0))
+    assert engine.nonfinite == 3
 
 
 def test_where_nobody_is_left_out_rows_are_as_they_were():

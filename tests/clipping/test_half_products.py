@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.clipping import WSConv2d, cost_model, precision
-from groupwise.clipping.cost_model import Choices
+from groupwise.clipping import WSConv2d, gram, precision
+from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.precision import cut_factors, product_over_rows, squared_row_norms
-from groupwise.clipping.rules import conv, linear, matrix
-from groupwise.clipping.rules.base import Gradients, RuleContext, find_rule
+from groupwise.clipping.rules import linear
+from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, clipped_sum, find_rule
 from groupwise.clipping.rules.linear import LinearRule
 
 C = 0.5
@@ -22,7 +22,7 @@ BOUND = 1e-6
 @pytest.fixture
 def half(monkeypatch) -> None:
     """bfloat16 numbers stay as they are, as on a GPU."""
-    for module in (precision, cost_model, linear, matrix, conv):
+    for module in (precision, gram, linear):
         monkeypatch.setattr(module, "keeps_half", lambda *tensors: all(t.dtype == torch.bfloat16 for t in tensors))
 
 
@@ -54,11 +54,11 @@ def test_weighed_rows_are_multiplied_without_loss(half):
 @pytest.mark.parametrize("sizes", [(6, 9), (9, 6)])
 @pytest.mark.parametrize("positions", [1, 2, 40])
 def test_no_example_adds_more_than_its_threshold(half, formula, sizes, positions):
-    rule, context = LinearRule(nn.Linear(*sizes)), RuleContext(choices=Choices(formula))
+    rule, context = LinearRule(nn.Linear(*sizes)), RuleContext(methods=NormMethods(formula))
     examples = 30
     x, g = rows(examples, positions, sizes[0], seed=2), rows(examples, positions, sizes[1], seed=3)
     wanted = (True, True)
-    squares = squares_together([[rule.norm_terms((x, None), g, wanted, context)]])[0]
+    squares = squares_together([[rule.squared_norms((x, None), g, wanted, context)]])[0]
     weights = torch.bmm(g.double().mT, x.double())
     true = weights.square().sum((1, 2)) + g.double().sum(1).square().sum(1)
     assert bool((squares >= true * (1 - 2e-6)).all())
@@ -101,7 +101,7 @@ def test_convolutions_of_half_precision_keep_the_threshold(half, kind, formula, 
     layer, examples = make(), 12
     found = find_rule(layer)
     assert found is not None
-    rule, context = found(layer), RuleContext(own_group, choices=Choices(formula))
+    rule, context = found(layer), RuleContext(own_group, methods=NormMethods(formula))
     x = rows(examples, layer.in_channels, *space, seed=5)
     values = [getattr(layer.requires_grad_(False), name) for name in rule.parameter_names]
     wanted = tuple(value is not None for value in values)
@@ -125,14 +125,22 @@ def test_convolutions_of_half_precision_keep_the_threshold(half, kind, formula, 
     def norm(gradients: Gradients) -> float:
         return sum(float(part.double().square().sum()) for part in gradients if part is not None) ** 0.5
 
-    squares = squares_together([[rule.norm_terms(saved, g, wanted, context)]])[0]
+    def squares_of(saved: Saved, g: torch.Tensor) -> torch.Tensor:
+        return squares_together([[rule.squared_norms(saved, g, wanted, context)]])[0]
+
+    def clip_and_sum(saved: Saved, g: torch.Tensor) -> Gradients:
+        if own_group and rule.materializes(saved, g, wanted, context):
+            return clipped_sum(rule, saved, g, clip, wanted)
+        return rule.weighted_sum(saved, g, clip(squares_of(saved, g)), wanted, context)
+
+    squares = squares_of(saved, g)
     assert bool((squares >= true * (1 - 2e-6)).all())
     torch.testing.assert_close(squares, true, rtol=3e-3, atol=0)
     for i in range(examples):
         one = rule.examples(saved, g, slice(i, i + 1))
-        assert norm(rule.clipped_sum(*one, clip, wanted, context)) <= C * (1 + BOUND)
+        assert norm(clip_and_sum(*one)) <= C * (1 + BOUND)
     kept.clear()
-    sums = rule.clipped_sum(saved, g, clip, wanted, context)
+    sums = clip_and_sum(saved, g)
     factors = torch.cat(kept).double()
     names = [name for name, _ in double.named_parameters()]
     for name, gradient in zip(rule.parameter_names, sums, strict=True):

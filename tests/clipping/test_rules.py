@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import WSConv2d, attach, cost_model, flat, norm_terms, per_layer
+from groupwise.clipping import attach, flat, gram, norm_terms, per_layer
 from groupwise.clipping import shared_parameters as joint
-from groupwise.clipping.cost_model import Choices
-from groupwise.clipping.cost_model import OuterProducts as Outer
+from groupwise.clipping.gram import OuterProducts as Outer
+from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.partition import find_layers
-from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.conv import Conv2dRule
-from groupwise.clipping.rules.ws_conv import WSConv2dRule
 from tests.clipping.conftest import BATCH, CASES, make_case
 from tests.clipping.traced import clip_batch, trace_batch
 from tests.clipping.turns import in_turn
@@ -89,106 +87,20 @@ def test_every_layer_of_a_case_has_a_rule(name):
     assert all(layer.rule for layer in find_layers(make_case(name).model))
 
 
-def used_gradients(layer: WSConv2d, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Each example's gradient G (B, p, K) for the filters as used, and the standardised filters ŵ (p, K)."""
-    standard = layer.weight.detach() - layer.weight.detach().mean((1, 2, 3), keepdim=True)
-    scale = standard.square().sum((1, 2, 3), keepdim=True).clamp_min(1e-4).rsqrt()
-    standard = standard * scale
-    used = (standard * (1 if layer.gain is None else layer.gain.detach().view(-1, 1, 1, 1))).requires_grad_()
-    rows = []
-    for i in range(len(x)):
-        y = nn.functional.conv2d(x[i : i + 1], used, None, layer.stride, layer.padding)
-        rows.append(torch.autograd.grad((y * g[i : i + 1]).sum(), used)[0].flatten(1))
-    return torch.stack(rows), standard.flatten(1)
-
-
-@pytest.mark.parametrize("formula", ["gram", "materialize"])
-@pytest.mark.parametrize(
-    ("gain", "wanted"), [(False, (True, True, False)), (True, (True, False, True)), (True, (False, False, True))]
-)
-def test_each_part_of_a_standardised_norm_is_moved_towards_the_larger_by_its_rounding(
-    double, monkeypatch, formula, gain, wanted
-):
-    """Σ (gain·s)²(‖G‖² - (|ΣG|/√K - ε)² - a(|⟨G, ŵ⟩| - ε)²) + Σ (|⟨G, ŵ⟩| + ε)²; one filter has a = 0."""
-    epsilon, terms = 0.01, []
-    by_products = formula == "gram"
-
-    def slack(sizes: Tensor, longest: int, dtype: torch.dtype | None = None) -> Tensor:
-        terms.append(longest)
-        return torch.full_like(sizes, epsilon)
-
-    layer = WSConv2d(3, 4, 3, padding=1, stride=2, gain=gain)
-    with torch.no_grad():
-        layer.weight[1] = 0.3 + 1e-4 * torch.randn(3, 3, 3)
-        if gain:
-            layer.gain.uniform_(0.5, 2.0)
-    x, g = torch.randn(5, 3, 6, 6), torch.randn(5, 4, 3, 3)
-    rule, context = WSConv2dRule(layer), RuleContext(choices=Choices(formula))
-    _, saved = rule.forward(x, *(None if p is None else p.detach() for p in (layer.weight, layer.bias, layer.gain)))
-    rows, standard = used_gradients(layer, x, g)
-    centred = layer.weight.detach().flatten(1) - layer.weight.detach().flatten(1).mean(1, keepdim=True)
-    scale = centred.square().sum(1).clamp_min(1e-4).rsqrt() * (1 if layer.gain is None else layer.gain.detach())
-    active = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    along, total, whole = (rows * standard).sum(2), rows.sum(2), rows.square().sum(2)
-    less = epsilon if by_products else 0.0
-    expected = torch.zeros(5)
-    if wanted[0]:
-        removed = (total.abs() / 27**0.5 - less).clamp_min(0).square()
-        removed = removed + active * (along.abs() - less).clamp_min(0).square()
-        raised = whole if by_products else whole * (1 + epsilon)
-        expected = ((raised - removed) * scale.square()).sum(1)
-    if wanted[2]:
-        expected = expected + (along.abs() + less).square().sum(1)
-    if wanted[1]:
-        expected = expected + g.sum((2, 3)).square().sum(1)
-    monkeypatch.setattr(ws_conv, "rounding_slack", slack)
-    monkeypatch.setattr(ws_conv, "slack_of", lambda longest, dtype, device: terms.append(longest) or epsilon)
-    monkeypatch.setattr(
-        cost_model, "rounding_slack", lambda sizes, longest: terms.append(longest) or torch.zeros_like(sizes)
-    )
-    torch.testing.assert_close(
-        rule.squared_norms(rule.keep(saved, context), g, wanted, context), expected, rtol=1e-9, atol=0
-    )
-    assert set(terms) <= {27}
-
-
-def test_rounding_of_a_standardised_norm_grows_with_what_its_terms_are_made_of(double, monkeypatch):
-    """Σ_t ‖x_t‖|g_t| for a filter, whatever its bias and gain."""
-    layer = WSConv2d(3, 4, 3, padding=1, gain=True)
-    with torch.no_grad():
-        layer.gain.uniform_(-2.0, -0.5)
-    x, g, seen = torch.randn(5, 3, 4, 4), torch.randn(5, 4, 4, 4), []
-    monkeypatch.setattr(ws_conv, "rounding_slack", lambda size, n: seen.append(size) or torch.zeros_like(size))
-    rule, context = WSConv2dRule(layer), RuleContext(choices=Choices("gram"))
-    _, saved = rule.forward(x, *(p.detach() for p in (layer.weight, layer.bias, layer.gain)))
-    rule.squared_norms(saved, g, (True, True, True), context)
-    windows = nn.functional.unfold(x, 3, padding=1).norm(dim=1)
-    expected = torch.einsum("bt,bpt->bp", windows, g.flatten(2).abs())
-    torch.testing.assert_close(seen[0], expected)
-
-
 @pytest.mark.parametrize(
     ("layer", "space", "longest"),
     [
         (nn.Conv2d(3, 4, 3, padding=1), 6, 36),
         (nn.Conv2d(3, 4, 3, padding=1), 4, 27),
         (nn.Conv2d(3, 40, 3, padding=1), 4, 40),
-        (WSConv2d(3, 4, 3, padding=1), 6, 36),
-        (WSConv2d(3, 4, 3, padding=1), 4, 27),
-        (WSConv2d(3, 40, 3, padding=1), 4, 40),
     ],
 )
 def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space, longest):
     seen = []
-    for module in (cost_model, ws_conv):
-        monkeypatch.setattr(module, "rounding_slack", lambda sizes, n: seen.append(n) or torch.zeros_like(sizes))
     monkeypatch.setattr(norm_terms, "slack_of", lambda n, *_: seen.append(n) or 0.0)
-    standardised = isinstance(layer, WSConv2d)
-    rule = (WSConv2dRule if standardised else Conv2dRule)(layer)
-    parameters = (layer.weight.detach(), layer.bias.detach(), None)[: 3 if standardised else 2]
-    y, saved = rule.forward(torch.randn(2, 3, space, space), *parameters)
-    wanted = (True, False, False)[: len(parameters)]
-    rule.squared_norms(saved, torch.randn_like(y), wanted, RuleContext(choices=Choices("gram")))
+    rule = Conv2dRule(layer)
+    y, saved = rule.forward(torch.randn(2, 3, space, space), layer.weight.detach(), layer.bias.detach())
+    rule.squared_norms(saved, torch.randn_like(y), (True, False), RuleContext(methods=NormMethods("gram")))
     assert set(seen) == {longest}
 
 
@@ -208,16 +120,16 @@ def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
     slack = 4 * 4**0.5 * torch.finfo(torch.float64).eps * sizes[0] * sizes[1]
     found = sides[0].inner(sides[1])
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
-    real = cost_model.rounding_slack
+    real = gram.rounding_slack
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_model, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + real(size, n))
+        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + real(size, n))
         torch.testing.assert_close(sides[0].inner(sides[1]), exact + 100 + slack, rtol=1e-9, atol=0)
     torch.testing.assert_close(seen[0][0], sizes[0] * sizes[1])
     assert seen[0][1] == 4
     long = Outer(torch.randn(2, 9, 7), torch.randn(2, 9, 4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_model, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
+        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
         long.inner(long)
     assert seen[-1][1] == 9
 

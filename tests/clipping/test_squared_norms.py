@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer
-from groupwise.clipping.cost_model import gram_norms, inner_products
+from groupwise.clipping.gram import gram_norms, inner_products
 from groupwise.clipping.precision import (
     BLOCK,
     LEAST_SQUARE,

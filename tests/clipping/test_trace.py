@@ -280,7 +280,7 @@ def test_a_pipeline_looks_layouts_up_as_well():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_many_rows_are_formed_for_some_examples_at_a_time(monkeypatch, mode):
-    monkeypatch.setattr("groupwise.clipping.rules.per_example.CHUNK_FLOATS", 200)  # two examples of three rows each
+    monkeypatch.setattr("groupwise.clipping.rules.base.chunk_floats", lambda g: 200)  # two examples of three rows each
     for name, batch in (("grouped", 5), ("tiled", 7)):
         model = Two(LAYOUTS[name])
         with attached(model, mode) as engine:

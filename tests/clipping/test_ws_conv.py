@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from groupwise.clipping.cost_model import Choices
 from torch import Tensor, nn
 
 from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
-from groupwise.clipping.cost_model import Choices
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.base import RuleContext

@@ -110,7 +110,7 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch) -> None:
 
 # -- steps: forward, backward, release and update ----------------------------------------------------------------------
 
-WAITS = {"clipping/factors.py:Counts._on_host"}
+WAITS = {"clipping/thresholds_and_counts.py:ThresholdsAndCounts._on_host"}
 """Where a step waits for the device: once, for the counts of all groups, when the batch is over."""
 
 
@@ -286,10 +286,9 @@ print(json.dumps(rows))
 
 def test_the_host_waits_for_the_counts_alone(python) -> None:
     for row in json.loads(python(LOOP).splitlines()[-1]):
-        assert row["passed"]["waits"] == {"clipping/factors.py:Counts._on_host": 1}
+        assert row["passed"]["waits"] == {"clipping/thresholds_and_counts.py:ThresholdsAndCounts._on_host": 1}
         uploads = {
-            "clipping/factors.py:Counts.set_thresholds": 1,
-            "clipping/thresholds_and_counts.py:ThresholdsAndCounts.set_thresholds": 1,
+            "clipping/thresholds_and_counts.py:ThresholdsAndCounts.set_thresholds": 2,
             "training/task.py:to_device": row["microbatches"],
         }
         assert row["passed"]["uploads"] == uploads

@@ -257,8 +257,8 @@ def test_the_microbatch_is_the_same_each_time(device: torch.device) -> None:
 
 
 def test_a_real_lack_of_memory_is_known_as_one(device: torch.device) -> None:
-    from groupwise.training.memory import ran_out
+    from groupwise.training.memory import is_oom
 
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, device=device)
-    assert ran_out(caught.value)
+    assert is_oom(caught.value)

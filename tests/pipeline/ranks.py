@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from groupwise.clipping import cost_model
 from tests.forks import FORKS
 from tests.waiting import PATIENCE
 
@@ -87,7 +86,6 @@ def _live(pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     gc.set_threshold(500_000, 10, 10)  # this and the next as in the tests' own process
-    cost_model.measure_rates = lambda device: cost_model.USUAL_RATES[device.type]
     while True:
         try:
             work, meeting, rank, world, timeout = pipe.recv()

@@ -148,6 +148,12 @@ class TestCache:
             calibrate(*setting)
         assert len(searches) == len(settings)
 
+    def test_what_an_older_accounting_of_ours_found_is_proven_anew(self, searches, monkeypatch):
+        calibrate(*self.SETTING)
+        monkeypatch.setattr(calibration, "ACCOUNTING", "another")
+        calibrate(*self.SETTING)
+        assert len(searches) == 2
+
     @pytest.mark.parametrize("library", ["prv-accountant", "dp-accounting", "numpy", "scipy"])
     def test_other_library_versions_search_again(self, searches, monkeypatch, library):
         calibrate(*self.SETTING)
@@ -207,7 +213,7 @@ class TestCache:
         assert len(searches) == 2
 
     def test_what_was_found_exactly_at_the_target_is_believed(self, monkeypatch, searches):
-        versions = {name: calibration._version(name) for name in calibration.LIBRARIES}
+        versions = calibration._versions()
         monkeypatch.setattr(calibration, "read_cache", lambda kind, key: [0.25, 2.0, "kept", versions])
         assert calibrate(*self.SETTING) == Calibration(0.25, 2.0, "kept")
         assert not searches
@@ -300,10 +306,12 @@ def test_a_calibration_takes_two_to_four_bounds_and_rdp_asks_for_more_noise(monk
     assert calibrate(*setting, "rdp").noise_multiplier > 1.02 * found.noise_multiplier
 
 
-def test_the_first_guess_is_the_central_limit():
-    setting = (3.0, 1e-5, 0.02, 300)
-    sigma = calibration._first_guess(lambda s: gaussian_epsilon(1e-5, central_limit_mu(s, 0.02, 300)), setting[0])
-    assert gaussian_epsilon(1e-5, central_limit_mu(sigma, 0.02, 300)) == pytest.approx(3.0, rel=1e-8)
+@pytest.mark.parametrize("rate", [1.0, 0.02])
+def test_the_first_guess_is_the_central_limit(rate):
+    sigma = calibration._central_limit(3.0, 1e-5, rate, 300)
+    mu = rate * math.sqrt(300 * math.expm1(sigma**-2))
+    assert gaussian_epsilon(1e-5, mu) == pytest.approx(3.0, rel=1e-8)
+    assert central_limit_mu(sigma, rate, 300) == pytest.approx(mu, rel=1e-9 if rate < 1 else 0.01)
 
 
 def test_a_delta_that_sampling_alone_gives_is_refused_from_there_on():

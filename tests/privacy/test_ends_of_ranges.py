@@ -5,17 +5,14 @@ import warnings
 
 import pytest
 from scipy.integrate import quad
-from scipy.stats import binom, norm
+from scipy.stats import norm
 
 from groupwise.errors import UserError
 from groupwise.privacy.accountants import (
     MOST_NOISE,
     ORDERS,
     epsilon_rdp,
-    epsilon_revealed,
-    gaussian_delta,
     gaussian_epsilon,
-    nothing_shows,
     rdp_of_steps,
 )
 from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds, epsilon_prv
@@ -28,7 +25,7 @@ RATE, STEPS, DELTA = 0.1, 100, 1e-5
 
 @pytest.mark.parametrize(
     "epsilon",
-    [*(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (1e-15, 1e-8)), 1e-4, 0.01, 200.0, 1e4, 1e8, 1e15],
+    [*(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (1e-15, 1e-8)), 1e-4, 0.01, 200.0, 1e4, 1e8],
 )
 def test_the_smallest_and_largest_targets_are_met_in_a_few_evaluations(epsilon):
     found = calibrate(epsilon, DELTA, RATE, STEPS)
@@ -39,11 +36,10 @@ def test_the_smallest_and_largest_targets_are_met_in_a_few_evaluations(epsilon):
 
 
 def test_without_sampling_the_smallest_are_the_analytic_gaussians():
-    for epsilon in (1e-8, 1e-3, 0.02, 1e5, 1e12):
+    for epsilon in (1e-3, 0.02, 300.0, 1e5):
         sigma = calibrate(epsilon, DELTA, 1.0, STEPS).noise_multiplier
         exact = gaussian_epsilon(DELTA, math.sqrt(STEPS) / sigma)
-        assert exact <= epsilon
-        assert exact >= 0.99 * epsilon or epsilon == 1e-8
+        assert 0.98 * epsilon <= exact <= epsilon
 
 
 @pytest.mark.parametrize("sigma", [60.0, *(pytest.param(large, marks=pytest.mark.slow) for large in (300.0, 2000.0))])
@@ -67,7 +63,7 @@ def test_every_noise_multiplier_has_an_epsilon_and_no_accountant_warns(accountan
         )  # fmt: skip
     assert 0.0 <= plan.epsilon < math.inf
     assert plan.spent(STEPS).epsilon <= plan.epsilon
-    assert "closed form" in plan.statement() or 1e-4 < sigma < 1e9
+    assert accountant != "prv" or "PLD" in plan.note or "RDP" in plan.note
 
 
 def test_a_small_sample_of_many_examples_costs_little_by_rdp_too():
@@ -110,24 +106,18 @@ def test_as_many_steps_as_there_are(steps, sigma):
     assert 0.0 <= bounds.upper < math.inf
 
 
-@pytest.mark.parametrize("sigma", [0.02, 0.3, 3.0])
-@pytest.mark.parametrize("rate", [0.001, 0.3])
-def test_the_revealed_bound_covers_the_mixture_over_the_number_of_draws(sigma, rate):
-    """That mixture's δ, added up term by term, is at most the δ that was asked for."""
-    steps = 40
-    epsilon = epsilon_revealed(sigma, rate, steps, DELTA).upper
-    total = sum(binom.pmf(k, steps, rate) * gaussian_delta(epsilon, math.sqrt(k) / sigma) for k in range(1, steps + 1))
-    assert total <= DELTA
-    assert epsilon_bounds(sigma, rate, steps, DELTA).lower <= epsilon
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_more_noise_than_can_be_told_from_the_most_is_accounted_as_the_most(accountant):
+    most = epsilon_bounds(MOST_NOISE, RATE, 10**4, DELTA, accountant)
+    assert most == epsilon_bounds(1e3 * MOST_NOISE, RATE, 10**4, DELTA, accountant)
+    assert 0.0 < most.upper <= epsilon_bounds(0.5 * MOST_NOISE, RATE, 10**4, DELTA, accountant).upper
 
 
-@pytest.mark.parametrize(("sigma", "steps"), [(1e3, 1), (5e3, 100), (2e4, 1000)])
-def test_nothing_shows_only_where_the_exact_total_variation_is_below_delta(sigma, steps):
-    mu = math.sqrt(steps) / sigma
-    exact = gaussian_delta(0.0, mu)  # the total variation of T releases without sampling
-    assert nothing_shows(sigma, 1.0, steps, mu / math.sqrt(2.0) * (1 + 1e-9))
-    assert exact < mu / math.sqrt(2.0)
-    assert not nothing_shows(sigma, 1.0, steps, 0.999 * exact)
+@pytest.mark.parametrize("accountant", ["prv", "pld"])
+def test_an_epsilon_past_what_composition_can_is_bounded_by_rdp(accountant):
+    bounds = epsilon_bounds(1e-3, RATE, STEPS, DELTA, accountant)
+    assert bounds.upper == epsilon_rdp(1e-3, RATE, STEPS, DELTA)
+    assert bounds.note.startswith("by the RDP accountant, since")
 
 
 def test_rdp_never_falls_to_nothing_by_rounding():

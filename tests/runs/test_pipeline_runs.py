@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from groupwise.clipping import cost_model
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
@@ -77,7 +76,6 @@ def all_cells(results: Path, rank: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
-    cost_model.measure_rates = lambda device: cost_model.USUAL_RATES[device.type]  # as in the process of the tests
     given = CELLS | {name: mistaken for name, (*mistaken, _) in MISTAKES.items()}
     with quickly(results / f"cache-{rank}"):
         for number, (name, overrides) in enumerate(given.items()):

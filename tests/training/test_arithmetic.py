@@ -11,7 +11,7 @@ from groupwise.clipping.precision import kept_precisions
 from groupwise.config.identity import config_hash
 from groupwise.errors import UserError
 from groupwise.privacy import FixedThresholds, NoiseSource, make_plan
-from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
+from groupwise.training.arithmetic import arithmetic, arithmetic_settings, products
 from groupwise.training.from_config import autocast, tolerances
 from groupwise.training.private_step import PrivateStep
 from tests.combinations import run
@@ -23,16 +23,16 @@ SCRIPT = """
 import torch
 
 print(torch.backends.cudnn.allow_tf32)
-from groupwise.training.arithmetic import arithmetic, arithmetic_told, products
+from groupwise.training.arithmetic import arithmetic, arithmetic_settings, products
 
 cuda = torch.device("cuda", 0)
 places = torch.backends.cuda.matmul, torch.backends.cudnn.conv
 for place in places:
     place.fp32_precision = "tf32"
 with arithmetic(cuda):
-    print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
+    print([place.fp32_precision for place in places], arithmetic_settings(cuda)["tf32"])
     with products(tf32=True):
-        print([place.fp32_precision for place in places], arithmetic_told(cuda)["tf32"])
+        print([place.fp32_precision for place in places], arithmetic_settings(cuda)["tf32"])
 print([place.fp32_precision for place in places])
 """
 
@@ -71,7 +71,7 @@ def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tupl
         assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         with autocast("tf32", CUDA)():
             assert settings() == (True, True)
-            assert arithmetic_told(CUDA)["tf32"]
+            assert arithmetic_settings(CUDA)["tf32"]
         assert settings() == (False, False)
     assert settings() == before
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
@@ -149,7 +149,7 @@ def test_deterministic_is_for_the_run_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with arithmetic(CUDA, deterministic=True):
         assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-        assert arithmetic_told(CUDA) == {"tf32": False, "deterministic": True}
+        assert arithmetic_settings(CUDA) == {"tf32": False, "deterministic": True}
     assert not torch.backends.cudnn.deterministic and not torch.are_deterministic_algorithms_enabled()
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.errors import UserError
 from groupwise.training import memory
-from groupwise.training.memory import choose_microbatch, memory_told, ran_out
+from groupwise.training.memory import choose_microbatch, is_oom, oom_as_user_error
 from tests.forks import Command
 from tests.training.test_step import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
 
@@ -144,11 +144,11 @@ def test_nothing_of_the_part_that_did_not_fit_is_held():
 
 
 def test_outside_of_a_step_it_is_one_sentence():
-    with pytest.raises(UserError, match=r"lower eval\.batch_size or eval\.generate\.batch_size"), memory_told():
+    with pytest.raises(UserError, match=r"lower eval\.batch_size or eval\.generate\.batch_size"), oom_as_user_error():
         raise ERRORS["GPU"]()
-    with pytest.raises(RuntimeError, match="a bug"), memory_told():
+    with pytest.raises(RuntimeError, match="a bug"), oom_as_user_error():
         raise RuntimeError("a bug")
-    assert not ran_out(ValueError("DefaultCPUAllocator"))
+    assert not is_oom(ValueError("DefaultCPUAllocator"))
 
 
 def test_an_evaluation_that_does_not_fit_goes_on_with_half_as_many_at_once(capsys):

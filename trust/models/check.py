@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine, Partition, attach, flat, per_layer, verify
-from groupwise.errors import UserError, told
+from groupwise.errors import UserError, message
 from trust.models.architecture import Architecture, Size, Subject
 from trust.models.rows import EXACT, FALSE_ALARM, REFUSED, TRACEBACK, WRONG, Row
 from trust.models.truth import Truth, buffers_kept, find_truth, freeze_unreached, parameters_of, trained
@@ -113,13 +113,13 @@ def attempt(action: Callable[[], T]) -> tuple[str, str, T | None]:
     try:
         return "", "", action()
     except _FalseAlarm as error:
-        return FALSE_ALARM, told(error, 600), None
+        return FALSE_ALARM, message(error, 600), None
     except UserError as error:
-        return REFUSED, told(error, 600), None
+        return REFUSED, message(error, 600), None
     except _Wrong as error:
         return WRONG, str(error), None
     except Exception as error:
-        return TRACEBACK, f"{type(error).__name__}: {told(error, 300)} ({place(error)})", None
+        return TRACEBACK, f"{type(error).__name__}: {message(error, 300)} ({place(error)})", None
 
 
 class _Wrong(Exception):
@@ -151,7 +151,7 @@ def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -
         refusal = _check_first(engine, subject, verified=truth is None or size is SQUARE)
         if refusal is not None:
             alarm = size is SQUARE and truth is not None and _is_exact(architecture, mode, known)
-            raise _FalseAlarm(told(refusal, 600)) if alarm else refusal
+            raise _FalseAlarm(message(refusal, 600)) if alarm else refusal
         if truth is None:
             raise _Wrong("Its examples mix, and nobody refused it.")
         batches = FEWER if size is SQUARE else (size.batch,)

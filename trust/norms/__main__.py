@@ -20,11 +20,8 @@ from torch import Tensor, nn
 
 from groupwise.atomic import write_text
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
-from groupwise.clipping.cost_model import Rates
 from groupwise.rows import csv_text
 
-_KERNEL = Rates(matmul=1e11, gram=1e11, outer=1e3, kernel=1e18, bytes=1e10, calls=1e18)
-_UNFOLDING = Rates(matmul=1e11, gram=1e11, outer=1e11, kernel=1e3, bytes=1e10, calls=1e3)
 LARGEST = 100_000_000
 _TAPS = {nn.Conv1d: 3, nn.Conv2d: 9, nn.Conv3d: 8, nn.ConvTranspose2d: 9}
 
@@ -38,7 +35,7 @@ class Case:
         build: number of parameters -> (model, shape of one example's input).
         entries: numbers of parameters, the table's rows.
         attach: what `attach` is told besides.
-        way: what the cost model must choose, where the layer has a choice.
+        method: what must be chosen, where the layer has a choice.
         indices: inputs are indices, as many as the vocabulary has, some of them equal.
         flat: all layers are one group; otherwise there is one layer.
     """
@@ -47,7 +44,7 @@ class Case:
     build: Callable[[int], tuple[nn.Module, tuple[int, ...]]]
     entries: tuple[int, ...]
     attach: dict[str, Any] = field(default_factory=dict)
-    way: str | None = None
+    method: str | None = None
     indices: bool = False
     flat: bool = False
 
@@ -123,8 +120,7 @@ def _twice_conv(entries: int) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def _convolutions() -> list[Case]:
-    gram, kernel = {"formula": "gram"}, {"formula": "materialize", "rates": _KERNEL}
-    unfolding = {"formula": "materialize", "rates": _UNFOLDING}
+    gram, formed = {"formula": "gram"}, {"formula": "materialize"}
     found = []
     for kind, close, far in (
         (nn.Conv1d, ((16,), {"padding": 1}), ((24,), {"stride": 3})),
@@ -132,13 +128,11 @@ def _convolutions() -> list[Case]:
         (nn.Conv3d, ((4, 4, 4), {}), ((4, 4, 4), {"stride": 2})),
     ):
         name, sizes = kind.__name__, (2_000_000, 10_000_000)
-        pixels, windows = _conv(kind, close[0], **close[1]), _conv(kind, far[0], **far[1])
-        large = _conv(kind, (64,), padding=1) if kind is nn.Conv1d else _conv(kind, (8, 8, 4)[: len(far[0])])
+        padded, strided = _conv(kind, close[0], **close[1]), _conv(kind, far[0], **far[1])
         found += [
-            Case(f"{name}: Gram over pixels", pixels, sizes, gram, "gram"),
-            Case(f"{name}: Gram over unfolded inputs", windows, sizes, gram, "gram"),
-            Case(f"{name}: unfolding", windows, (2_000_000, LARGEST), unfolding, "materialize"),
-            Case(f"{name}: kernel", large, sizes, kernel, "materialize/kernel"),
+            Case(f"{name}: Gram", padded, sizes, gram, "gram"),
+            Case(f"{name}: Gram, with a stride", strided, sizes, gram, "gram"),
+            Case(f"{name}: gradients", strided, (2_000_000, LARGEST), formed, "materialize"),
         ]
     return found
 
@@ -162,7 +156,7 @@ CASES: tuple[Case, ...] = (
         "WSConv2d: gradients",
         _conv(WSConv2d, (4, 4), padding=1, gain=True),
         (2_000_000, 10_000_000),
-        {"formula": "materialize", "rates": _UNFOLDING},
+        {"formula": "materialize"},
         "materialize",
     ),
     Case("Embedding", lambda n: (nn.Embedding(n // 500, 500), (n // 500,)), (2_000_000, LARGEST), indices=True),
@@ -250,10 +244,10 @@ def measure(case: Case, law: str, entries: int, seed: int = 0) -> Row:
         engine.clip(lambda _: (model(inputs) * g).flatten(1).sum(1), [0])
         stated = float(engine.per_example_norms[0, 0])
         added = _length([p.grad for p in model.parameters()])
-        choices = engine.groups[0].members[0].context.choices
-    chosen = None if choices.last is None else choices[choices.last].chosen
-    if case.way is not None and chosen != case.way:
-        raise RuntimeError(f"{case.name}: the engine chose {chosen}, not {case.way}")
+        methods = engine.groups[0].members[0].context.methods
+    chosen = None if methods.last is None else methods[methods.last]
+    if case.method is not None and chosen != case.method:
+        raise RuntimeError(f"{case.name}: the engine chose {chosen}, not {case.method}")
     count = sum(p.numel() for p in model.parameters())
     return Row(case.name, count, law, 1 - stated / true, added / (SHARE * true) - 1)
 

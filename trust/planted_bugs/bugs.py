@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.clipping import ClippingEngine, Sensitivity, autograd, microbatches
-from groupwise.clipping.factors import keep_finite
+from groupwise.clipping import ClippingEngine, Sensitivity, autograd, groups, microbatches
+from groupwise.clipping.factors import keep_finite, with_drop_mask
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, mechanism, thresholds
@@ -101,21 +101,22 @@ def masks_from_the_public_seed() -> AbstractContextManager[object]:
 
 def no_clipping() -> AbstractContextManager[object]:
     """All factors are 1."""
-    return patch.object(ClippingGroup, "factors", lambda self, squares: keep_finite(torch.ones_like(squares), squares))
+    return patch.object(groups, "keep_finite", lambda factors, *rest: keep_finite(torch.ones_like(factors), *rest))
 
 
 @contextmanager
 def first_layer_unclipped() -> Iterator[None]:
     """The factors of the first group are 1."""
-    real = ClippingGroup.factors
+    real = groups.clip_factors_of
 
-    def factors(self: ClippingGroup, squares: Tensor) -> Tensor:
-        return real(self, squares) if self.index else keep_finite(torch.ones_like(squares), squares)
+    def factors(some: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
+        found = real(some, squares)
+        for i, group in enumerate(some):
+            if group.index == 0:
+                found[i] = with_drop_mask(keep_finite(torch.ones_like(found[i]), squares[i], found[i].dtype))
+        return found
 
-    def together(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
-        return [group.factors(rows) for group, rows in zip(groups, squares, strict=True)]
-
-    with patch.object(ClippingGroup, "factors", factors), patch.object(autograd, "factors_together", together):
+    with patch.object(autograd, "clip_factors_of", factors), patch.object(microbatches, "clip_factors_of", factors):
         yield
 
 
@@ -136,9 +137,14 @@ class _Unnoticed:  # as much of a rule as a closing group asks for
     def __init__(self, rule: Any) -> None:
         self._rule = rule
 
-    def book_keep_all(self, *call: Any) -> list[tuple[Tensor, Any]]:
-        none = torch.zeros(len(call[1]), dtype=torch.float64, device=call[1].device)
-        return [(none, finish) for _, finish in self._rule.book_keep_all(*call)]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def materializes(self, *call: Any) -> bool:
+        return False
+
+    def squared_norms(self, saved: Any, g: Tensor, *rest: Any) -> Tensor:
+        return torch.zeros(len(g), dtype=torch.float64, device=g.device)
 
 
 def tied_uses_as_if_separate() -> AbstractContextManager[object]:

@@ -162,7 +162,7 @@ def stds_of(trainer: Trainer) -> list[float]:
     plan, groups = trainer.plan, trainer.engine.groups
     return noise_stds(
         trainer.thresholds.clip_thresholds,
-        [sum(parameter.numel() for parameter in group.parameters) for group in groups],
+        trainer.private.group_sizes,
         plan.gradient_noise_multiplier,
         trainer.private.allocation,
         groups_elsewhere=plan.num_groups - len(groups),

@@ -19,6 +19,9 @@ from groupwise.clipping.precision import floor, row_lengths, slack_of, squared_r
 FEW = 1 << 20
 """Numbers that may be copied, or kept for the sake of a few of them, to save a kernel."""
 
+FEW_ON_CPU = 1 << 14
+"""The same on a CPU, where starting an operation costs less."""
+
 FEW_LAYERS = 4
 """Layers a group whose squares are added up place by place, for all groups at once."""
 
@@ -107,9 +110,9 @@ class RowTerms(Terms):
 
     @property
     def key(self) -> Hashable:
-        """The sizes; where joining saves no kernel, nothing is joined."""
+        """The sizes; what is too large to be copied for it is not joined."""
         rows = [each for each in self.gradients if each is not None]
-        if not is_async_device(rows[0]) or sum(each.numel() for each in rows) > FEW:
+        if sum(each.numel() for each in rows) > (FEW if is_async_device(rows[0]) else FEW_ON_CPU):
             return id(self)
         return tuple(None if each is None else (each.shape, each.dtype) for each in self.gradients)
 

@@ -5,7 +5,7 @@ A partition into groups is the one idea of which every clipping mode is a case.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -87,7 +87,9 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
             own += [(f"{rule.claims}.{local}", p) for local, p in inside.named_parameters(recurse=False)]
         trainable = {local: p for local, p in own if p.requires_grad}
         if trainable:
-            layers.append(Layer(name, module, rule, trainable, None if rule else _rewritten(module)))
+            layers.append(
+                Layer(name, module, rule, trainable, None if rule else REWRITTEN.get(_type_among(module, REWRITTEN)))
+            )
     if not layers:
         raise UserError("The model has no trainable parameter: set requires_grad=True where it should learn.")
     for layer in layers:
@@ -100,10 +102,10 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _rewritten(module: nn.Module) -> Forward | None:
-    """The forward that runs in a module's place, unless it has one of its own, or computed weights."""
-    kind = next((kind for kind in REWRITTEN if isinstance(module, kind) and type(module).forward is kind.forward), None)
-    return None if kind is None or is_parametrized(module) else REWRITTEN[kind]
+def _type_among(module: nn.Module, types: Iterable[Any]) -> Any:
+    """The type whose forward a module has; None where it has one of its own, or computed weights."""
+    same = (kind for kind in types if isinstance(module, kind) and type(module).forward is kind.forward)
+    return None if is_parametrized(module) else next(same, None)
 
 
 def _refuse_mixing(model: nn.Module) -> None:
@@ -152,7 +154,7 @@ def warn_of_copies(layers: tuple[Layer, ...]) -> None:
         type(layer.module).__name__
         for layer in layers
         if layer.rule is None
-        and not isinstance(layer.module, WITHOUT_COPIES)
+        and _type_among(layer.module, WITHOUT_COPIES) is None
         and any(p.numel() > COPIED for p in layer.trainable.values())
     )
     if kinds:

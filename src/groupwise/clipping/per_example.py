@@ -132,8 +132,8 @@ def refuse_unbatched(name: str, x: Tensor, axes: int) -> None:
     """
     if x.dim() != axes:
         raise UserError(
-            f"{name} got an input of shape {tuple(x.shape)} where {axes} axes were expected, one of "
-            "them the batch: add it with unsqueeze, so that there is one loss for each example."
+            f"{name} got an input of shape {tuple(x.shape)} where {axes} axes were expected, one of them the batch: "
+            "add it with unsqueeze, so that there is one loss for each example."
         )
 
 
@@ -157,8 +157,9 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
             f"{origin.label}, or what was computed from it, is changed in place (by {name}) where it meets the "
             "examples: use operations that are not in place."
         )
-    if name in _BROADCASTS or (name in _PRODUCTS and all(leaf.dim() > 2 for leaf in leaves)):
-        rank = max(leaf.dim() for leaf in leaves if isinstance(leaf, Tensor))
+    ranks = [leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)]
+    if name in _BROADCASTS or (name in _PRODUCTS and min(ranks) > 2):
+        rank = max(ranks)
         place = next(p.moved(rank - leaf.dim()) for leaf, p in zip(leaves, places, strict=True) if p is not None)
         aligned = [_align(leaf, rank, place, name) if isinstance(leaf, PerExample) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(aligned, spec)

@@ -97,9 +97,9 @@ def explain(engine: ClippingEngine) -> str:
 
 def _row(member: Member) -> tuple[str, ...]:
     name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.context.methods
-    if methods.last is None:
+    if (last := methods.last) is None:
         return (name, kind, "", "one way", "no choice to make")
-    arrow = " -> ".join("×".join(map(str, sizes)) for sizes in methods.last[:2])
-    costs = sorted(methods.costs[methods.last].items(), key=lambda item: item[0] != methods[methods.last])
+    arrow = " -> ".join("×".join(map(str, sizes)) for sizes in last[:2])
+    costs = sorted(methods.costs[last].items(), key=lambda item: item[0] != methods[last])
     text = ", ".join(f"{name} {1e6 * seconds:.1f} µs an example" for name, seconds in costs)
-    return (name, kind, arrow, methods[methods.last], text)
+    return (name, kind, arrow, methods[last], text)

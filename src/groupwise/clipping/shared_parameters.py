@@ -96,7 +96,7 @@ def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) 
     only = [tuple(i == local for i in range(len(call.member.wanted))) for call, local in uses]
     parts_of = [call.member.rows_of(local) for call, local in uses]
     rows = max((part.stop for part in parts_of if part is not None), default=0)
-    size = max(_size(call, local) for call, local in uses)
+    size = max(call.rule.size(wanted) for (call, _), wanted in zip(uses, only, strict=True))
     step = max(1, CHUNK_FLOATS // size)
     parts = []
     for start in range(0, examples, step):
@@ -118,6 +118,3 @@ def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) 
         parts.append(joint - squares + rounding_slack(squares, size, gradients[0].dtype))
     return torch.cat(parts)
 
-
-def _size(call: LayerCall, local: int) -> int:
-    return call.rule.module.get_parameter(call.rule.parameter_names[local]).numel()

@@ -204,7 +204,7 @@ class _Comparison:
         worst = 0.0
         for k, group in enumerate(self.engine.groups):
             finite = norms[k].isfinite()
-            factors = group.factors(norms[k].to(group.threshold).square()).to(norms)
+            factors = self.engine.factors(norms[k].to(group.threshold).square(), k).to(norms)
             whole = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / self.tolerance
             for parameter in group.parameters:
                 name = names[id(parameter)]

@@ -36,7 +36,7 @@ from groupwise.config.keys import FREE_KEYS, expected, fits, key_types, roots
 from groupwise.config.names import OURS
 from groupwise.config.schema import PrivacyConfig, RunConfig
 from groupwise.config.tables import Tables
-from groupwise.errors import UserError, did_you_mean, told
+from groupwise.errors import UserError, did_you_mean, message
 
 DERIVED = {"recipe": "clip", "scales": "scale", "model/default": "scale"}
 """Parts of a family's tables (`groupwise.config.tables`), and the choice that they follow from."""
@@ -73,7 +73,7 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
 
 def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
     """``error``, one of `COMPOSITION_ERRORS` or `too_long`, as one sentence; ``groups`` may be what was misspelt."""
-    return told(UserError(_sentence(error, groups)))
+    return message(UserError(_sentence(error, groups)))
 
 
 def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:

@@ -142,6 +142,6 @@ MOVING = (
 """What of `TrainingArguments` moves the weights."""
 
 
-def moving_settings(args: TrainingArguments, privacy: PrivacyArguments) -> dict[str, str]:
+def training_settings(args: TrainingArguments, privacy: PrivacyArguments) -> dict[str, str]:
     """All settings that a step depends on, in words: a replayed step repeats its noise, so none of them may change."""
     return {name: str(getattr(args, name)) for name in MOVING} | {name: str(v) for name, v in asdict(privacy).items()}

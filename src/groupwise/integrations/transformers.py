@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from groupwise.errors import UserError
 from groupwise.integrations import resume
-from groupwise.integrations.arguments import PrivacyArguments, check_arguments, check_privacy, moving_settings
+from groupwise.integrations.arguments import PrivacyArguments, check_arguments, check_privacy, training_settings
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
 from groupwise.private.data import length_of
@@ -340,4 +340,4 @@ class PrivateTrainer(Trainer):
     def _settings(self) -> dict[str, str]:
         assert self.private is not None
         kinds = {"model": self.model, "optimizer": self.private.core.optimizer, "lr_scheduler": self.lr_scheduler}
-        return moving_settings(self.args, self.privacy) | {name: type(of).__name__ for name, of in kinds.items()}
+        return training_settings(self.args, self.privacy) | {name: type(of).__name__ for name, of in kinds.items()}

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
-from groupwise.clipping.cost_model import USUAL_RATES, machine_rates
+from groupwise.clipping.norm_methods import RATES
 from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.runner import held_at_once
@@ -131,7 +129,7 @@ class Estimate:
             dtype=options.weights_dtype,
             attention=options.attention,
             rematerialize=options.rematerialize,
-            rates=machine_rates("cpu", 0, torch.get_num_threads()) if timed else USUAL_RATES["cuda"],
+            rates=RATES["cpu" if timed else "cuda"],
         )
         self.model = build(
             config,

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from groupwise.clipping import ClipPlan, attach, flat, per_layer
-from groupwise.clipping.cost_model import USUAL_RATES, Rates
 from groupwise.clipping.layouts import FIRST, Layout
+from groupwise.clipping.norm_methods import RATES, Rates
 from groupwise.pipeline.split import cut
 from groupwise.pipeline.stage import Stage
 from groupwise.planner.shapes import build, with_blocks
@@ -133,7 +133,7 @@ class Work:
         places: how many tokens of an example the loss is on.
         rank, targets, dtype, attention: see `shapes.build`.
         rematerialize: as `split.cut` takes it.
-        rates: of the device's arithmetic, by which layers choose their formula.
+        rates: of the device's arithmetic, by which layers choose how to find norms.
     """
 
     config: Any = field(compare=False)
@@ -145,7 +145,7 @@ class Work:
     dtype: str = "float32"
     attention: str = "sdpa"
     rematerialize: bool = True
-    rates: Rates = USUAL_RATES["cuda"]
+    rates: Rates = RATES["cuda"]
 
     @property
     def half(self) -> bool:

@@ -1,22 +1,18 @@
 """Finds the smallest noise multiplier σ whose proven ε does not pass the target (line 2 of Algorithm 1)."""
 
+import contextlib
 import importlib.metadata
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from groupwise.cache import read_cache, write_cache
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import (
-    EpsilonBounds,
-    central_limit_mu,
-    check_release,
-    epsilon_revealed,
-    gaussian_epsilon,
-)
+from groupwise.privacy.accountants import FEW_ORDERS, EpsilonBounds, check_release, epsilon_rdp, is_whole
 from groupwise.privacy.accounting import (
-    CLOSED_ABOVE,
     LARGEST,
     LARGEST_DELTA,
     MAX_ERROR,
@@ -34,9 +30,10 @@ LEAST, MOST = 1e-9, 1e12
 """Between these a σ is looked for."""
 PATIENCE, CLOSEST = 10, 1e-6
 """After so many tries the bracket is halved, until its ends are no further apart than this share: as good as one."""
-_CODE_VERSION = 2
 LIBRARIES = ("prv-accountant", "dp-accounting", "numpy", "scipy")
 """Those whose version may change what is proven."""
+ACCOUNTING = "3"
+"""To be raised where our own code changes what is proven."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,8 @@ def calibrate(
     """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
-    above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 2 to 4 evaluations;
-    the answer is cached on disk under all arguments and the libraries' versions; what other versions of them found is
+    above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 1 to 4 evaluations;
+    the answer is cached on disk under all arguments; what other versions of the libraries, or of this one, found is
     taken where one evaluation here proves it.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
@@ -68,87 +65,92 @@ def calibrate(
             f"delta is {delta}, at least the chance that an example is ever drawn in {steps} steps at rate "
             f"{sample_rate}; publishing the drawn examples would satisfy it: give a delta far below 1/N."
         )
-    key = {
-        "version": _CODE_VERSION,
-        "epsilon": epsilon,
-        "delta": delta,
-        "sample_rate": sample_rate,
-        "steps": int(steps),
-        "accountant": accountant,
-    }
-    libraries = {name: _version(name) for name in LIBRARIES}
-    found = _from_cache(key, epsilon) if cache else None
-    if found is not None and found[1] == libraries:
-        return found[0]
-    known = found and _proven(found[0].noise_multiplier, epsilon, delta, sample_rate, int(steps), accountant)
-    result = known or _search(epsilon, delta, sample_rate, int(steps), accountant)
+    setting = (delta, sample_rate, int(steps), accountant)
+    names = ("version", "epsilon", "delta", "sample_rate", "steps", "accountant")
+    key = dict(zip(names, (2, epsilon, *setting), strict=True))
+    versions = _versions()
+    found, made_by = (_from_cache(key, epsilon) if cache else None) or (None, None)
+    if found is not None and made_by == versions:
+        return found
+    result = (found and _proven(found.noise_multiplier, epsilon, *setting)) or _search(epsilon, *setting)
     if cache:
-        write_cache("noise_multiplier", key, [result.noise_multiplier, result.epsilon_upper, result.note, libraries])
+        write_cache("noise_multiplier", key, [result.noise_multiplier, result.epsilon_upper, result.note, versions])
     return result
 
 
 def _proven(
     sigma: float, epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str
 ) -> Calibration | None:
-    """A σ that other versions of the libraries found, where these prove it too: so a run that moves keeps its plan."""
+    """A σ that other versions found, where these prove it too: so a run that moves keeps its plan."""
     bounds = epsilon_bounds(sigma, sample_rate, steps, delta, accountant)
     near = (1.0 - TOLERANCE) * epsilon <= bounds.upper <= epsilon
     return Calibration(sigma, bounds.upper, bounds.note) if near else None
 
 
 def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str) -> Calibration:
-    def central_limit(noise_multiplier: float) -> float:
-        return gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps))
-
-    def closed(noise_multiplier: float) -> float:
-        return epsilon_revealed(noise_multiplier, sample_rate, steps, delta).upper
-
-    shape = central_limit if epsilon <= CLOSED_ABOVE else closed
-    guess = _first_guess(shape, epsilon)
+    mechanism, bounds = (sample_rate, steps, delta), dict[float, EpsilonBounds]()
+    guess, most = _central_limit(epsilon, delta, sample_rate, steps), MOST
     usual = SMALLEST <= epsilon <= LARGEST and SMALLEST_DELTA <= delta <= LARGEST_DELTA and steps <= MOST_STEPS
     if accountant == "prv" and usual:
+        with contextlib.suppress(UserError):  # of RDP a few orders will do: no other accountant asks for more noise
+            most, _ = solve(lambda sigma: epsilon_rdp(sigma, *mechanism, FEW_ORDERS), epsilon, guess)
         # Estimates cost a tenth of a bound: walk with them, aiming below the target by the bound's own width.
         aim = epsilon - min(MAX_ERROR, RELATIVE_ERROR * epsilon)
-        guess, _ = _solve(lambda sigma: estimate_prv(sigma, sample_rate, steps, delta), aim, guess, central_limit)
-
-    bounds: dict[float, EpsilonBounds] = {}
+        guess, _ = solve(lambda sigma: estimate_prv(sigma, *mechanism), aim, min(guess, most), most)
 
     def upper(noise_multiplier: float) -> float:
-        bounds[noise_multiplier] = epsilon_bounds(noise_multiplier, sample_rate, steps, delta, accountant)
+        bounds[noise_multiplier] = epsilon_bounds(noise_multiplier, *mechanism, accountant)
         return bounds[noise_multiplier].upper
 
-    sigma, proven = _solve(upper, epsilon, guess, shape)
+    sigma, proven = solve(upper, epsilon, guess)
     return Calibration(sigma, proven, bounds[sigma].note)
 
 
-def _solve(
-    curve: Callable[[float], float], target: float, guess: float, shape: Callable[[float], float]
-) -> tuple[float, float]:
-    """Find σ with ``curve(σ)`` in [(1 - TOLERANCE)·target, target], or the least below where the curve leaps over that.
+def _central_limit(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """The σ at which `accountants.central_limit_mu` is that of a Gaussian release with this ε and δ."""
+    from dp_accounting import get_sigma_gaussian
 
-    Each try moves along the line through the last two points on log-log axes (along ``shape`` after the first),
-    kept inside the bracket that the values seen so far allow.
+    with np.errstate(divide="ignore"):  # log(0) where δ is 0
+        mu = 1.0 / get_sigma_gaussian(epsilon, delta)
+    return float(min(math.log1p((mu / sample_rate) ** 2 / steps) ** -0.5, 1.0 / LEAST))
+
+
+def solve(
+    curve: Callable[[float], float],
+    target: float,
+    guess: float,
+    most: float = math.inf,
+    tolerance: float = TOLERANCE,
+) -> tuple[float, float]:
+    """Find x with ``curve(x)`` in [(1 - tolerance)·target, target], or the least below where the curve leaps over that.
+
+    The curve falls, and is below the target beyond ``most``. Each try moves along the line through the last two points
+    on log-log axes, kept inside the bracket that the values seen so far allow. Raises :class:`UserError` where there is
+    no such x from `LEAST` to `MOST`.
     """
-    aim = math.log(target) + math.log1p(-0.5 * TOLERANCE)
-    low, high = 0.0, math.inf
-    sigma = guess
-    last: tuple[float, float] | None = None
-    seen: dict[float, float] = {}
+    aim = math.log(target) + math.log1p(-0.5 * tolerance)
+    low, high, found = -math.inf, math.log(most) + TOLERANCE, math.nan
+    x, slope, last = math.log(guess), -1.5, None
     for tries in range(60):
-        value = seen[sigma] = curve(sigma)
-        if (1.0 - TOLERANCE) * target <= value <= target:
-            return sigma, value
-        low, high = (max(low, sigma), high) if value > target else (low, min(high, sigma))
-        point = (math.log(sigma), math.log(max(value, 1e-12)))
-        slope = _slope(last, point) if last else _slope(*_nearby(shape, sigma))
-        last = point
-        step = (aim - point[1]) / slope if slope < -1e-3 else math.copysign(0.5, point[1] - aim)
-        sigma = math.exp(point[0] + min(max(step, -1.0), 1.0))
-        if not low < sigma < high or (tries >= PATIENCE and low > 0.0 and high < math.inf):
-            sigma = high / 2.0 if low == 0.0 else low * 2.0 if high == math.inf else math.sqrt(low * high)
-        if high <= low * (1.0 + CLOSEST) and high in seen:
-            return high, seen[high]  # the curve falls past the target at once, as where δ begins to cover all
-        if not LEAST < sigma < MOST:
+        value = curve(math.exp(x))
+        if (1.0 - tolerance) * target <= value <= target:
+            return math.exp(x), value
+        if value > target:
+            low = x
+        else:
+            high, found = x, value
+        if high - low <= CLOSEST and not math.isnan(found):  # a leap, as where δ begins to cover all
+            return math.exp(high), found
+        y = math.log(max(value, 1e-12))
+        if last is not None and x != last[0]:
+            slope = (y - last[1]) / (x - last[0])
+        last = (x, y)
+        step = (aim - y) / slope if slope < -1e-3 else math.copysign(0.5, y - aim)
+        x += min(max(step, -1.0), 1.0)
+        bracketed = low > -math.inf and high < math.inf
+        if not low < x < high or (bracketed and tries >= PATIENCE):
+            x = 0.5 * (low + high) if bracketed else max(high - 0.7, low + 0.7)
+        if not LEAST < math.exp(x) < MOST:
             break
     raise UserError(
         f"no noise multiplier between {LEAST:g} and {MOST:g} was found for epsilon {target:.6g}; "
@@ -156,34 +158,20 @@ def _solve(
     )
 
 
-def _slope(first: tuple[float, float], second: tuple[float, float]) -> float:
-    run = second[0] - first[0]
-    return (second[1] - first[1]) / run if run else 0.0
-
-
-def _nearby(curve: Callable[[float], float], sigma: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    points = [(math.log(s), math.log(max(curve(s), 1e-12))) for s in (sigma, 1.02 * sigma)]
-    return points[0], points[1]
-
-
-def _first_guess(curve: Callable[[float], float], epsilon: float) -> float:
-    low, high = (math.log(0.05), math.log(1e8)) if epsilon <= CLOSED_ABOVE else (math.log(LEAST), math.log(1e3))
-    for _ in range(40):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if curve(math.exp(middle)) > epsilon else (low, middle)
-    return math.exp(high)
-
-
-def _from_cache(key: dict[str, object], epsilon: float) -> tuple[Calibration, dict[str, str]] | None:
-    """What was found, and by which versions of the libraries."""
+def _from_cache(key: dict[str, Any], epsilon: float) -> tuple[Calibration, dict[str, str]] | None:
+    """What was found, and by which versions."""
     value: Any = read_cache("noise_multiplier", key)
     try:
         found = Calibration(float(value[0]), float(value[1]), str(value[2]))
-        libraries = dict(value[3])
+        versions = dict(value[3])
     except (TypeError, ValueError, IndexError, KeyError):
         return None
     sound = math.isfinite(found.noise_multiplier) and found.noise_multiplier > 0 and found.epsilon_upper <= epsilon
-    return (found, libraries) if sound else None
+    return (found, versions) if sound else None
+
+
+def _versions() -> dict[str, str]:
+    return {name: _version(name) for name in LIBRARIES} | {"accounting": ACCOUNTING}
 
 
 def _version(name: str) -> str:
@@ -198,8 +186,10 @@ def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float
 
     Formal guarantee: counts of sensitivity ½√K noised at σ_b, and gradients of sensitivity S at Sσ_new, released from
     one batch, cost as much as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ². The counts take a share r of it.
-    Raises :class:`UserError` unless 0 <= r < 1.
+    Raises :class:`UserError` unless K >= 1 and 0 <= r < 1.
     """
+    if not is_whole(num_groups) or num_groups < 1:
+        raise UserError(f"num_groups is {num_groups}; give the number of clipping groups K, at least 1.")
     if not 0.0 <= quantile_budget < 1.0:
         raise UserError(
             f"quantile_budget is {quantile_budget}; give 0 <= r < 1 (at r = 1 sigma_b is too small: "

@@ -3,7 +3,7 @@
 import math
 import textwrap
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -18,10 +18,10 @@ from groupwise.privacy.calibration import calibrate, split_noise
 class EpsilonReport:
     """What ``executed_steps`` releases cost at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
 
-    ``prv`` brackets ε (its ``note`` says when PLD stood in for it); ``rdp`` and ``pld`` are upper bounds (``pld`` None
-    unless it was the plan's accountant). A run without noise has cost infinity, one without steps nothing.
-    ``guaranteed`` is False for shuffled batches, whose figures are what Poisson samples would have cost, and for
-    infinite ε.
+    ``prv`` brackets ε (its ``note`` says when another accountant stood in for it); ``rdp`` and ``pld`` are upper bounds
+    (``pld`` None unless it was the plan's accountant). A run without noise has cost infinity, one without steps
+    nothing. ``guaranteed`` is False for shuffled batches, whose figures are what Poisson samples would have cost, and
+    for infinite ε.
     """
 
     executed_steps: int
@@ -145,8 +145,17 @@ class PrivacyPlan:
     note: str = ""
 
     def __post_init__(self) -> None:
-        _check_setting(self)
-        sigma = self.noise_multiplier
+        size, batch, sigma = self.dataset_size, self.expected_batch_size, self.noise_multiplier
+        if not is_whole(size) or size < 1:
+            raise UserError(f"dataset_size is {size}; give the number of training examples N, at least 1.")
+        if not 0.0 < batch <= size:
+            raise UserError(f"expected_batch_size is {batch} for {size} examples; give B above 0 and at most N.")
+        if self.adjacency != "add_remove":
+            raise UserError(f"adjacency is {self.adjacency!r}; only 'add_remove' is accounted for.")
+        if self.sampling not in SAMPLINGS:
+            raise UserError(f"sampling is {self.sampling!r}; choose one of {', '.join(SAMPLINGS)}.")
+        check_accountant(self.accountant)
+        check_release(self.sample_rate, self.steps, self.delta)
         if not 0.0 <= sigma < math.inf or math.isnan(self.epsilon) or self.epsilon < 0.0:
             raise UserError(
                 f"the plan has epsilon {self.epsilon} and noise multiplier {sigma}; make it with make_plan, which "
@@ -190,27 +199,19 @@ class PrivacyPlan:
     def spent(self, executed_steps: int) -> EpsilonReport:
         """Account again, without the cache on disk, for the executed steps, replays with fresh noise included.
 
-        Takes a few seconds, unless this process has composed as many steps before. Raises :class:`UserError` for a
-        negative number of steps.
+        Takes a second or two at most, and nothing where this process has composed as many steps before. Raises
+        :class:`UserError` for a negative number of steps.
         """
-        steps = _checked_steps(executed_steps)
-        if steps == 0 or self.noise_multiplier == 0.0:
-            cost = 0.0 if steps == 0 else math.inf
-            prv, rdp, pld = EpsilonBounds(cost, cost, cost), cost, cost if self.accountant == "pld" else None
-        else:
-            prv, rdp = self._bounds(steps, "prv"), self._bounds(steps, "rdp").upper
-            pld = self._bounds(steps, "pld").upper if self.accountant == "pld" else None
-        return EpsilonReport(steps, self.delta, self.accountant, prv, rdp, pld, guaranteed=self.is_private)
+        prv, rdp = self._bounds(executed_steps, "prv"), self._bounds(executed_steps, "rdp").upper
+        pld = self._bounds(executed_steps, "pld").upper if self.accountant == "pld" else None
+        return EpsilonReport(int(executed_steps), self.delta, self.accountant, prv, rdp, pld, self.is_private)
 
     def spent_epsilon(self, executed_steps: int) -> float:
         """The ε that `spent` quotes, by the plan's accountant and no other: what a loop asks for at each line of a log.
 
         Raises :class:`UserError` for a negative number of steps.
         """
-        steps = _checked_steps(executed_steps)
-        if steps == 0 or self.noise_multiplier == 0.0:
-            return 0.0 if steps == 0 else math.inf
-        return self._bounds(steps, self.accountant).upper
+        return self._bounds(executed_steps, self.accountant).upper
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict; an infinite ε is the string "inf"."""
@@ -225,14 +226,13 @@ class PrivacyPlan:
             raise UserError(f"the saved plan and this version's differ in: {odd}; make a new plan with make_plan.")
         return cls(**{**values, "epsilon": float(values["epsilon"])})
 
-    def _bounds(self, steps: int, accountant: str) -> EpsilonBounds:
-        return epsilon_bounds(self.noise_multiplier, self.sample_rate, steps, self.delta, accountant)
-
-
-def _checked_steps(executed: int) -> int:
-    if not is_whole(executed) or executed < 0:
-        raise UserError(f"executed_steps is {executed}; give how many steps were released, 0 or more.")
-    return int(executed)
+    def _bounds(self, executed: int, accountant: str) -> EpsilonBounds:
+        if not is_whole(executed) or executed < 0:
+            raise UserError(f"executed_steps is {executed}; give how many steps were released, 0 or more.")
+        if executed == 0 or self.noise_multiplier == 0.0:
+            cost = math.inf if executed else 0.0
+            return EpsilonBounds(cost, cost, cost)
+        return epsilon_bounds(self.noise_multiplier, self.sample_rate, int(executed), self.delta, accountant)
 
 
 def make_plan(
@@ -256,92 +256,50 @@ def make_plan(
     the on-disk cache of σ. Numpy's numbers become Python's, which files keep. Warns when δ ≥ 1/N. Raises
     :class:`UserError` for anything out of range.
     """
-    dataset_size, expected_batch_size, steps, num_groups = map(
-        _python, (dataset_size, expected_batch_size, steps, num_groups)
-    )
-    delta, epsilon, noise_multiplier, quantile_budget = map(
-        _python, (delta, epsilon, noise_multiplier, quantile_budget)
-    )
     if (epsilon is None) == (noise_multiplier is None):
         raise UserError("give exactly one of epsilon and noise_multiplier; the plan works out the other.")
-    setting: dict[str, Any] = {
-        "dataset_size": dataset_size,
-        "expected_batch_size": expected_batch_size,
-        "steps": steps,
-        "delta": delta,
-        "num_groups": num_groups,
-        "quantile_budget": quantile_budget,
-        "sampling": sampling,
-        "accountant": accountant,
-    }
-    _check_values(**setting, adjacency="add_remove")
-    sample_rate = expected_batch_size / dataset_size
-    sigma, note = noise_multiplier or 0.0, ""
+    without = PrivacyPlan(  # refuses a setting before its noise is searched for
+        dataset_size=_python(dataset_size),
+        expected_batch_size=_python(expected_batch_size),
+        steps=_python(steps),
+        delta=_python(delta),
+        num_groups=_python(num_groups),
+        quantile_budget=_python(quantile_budget),
+        sampling=sampling,
+        accountant=accountant,
+        epsilon=math.inf,
+        noise_multiplier=0.0,
+        count_noise_multiplier=0.0,
+        gradient_noise_multiplier=0.0,
+    )
+    if noise_multiplier == 0.0 or epsilon == math.inf:
+        return without
     if epsilon is None:
-        epsilon = math.inf
-        if sigma != 0.0:
-            bounds = epsilon_bounds(sigma, sample_rate, steps, delta, accountant)
-            epsilon, note = bounds.upper, bounds.note
-    elif math.isnan(epsilon) or epsilon <= 0.0:
-        raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
-    elif math.isfinite(epsilon):
-        found = calibrate(epsilon, delta, sample_rate, steps, accountant, cache=cache)
+        sigma = _python(noise_multiplier)
+        bounds = epsilon_bounds(sigma, without.sample_rate, without.steps, without.delta, accountant)
+        shown, note = bounds.upper, bounds.note
+    elif epsilon > 0.0:
+        shown = _python(epsilon)
+        found = calibrate(shown, without.delta, without.sample_rate, without.steps, accountant, cache=cache)
         sigma, note = found.noise_multiplier, found.note
-    count_noise, gradient_noise = split_noise(sigma, num_groups, quantile_budget)
-    return PrivacyPlan(
-        **setting,
-        epsilon=epsilon,
+    else:
+        raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
+    if delta >= 1.0 / dataset_size:
+        warnings.warn(
+            f"delta = {delta:g} is not below 1/N = {1.0 / dataset_size:.3g}: such a delta allows publishing an example "
+            "outright; give a smaller one.",
+            stacklevel=2,
+        )
+    counts, gradients = split_noise(sigma, without.num_groups, without.quantile_budget)
+    return replace(
+        without,
+        epsilon=shown,
         noise_multiplier=sigma,
-        count_noise_multiplier=count_noise,
-        gradient_noise_multiplier=gradient_noise,
+        count_noise_multiplier=counts,
+        gradient_noise_multiplier=gradients,
         note=note,
     )
 
 
 def _python(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
-
-
-def _check_setting(plan: PrivacyPlan) -> None:
-    names = ("dataset_size", "expected_batch_size", "steps", "delta", "num_groups", "quantile_budget")
-    _check_values(
-        **{name: getattr(plan, name) for name in names},
-        sampling=plan.sampling,
-        accountant=plan.accountant,
-        adjacency=plan.adjacency,
-    )
-    if plan.noise_multiplier > 0 and plan.delta >= 1.0 / plan.dataset_size:
-        warnings.warn(
-            f"delta = {plan.delta:g} is not below 1/N = {1.0 / plan.dataset_size:.3g}: such a delta allows publishing "
-            "an example outright; give a smaller one.",
-            stacklevel=5,
-        )
-
-
-def _check_values(
-    *,
-    dataset_size: int,
-    expected_batch_size: float,
-    steps: int,
-    delta: float,
-    num_groups: int,
-    quantile_budget: float,
-    sampling: str,
-    accountant: str,
-    adjacency: str,
-) -> None:
-    if not is_whole(dataset_size) or dataset_size < 1:
-        raise UserError(f"dataset_size is {dataset_size}; give the number of training examples N, at least 1.")
-    if not 0.0 < expected_batch_size <= dataset_size:
-        raise UserError(
-            f"expected_batch_size is {expected_batch_size} for {dataset_size} examples; give B above 0 and at most N."
-        )
-    if not is_whole(num_groups) or num_groups < 1:
-        raise UserError(f"num_groups is {num_groups}; give the number of clipping groups K, at least 1.")
-    if adjacency != "add_remove":
-        raise UserError(f"adjacency is {adjacency!r}; only 'add_remove' is accounted for.")
-    if sampling not in SAMPLINGS:
-        raise UserError(f"sampling is {sampling!r}; choose one of {', '.join(SAMPLINGS)}.")
-    check_accountant(accountant)
-    check_release(expected_batch_size / dataset_size, steps, delta)
-    split_noise(1.0, num_groups, quantile_budget)

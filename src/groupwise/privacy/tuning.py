@@ -2,37 +2,26 @@
 
 N. Papernot and T. Steinke, "Hyperparameter Tuning with Rényi Differential Privacy", ICLR 2022 (arXiv 2110.03620):
 draw K; K times draw one of the grid's settings uniformly, train, and score; release the best of the K triples (setting,
-model, score) and nothing else, K included. Its laws of K are here, truncated negative binomial (Definition 1) and
-Poisson (Theorem 6). Q is the law of one triple on the data, Q' on a neighbouring data set.
+model, score) and nothing else, K included. Let Q be the law of one triple on the data, Q' on a neighbouring data set.
 
-Q's curve. The setting J is drawn without looking at the data, and M_J is the training under it. With n settings,
+RDP of Q. The setting J is drawn without looking at the data, and M_J is the training under it. With n settings,
 exp((λ-1)·D_λ(Q‖Q')) = (1/n)·Σ_j exp((λ-1)·D_λ(M_j‖M'_j)): a mean is at most its largest term, so at every order λ the
 maximum over settings of their RDP is RDP of Q. The score is a function of the model and of examples that the guarantee
 does not cover: post-processing. Noisy counts of adaptive thresholds are inside of M_j's σ (`calibration.split_noise`).
+The first of equal scores wins; runs are exchangeable, so that is the law of ties broken at random.
 
-Any law of K (the paper's Lemma 7). Let f(x) = Σ_k Pr[K = k]·x^k, and give each triple y an independent uniform tag
-u, so that pairs (y, u) are ordered without ties. With q = Pr[pair of Q < (y, u)], the best of K pairs has the density
-Σ_k Pr[K = k]·k·q^(k-1) = f'(q) with respect to that of Q. The same under Q' with q', of the same event. Hence
+RDP of the search. Let Q be (λ, ε)-RDP in both directions (RDP of the sampled Gaussian is: Mironov et al. 2019).
+Truncated negative binomial K (Theorem 2), for every (λ̂, ε̂) with λ̂ ≥ 1 of which Q is RDP as well:
 
-    ∫ A^λ·A'^(1-λ) ≤ exp((λ-1)·D_λ(Q‖Q')) · max f'(q)^λ·f'(q')^(1-λ),                                             (1)
+    ε' = ε + (1+η)·(1-1/λ̂)·ε̂ + (1+η)·log(1/γ)/λ̂ + log E[K]/(λ-1).                                               (1)
 
-over all pairs (q, q') of probabilities of one event; K = 0 adds f(0), as then nothing is released in both worlds.
-Runs are exchangeable, so the first of equal scores has the law of the one with the largest tag.
+Poisson K (Theorem 6), where Q is (ε̂, δ̂)-DP with ε̂ ≤ log(1 + 1/(λ-1)):
 
-Truncated negative binomial (Theorem 2). f'(x) = E[K]·(γ/(1 - (1-γ)x))^(1+η). With a = γ + (1-γ)(1-q), a
-probability again (of a post-processing), and a' likewise, f'(q)^λ·f'(q')^(1-λ) = E[K]·γ^(1+η)·((a'/a)^(λ-1)/a)^(1+η).
-If Q' and Q are (λ̂, ε̂)-RDP, one event alone gives a'^λ̂·a^(1-λ̂) ≤ exp((λ̂-1)·ε̂), that is
-a' ≤ a^(1-1/λ̂)·exp((1-1/λ̂)·ε̂). So (a'/a)^(λ-1)/a ≤ a^(-1-(λ-1)/λ̂)·exp((λ-1)(1-1/λ̂)·ε̂), and a ≥ γ. In (1),
+    exp((λ-1)·ε') = exp(-μ) + μ·exp((λ-1)·(ε + μδ̂)).                                                              (2)
 
-    ε' = ε + (1+η)·(1-1/λ̂)·ε̂ + (1+η)·log(1/γ)/λ̂ + log E[K]/(λ-1)      for every λ̂ ≥ 1.                          (2)
-
-Poisson (Theorem 6). f'(x) = μ·exp(μ(x-1)). If Q', Q are (ε̂, δ̂)-DP, 1-q' ≤ exp(ε̂)(1-q) + δ̂, so that
-λq - (λ-1)q' - 1 ≤ (1-q)·((λ-1)·exp(ε̂) - λ) + (λ-1)·δ̂, whose first term is not positive if ε̂ ≤ log(1 + 1/(λ-1)). In (1),
-
-    exp((λ-1)·ε') = exp(-μ) + μ·exp((λ-1)·(ε + μδ̂)).                                                              (3)
-
-exp(-μ) is K = 0; dp_accounting, which has (2) and (3) for one mechanism and η ≥ 0, leaves it out. Both directions of D
-are needed, and covered: RDP of the sampled Gaussian holds for adding and for removing an example (Mironov et al. 2019).
+exp(-μ) is what K = 0 adds: by the paper's Lemma 7, with f(x) = Σ_k Pr[K = k]·x^k and q, q' the probabilities of one
+event, exp((λ-1)·ε') is at most f(0) + exp((λ-1)·ε)·max f'(q)^λ·f'(q')^(1-λ). dp_accounting's RepeatAndSelectDpEvent
+leaves it out; (1) it has for η ≥ 0 and one mechanism, not for the maximum of several.
 
     python -m groupwise.privacy.tuning --noise-multiplier 0.8 --sample-rate 0.015 --steps 1315 --delta 1e-5 --grid 27
 """
@@ -40,6 +29,7 @@ are needed, and covered: RDP of the sampled Gaussian holds for adding and for re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import secrets
 import sys
@@ -53,9 +43,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.errors import UserError, command
-from groupwise.privacy.accountants import COMPOSITION_FAILURES, ORDERS, check_mechanism, rdp_of_steps, training_event
+from groupwise.privacy.accountants import (
+    COMPOSITION_FAILURES,
+    ORDERS,
+    check_mechanism,
+    curve_epsilon,
+    rdp_of_steps,
+    releases_epsilon,
+)
 from groupwise.privacy.accounting import epsilon_bounds
-from groupwise.privacy.calibration import calibrate
+from groupwise.privacy.calibration import calibrate, solve
 
 LEAST_GAMMA, MOST_ETA, MOST_RUNS = 1e-6, 1e3, 1e5
 BITS, DIGITS = 256, 80
@@ -190,8 +187,6 @@ Curve = NDArray[np.float64]
 """RDP at each of `ORDERS`, inf where none is known."""
 LAMBDA: Curve = np.array(ORDERS, dtype=np.float64)
 TOLERANCE = 3e-3
-LEAST_SHARE = 0.01
-"""Of a search's ε: less than that for a run is as good as unreachable."""
 
 
 @dataclass(frozen=True)
@@ -202,46 +197,37 @@ class Training:
     sample_rate: float
     steps: int
 
+    @property
+    def release(self) -> tuple[float, float, int]:
+        """(σ, ρ, T)."""
+        return self.noise_multiplier, self.sample_rate, self.steps
+
 
 def rdp_curve(trainings: Sequence[Training]) -> Curve:
     """RDP of a training under a setting that is drawn at random: at each order the largest of the settings' own."""
-    return np.max([_one_curve(training) for training in set(trainings)], axis=0)
-
-
-def _one_curve(training: Training) -> Curve:
-    return rdp_of_steps(training.noise_multiplier, training.sample_rate, training.steps)
-
-
-def curve_epsilon(curve: Curve, delta: float) -> float:
-    """ε at δ of a curve (Canonne, Kamath and Steinke 2020, Proposition 12); inf where no order is finite."""
-    from dp_accounting import rdp
-
-    return float(rdp.compute_epsilon(ORDERS, curve, delta)[0])
+    return np.max([rdp_of_steps(*training.release) for training in set(trainings)], axis=0)
 
 
 def search_curve(curve: Curve, count: RunCount) -> Curve:
     """RDP of the best of K outputs of a mechanism that has this curve in both directions.
 
-    Equation (2) at the best λ̂ of `ORDERS` or λ̂ = 1; or (3), at each λ with the largest ε̂ that it allows and the δ̂ that
-    the curve has there.
+    Equation (1) at the best λ̂ of `ORDERS` or λ̂ = 1; or (2), at each λ with the largest ε̂ that it allows and the δ̂ that
+    the curve has there. What holds at an order holds below it, as D_λ grows with λ.
     """
     if isinstance(count, TruncatedNegativeBinomial):
         cost = -math.log(count.gamma)
         best = min(cost, float(np.min((1.0 - 1.0 / LAMBDA) * curve + cost / LAMBDA)))
-        return _falling(curve + (1.0 + count.eta) * best + math.log(count.mean) / (LAMBDA - 1.0))
-    if not isinstance(count, Poisson):
+        of_search = curve + (1.0 + count.eta) * best + math.log(count.mean) / (LAMBDA - 1.0)
+    elif isinstance(count, Poisson):
+        from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+        largest = np.log1p(1.0 / (LAMBDA - 1.0))
+        deltas = np.array([compute_delta(ORDERS, curve, float(epsilon))[0] for epsilon in largest])
+        moments = math.log(count.mu) + (LAMBDA - 1.0) * (curve + count.mu * deltas)
+        of_search = np.logaddexp(-count.mu, moments) / (LAMBDA - 1.0)
+    else:
         raise TypeError(f"no bound is known here for {type(count).__name__}")
-    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-
-    largest = np.log1p(1.0 / (LAMBDA - 1.0))
-    deltas = np.array([compute_delta(ORDERS, curve, float(epsilon))[0] for epsilon in largest])
-    moments = math.log(count.mu) + (LAMBDA - 1.0) * (curve + count.mu * deltas)
-    return _falling(np.logaddexp(-count.mu, moments) / (LAMBDA - 1.0))
-
-
-def _falling(curve: Curve) -> Curve:
-    """What holds at an order holds below it, as D_λ grows with λ."""
-    return np.maximum(np.minimum.accumulate(curve[::-1])[::-1], 0.0)
+    return np.maximum(np.minimum.accumulate(of_search[::-1])[::-1], 0.0)
 
 
 @dataclass(frozen=True)
@@ -270,9 +256,8 @@ def search_cost(trainings: Sequence[Training], count: RunCount, delta: float, ac
     :class:`UserError` for a mechanism without a finite ε.
     """
     for training in trainings:
-        check_mechanism(training.noise_multiplier, training.sample_rate, training.steps, delta)
-    each = [(t.noise_multiplier, t.sample_rate, t.steps) for t in set(trainings)]
-    one_run = max(epsilon_bounds(*mechanism, delta, accountant).upper for mechanism in each)
+        check_mechanism(*training.release, delta)
+    one_run = max(epsilon_bounds(*training.release, delta, accountant).upper for training in set(trainings))
     curve = search_curve(rdp_curve(trainings), count)
     search = curve_epsilon(curve, delta)
     if not math.isfinite(search):
@@ -285,22 +270,13 @@ def grid_epsilon(trainings: Sequence[Training], delta: float, accountant: str = 
     steps: Counter[tuple[float, float]] = Counter()
     for training in trainings:
         steps[training.noise_multiplier, training.sample_rate] += int(training.steps)
-    if len(steps) == 1:
-        [((sigma, rate), total)] = steps.items()
-        return epsilon_bounds(sigma, rate, total, delta, accountant).upper
-    by_rdp = curve_epsilon(np.sum([_one_curve(Training(*of, total)) for of, total in steps.items()], axis=0), delta)
-    import dp_accounting
-    from dp_accounting import pld
-
-    few = min(1e-3, 1e-3 * by_rdp / steps.total())  # of few steps: see accountants._interval
-    interval = max(1e-4, few, min(1e-6 * by_rdp**2, 1e-4 * by_rdp))
+    releases = [(*mechanism, total) for mechanism, total in steps.items()]
+    if len(releases) == 1:
+        return epsilon_bounds(*releases[0], delta, accountant).upper
     try:
-        ledger = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, interval)
-        for of, total in steps.items():
-            ledger.compose(training_event(*of), total)
-        return min(by_rdp, float(ledger.get_epsilon(delta)))
+        return releases_epsilon(releases, delta)
     except COMPOSITION_FAILURES:
-        return by_rdp
+        return curve_epsilon(np.sum([rdp_of_steps(*release) for release in releases], axis=0), delta)
 
 
 def calibrate_search(
@@ -313,20 +289,20 @@ def calibrate_search(
     """
     if not (math.isfinite(epsilon) and epsilon > 0.0):
         raise UserError(f"epsilon is {epsilon}; give the search a finite target above 0.")
+
+    def sigmas(runs: float) -> dict[tuple[float, int], float]:
+        """σ at which each setting's run alone costs 1/runs."""
+        return {of: calibrate(1.0 / runs, delta, *of, "rdp").noise_multiplier for of in set(rates)}
+
+    def search(runs: float) -> float:
+        curve = rdp_curve([Training(sigma, *of) for of, sigma in sigmas(runs).items()])
+        return curve_epsilon(search_curve(curve, count), delta)
+
     least = curve_epsilon(search_curve(np.zeros_like(LAMBDA), count), delta)
-    low, high = 0.0, epsilon  # of one run; a search costs no less
-    one_run = 0.5 * epsilon
-    for _ in range(40):
-        if least >= epsilon or one_run < LEAST_SHARE * epsilon:
-            break
-        found = {of: calibrate(one_run, delta, *of, "rdp").noise_multiplier for of in set(rates)}
-        value = curve_epsilon(search_curve(rdp_curve([Training(found[of], *of) for of in found]), count), delta)
-        if (1.0 - TOLERANCE) * epsilon <= value <= epsilon:
+    if least < epsilon:
+        with contextlib.suppress(UserError):  # from a run's share on that no noise reaches
+            found = sigmas(solve(search, epsilon, 2.0 / epsilon, tolerance=TOLERANCE)[0])
             return tuple(found[of] for of in rates)
-        low, high = (low, one_run) if value > epsilon else (one_run, high)
-        one_run *= (1.0 - 0.5 * TOLERANCE) * epsilon / value  # a search's ε grows about as its runs' does
-        if not low < one_run < high:
-            one_run = 0.5 * (low + high)
     raise UserError(
         f"epsilon = {epsilon:g} cannot be reached: choosing the best of {count.mean:g} expected runs is shown to cost "
         f"{least:.3g} at delta = {delta:g} whatever the noise; give a larger one, or expect fewer runs."

@@ -75,7 +75,7 @@ def length_of(data: Any) -> int:
     return len(data)
 
 
-def print_of(data: Any, noise: NoiseSource) -> str | None:
+def fingerprint(data: Any, noise: NoiseSource) -> str | None:
     """A digest of the first, middle and last example, by which processes see whether they hold the same data.
 
     Default generators are the key's meanwhile. None where an example is another each time that it is read, or holds

@@ -25,9 +25,10 @@ from groupwise.private.arguments import check_kinds, check_parameters, unknown_s
 from groupwise.private.data import DatasetSums, Order, check_loading, examples_to_trace, length_of, taken_apart
 from groupwise.private.private import TAKEN, Private
 from groupwise.training.from_config import make_engine, make_thresholds
-from groupwise.training.memory import choose_microbatch, in_halves
+from groupwise.training.guards import optimizers_blocked
+from groupwise.training.memory import choose_microbatch, halve_on_oom
 from groupwise.training.plain import plain
-from groupwise.training.private_step import PrivateStep, are_shards, optimizers_held
+from groupwise.training.private_step import PrivateStep, are_shards
 from groupwise.training.ranks import Alone, Ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -120,9 +121,9 @@ def make_private(
     asked = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
     dataset, loading = taken_apart(data, asked)
     dataset_size = length_of(dataset)
-    config = settle_clip(clip, threshold, settings)
+    config = resolve_clip(clip, threshold, settings)
     _check_clipping(config)
-    refuse_idle_settings(
+    refuse_unused_settings(
         config, settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
     )
     sharded = are_shards(model.parameters())
@@ -133,7 +134,7 @@ def make_private(
         engine = make_engine(model, config, sharded, partition=partition)
         assert engine is not None
         undo.callback(engine.detach)
-        agreed = settle_plan(
+        agreed = resolve_plan(
             config,
             dataset_size,
             len(engine.groups),
@@ -152,7 +153,7 @@ def make_private(
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = trainable[0].device
         sums = DatasetSums(model, dataset, losses, loading, order, microbatch or 1)
-        with secret_randomness(source.child("trace"), 0, device=device), optimizers_held(trainable):
+        with secret_randomness(source.child("trace"), 0, device=device), optimizers_blocked(trainable):
             rows = examples_to_trace(dataset, dataset_size)
             losses_of = sums.losses_of_some(rows)
             if microbatch is None:
@@ -162,7 +163,7 @@ def make_private(
                 engine.trace(losses_of, rows)
             else:
                 check = partial(verify, engine, losses_of, rows[:CHECKED])
-                in_halves(sums.size, lambda most: check(most=most), "checking", alone=True)
+                halve_on_oom(sums.size, lambda most: check(most=most), "checking", alone=True)
         if sharded:
             from groupwise.training.shards import reshard
 
@@ -184,7 +185,7 @@ def make_private(
         return Private(core, undo.pop_all())
 
 
-def settle_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
+def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
     """The clipping that is meant by a mode's name, a configuration of it, or a partition of one's own.
 
     Args:
@@ -229,7 +230,7 @@ def _check_clipping(clip: ClipConfig) -> None:
         raise UserError(str(error).replace("clip.", "")) from error
 
 
-def refuse_idle_settings(clip: ClipConfig, settings: Mapping[str, Any]) -> None:
+def refuse_unused_settings(clip: ClipConfig, settings: Mapping[str, Any]) -> None:
     """Refuse settings that were given and change nothing, as the command line does.
 
     Raises:
@@ -240,7 +241,7 @@ def refuse_idle_settings(clip: ClipConfig, settings: Mapping[str, Any]) -> None:
             raise UserError(f"{name}={value} changes nothing: {why.replace('clip.', '')}")
 
 
-def settle_plan(
+def resolve_plan(
     clip: ClipConfig,
     dataset_size: int,
     num_groups: int,

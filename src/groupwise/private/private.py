@@ -16,7 +16,7 @@ from torch import nn
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.private.arguments import check_parameters
-from groupwise.private.data import DatasetSums, check_processes, length_of, print_of
+from groupwise.private.data import DatasetSums, check_processes, fingerprint, length_of
 from groupwise.private.seal import check_seal, sealed
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
@@ -225,7 +225,7 @@ class Private:
                     "in all of them."
                 )
             promised = repr((self.plan.to_dict(), self.engine.thresholds.tolist()))
-            examples = set(ranks.gather(print_of(self._sums.data, core.noise))) - {None}
+            examples = set(ranks.gather(fingerprint(self._sums.data, core.noise))) - {None}
             if len(set(ranks.gather(promised))) > 1 or len(examples) > 1:
                 raise UserError(
                     "The processes have other data, plans or thresholds than each other: give make_private the same "

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from groupwise.config.schema import GenerateConfig
 from groupwise.errors import UserError
 from groupwise.models.language import position_limit
-from groupwise.training.memory import in_halves
+from groupwise.training.memory import halve_on_oom
 from groupwise.training.task import eval_mode
 
 FEW_BATCHES = 3
@@ -79,7 +79,7 @@ def generate(
         return texts
 
     with _quiet(model, generator), torch.no_grad():
-        return in_halves(settings.batch_size, write)
+        return halve_on_oom(settings.batch_size, write)
 
 
 def _batches(lengths: list[int], positions: int, settings: GenerateConfig, size: int) -> list[list[int]]:

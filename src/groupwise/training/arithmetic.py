@@ -90,7 +90,7 @@ def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[No
         torch.use_deterministic_algorithms(before[3], warn_only=before[4])
 
 
-def arithmetic_told(device: torch.device) -> dict[str, Any]:
+def arithmetic_settings(device: torch.device) -> dict[str, Any]:
     """What a row says of a GPU's arithmetic as it is set now; nothing for a CPU, which has no other."""
     if device.type == "cpu":
         return {}

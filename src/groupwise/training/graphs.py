@@ -26,7 +26,7 @@ from torch import Tensor
 from groupwise.clipping import ClippingEngine
 from groupwise.clipping.unchanged import kept_buffers
 from groupwise.errors import UserError, reason
-from groupwise.training.memory import ran_out
+from groupwise.training.memory import is_oom
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.task import Task
 
@@ -206,7 +206,7 @@ class MicrobatchGraphs:
         try:
             launch = self._recorder.record(work)
         except RuntimeError as error:
-            if ran_out(error):
+            if is_oom(error):
                 raise
             first: BaseException = error
             while first.__context__ is not None:  # the end of a recording fails too, and says less
@@ -262,7 +262,7 @@ def ignoring_lack_of_memory() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not ran_out(error):
+        if not is_oom(error):
             raise
 
 

@@ -107,16 +107,16 @@ WORDS = (
 """In the RuntimeErrors of CUDA, of torch's allocator on a CPU, of oneDNN, of cuBLAS and cuDNN, and of the system."""
 
 
-def ran_out(error: BaseException) -> bool:
+def is_oom(error: BaseException) -> bool:
     """Is it a lack of memory, on a GPU or a CPU?"""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS):
         return True
-    return error.__context__ is not None and ran_out(error.__context__)  # a recording that it ended fails once more
+    return error.__context__ is not None and is_oom(error.__context__)  # a recording that it ended fails once more
 
 
-def in_halves(size: int, work: Callable[[int], T], doing: str = "evaluating", alone: bool = False) -> T:
+def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating", alone: bool = False) -> T:
     """What `work` returns for `size` examples at once, or for half as many, and so on, where memory runs out.
 
     Not where processes work together, as others would wait for messages of the first try; `alone` says that it sends
@@ -126,7 +126,7 @@ def in_halves(size: int, work: Callable[[int], T], doing: str = "evaluating", al
         try:
             return work(size)
         except (RuntimeError, MemoryError) as error:
-            if size == 1 or (dist.is_initialized() and not alone) or not ran_out(error):
+            if size == 1 or (dist.is_initialized() and not alone) or not is_oom(error):
                 raise
         size //= 2  # once the error is gone, and what it held
         if torch.cuda.is_available():
@@ -135,12 +135,12 @@ def in_halves(size: int, work: Callable[[int], T], doing: str = "evaluating", al
 
 
 @contextmanager
-def memory_told() -> Iterator[None]:
+def oom_as_user_error() -> Iterator[None]:
     """A lack of memory inside, where nothing can be halved, becomes a `UserError`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not is_oom(error):
             raise
         raise UserError(
             "Memory ran out outside of a training step: use a smaller model, or lower eval.batch_size or "

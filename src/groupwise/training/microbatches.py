@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
-from groupwise.training.memory import ran_out
+from groupwise.training.memory import is_oom
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 
@@ -60,7 +60,7 @@ class Microbatches(ABC):
                 private.clear()
                 loss = self._through(private, step, share, drawn)
             except (RuntimeError, MemoryError) as error:
-                if not ran_out(error):
+                if not is_oom(error):
                     raise
             else:
                 if engine is None or not engine.spoiled:

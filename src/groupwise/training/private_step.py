@@ -13,13 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from groupwise.clipping import ClippingEngine, ClipPlan
 from groupwise.errors import UserError
 from groupwise.privacy import (
     AdaptiveThresholds,
-    EpsilonReport,
     FixedThresholds,
     NoiseSource,
     PoissonSampler,
@@ -29,8 +27,8 @@ from groupwise.privacy import (
     secret_randomness,
 )
 from groupwise.privacy.noise import SecurePoissonSampler
-from groupwise.privacy.randomness import refuse_another_seed
 from groupwise.training.arithmetic import products
+from groupwise.training.guards import StepGuard
 from groupwise.training.ranks import Alone, Ranks
 
 LossesOf = Callable[[Sequence[int]], Tensor]
@@ -105,12 +103,15 @@ class PrivateStep:
     executed: int = 0
     keeps_gradients: bool = False
     running: bool = field(init=False, default=False)
-    """Whether a step runs: its noise is not there yet, or its thresholds have not moved."""
+    """Whether a step runs."""
     _rewind: Callable[[], None] | None = field(init=False, default=None)
     """Puts the generators of the microbatch that runs back to its beginning."""
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.in_shards = are_shards(self.trainable)
+        """Each process holds a part of every parameter (FSDP2), and gradients that are summed already."""
+        self._guard = StepGuard(self.model, self.trainable)
         given = self.sampler
         self.use_key(self.noise)
         if given is not None:
@@ -133,24 +134,29 @@ class PrivateStep:
         and noise.
 
         Raises:
-            UserError: what `ClippingEngine.clip` refuses; an optimiser that would move the parameters meanwhile.
+            UserError: a step inside of a step; what `StepGuard` and `ClippingEngine.clip` refuse.
         """
-        step = self.executed
-        with self._alone_in_charge() as begin_release:
+        if self.running:
+            raise UserError("A private step was begun inside another one: take it when that has ended.")
+        self.running = True
+        try:
+            return self._step(self.executed)
+        finally:
+            self.running = False
+
+    def _step(self, step: int) -> Released:
+        with nullcontext() if self.engine is None else self._guard.batch():
             drawn = self.sampler.indices(step)  # line 5
             if self.engine is not None and self.thresholds is not None:
                 self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
             self.clear()
-            before = self._fixed()
             loss = self.sums.add(self, step, drawn)  # lines 6-11
-            self._check_fixed(before)
-            counts = self._sum_over_replicas()
-            begin_release()
-            self.executed += 1  # whatever comes now: this noise is never added to other gradients
-            noise_norm = self._release(step)  # lines 12-13, with the thresholds that clipped
-            self.optimizer.step()  # line 14
-            if self.thresholds is not None:
-                self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
+        counts = self._sum_over_replicas()
+        self.executed += 1  # whatever comes now: this noise is never added to other gradients
+        noise_norm = self._release(step)  # lines 12-13, with the thresholds that clipped
+        self.optimizer.step()  # line 14
+        if self.thresholds is not None:
+            self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
         nonfinite = 0 if self.engine is None else self.engine.nonfinite
         return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
 
@@ -181,83 +187,18 @@ class PrivateStep:
             The losses, without their graph.
 
         Raises:
-            UserError: torch was seeded since the microbatch began; gradients or parameters were changed meanwhile; what
-                `ClippingEngine.clip` refuses.
+            UserError: what `StepGuard.losses` and `ClippingEngine.clip` refuse.
         """
-        exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
         if self.engine is None:
             losses = losses_of(rows)
-            refuse_another_seed()
             (losses * 0 if filler else losses).sum().backward()
             return losses.detach()
-        before = self._marks()
-        losses = self.engine.losses(losses_of, rows, self._rewind)
-        refuse_another_seed()
-        self._refuse_hooks()
-        if self._marks() != before:
-            raise UserError(
-                "The losses changed gradients or weights of the model by themselves, past the clipping and the noise: "
-                "leave backward(), zero_grad() and changes of parameters out of them."
-            )
+        with self._guard.losses():
+            losses = self.engine.losses(losses_of, rows, self._rewind)
+        exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
         with exact, self.engine.uncounted() if filler else nullcontext():
             self.engine.backward(losses * 0 if filler else losses)
         return losses.detach()
-
-    def _marks(self) -> list[Any]:
-        """Which gradients there are, and how often they and the parameters were changed in place."""
-        tensors: list[Any] = [tensor for p in self.trainable for tensor in (p, p.grad) if tensor is not None]
-        own = [tensor._local_tensor for tensor in tensors] if self.in_shards else []  # may be changed as such
-        return [*map(id, tensors), *(tensor._version for tensor in (*tensors, *own))]
-
-    @contextmanager
-    def _alone_in_charge(self) -> Iterator[Callable[[], None]]:
-        """Inside, no optimiser moves the parameters until what is yielded was called: sums have no noise before.
-
-        Raises:
-            UserError: a step inside of a step; hooks on parameters.
-        """
-        if self.running:
-            raise UserError("A private step was begun inside another one: take it when that has ended.")
-        self._refuse_hooks()
-        self.running = True
-        try:
-            with optimizers_held(self.trainable) as let_go:
-                yield let_go
-        finally:
-            self.running = False
-
-    def _refuse_hooks(self) -> None:
-        for parameter in self.trainable:
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                name = next((name for name, other in self.model.named_parameters() if other is parameter), "")
-                raise UserError(
-                    f"Parameter {name!r} has a hook, which sees clipped sums without noise and may change them: remove "
-                    "it."
-                )
-
-    def _fixed(self) -> dict[str, tuple[int, int]]:
-        """Which buffers and frozen parameters there are, and how often each was changed in place; no private step does.
-
-        {} without an engine, where nothing is to be private.
-        """
-        if self.engine is None:
-            return {}
-        frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
-        return {name: (id(tensor), tensor._version) for name, tensor in (*self.model.named_buffers(), *frozen)}
-
-    def _check_fixed(self, before: dict[str, tuple[int, int]]) -> None:
-        """Refuse buffers and frozen parameters that a step's losses changed.
-
-        Raises:
-            UserError: naming one.
-        """
-        if (after := self._fixed()) == before:
-            return
-        name = next(name for name in (*before, *after) if before.get(name) != after.get(name))
-        raise UserError(
-            f"{name!r}, a buffer or frozen parameter, was changed by the losses, so it carries what it saw past all "
-            "clipping and noise: put its module into eval mode for good, or use one without running state."
-        )
 
     def _sum_over_replicas(self) -> Tensor:
         """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""
@@ -268,11 +209,6 @@ class PrivateStep:
             self.ranks.sum_([*own, *([on_device] if len(counts) else [])])
             counts = on_device.cpu()
         return counts
-
-    @cached_property
-    def in_shards(self) -> bool:
-        """Does each process hold a part of every parameter (FSDP2), and gradients that are summed already?"""
-        return are_shards(self.trainable)
 
     def _gradients(self) -> list[Tensor]:
         for parameter in self.trainable:
@@ -287,9 +223,8 @@ class PrivateStep:
             for gradient in self._gradients():
                 gradient.div_(batch_size)
             return None
-        sensitivity = self.engine.sensitivity(self.plan.adjacency)
         stds = release_gradients(
-            sensitivity,
+            self.engine.sensitivity(self.plan.adjacency),
             allocation=self.allocation,
             noise_multiplier=self.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
@@ -297,14 +232,15 @@ class PrivateStep:
             step=step,
             groups_elsewhere=self.plan.num_groups - len(self.engine.groups),
         )
-        sizes = [sum(parameter.numel() for parameter in group) for group in sensitivity.groups]
-        return float((stds.square() * torch.tensor(sizes)).sum().sqrt()) / batch_size
+        return float((stds.square() * torch.tensor(self.group_sizes)).sum().sqrt()) / batch_size
 
-    # -- the account and the state ------------------------------------------------------------------------------------
+    @cached_property
+    def group_sizes(self) -> list[int]:
+        """d_k, the numbers that train in each of the engine's groups."""
+        groups = () if self.engine is None else self.engine.groups
+        return [sum(parameter.numel() for parameter in group.parameters) for group in groups]
 
-    def spent(self) -> EpsilonReport:
-        """What the steps on the ledger cost, accounted again from them; seconds, where this process has not before."""
-        return self.plan.spent(self.executed)
+    # -- the state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plans, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""
@@ -330,29 +266,6 @@ class PrivateStep:
 def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
     """Was `fully_shard` called on the model of these parameters?"""
     return any(hasattr(parameter, "to_local") for parameter in parameters)
-
-
-@contextmanager
-def optimizers_held(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Inside, no optimizer moves these parameters until what is yielded was called: their gradients have no noise yet.
-
-    Raises:
-        UserError: one steps.
-    """
-    held, own = [True], {id(parameter) for parameter in parameters}
-
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if held[0] and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise UserError(
-                "An optimizer stepped inside of a private step, on gradients that have no noise yet: leave "
-                "optimizer.step() out of the losses and of hooks, as the private step calls it."
-            )
-
-    hook = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield lambda: held.__setitem__(0, False)
-    finally:
-        hook.remove()
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:

@@ -19,7 +19,7 @@ from groupwise.clipping import ClippingEngine
 from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.graphs import MicrobatchGraphs
-from groupwise.training.memory import in_halves
+from groupwise.training.memory import halve_on_oom
 from groupwise.training.microbatches import Microbatches
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
@@ -144,7 +144,7 @@ class Trainer:
 
     def spent(self) -> EpsilonReport:
         """What the steps that were released cost, those before a resumption included."""
-        return self.private.spent()
+        return self.plan.spent(self.private.executed)
 
     @property
     def noise(self) -> NoiseSource:
@@ -216,7 +216,7 @@ class Trainer:
         `batch_size` is halved where memory runs out, unless there are other processes.
         """
         with self._averaged():
-            return in_halves(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
+            return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
 
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
         """Texts that the last final evaluation made."""

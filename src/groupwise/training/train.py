@@ -17,7 +17,7 @@ import torch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
-from groupwise.training.arithmetic import arithmetic_told
+from groupwise.training.arithmetic import arithmetic_settings
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
@@ -225,7 +225,7 @@ def export(record: RunRecord, trainer: Trainer, final: dict[str, float], private
 def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, Any]:
     return {
         **resources(trainer.device, seconds),
-        **arithmetic_told(trainer.device),
+        **arithmetic_settings(trainer.device),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "microbatch": trainer.microbatch,

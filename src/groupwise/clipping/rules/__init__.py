@@ -23,5 +23,5 @@ __all__ = ["REWRITTEN", "WITHOUT_COPIES", "LayerRule", "find_rule", "register_ru
 
 REWRITTEN: dict[Any, Callable[..., Any]] = dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.recurrent)
 """Types of modules that are made of linear layers, and their forwards in those terms."""
-WITHOUT_COPIES = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.EmbeddingBag)
+WITHOUT_COPIES = (*REWRITTEN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention, nn.EmbeddingBag)
 """Types of modules whose parameters go into functions that are made of linear layers and embeddings."""

@@ -28,7 +28,7 @@ class Geometry:
         """What each position sees of inputs x (B, c, *space), padding included: a copy (B, K, T), K as in a filter."""
         padded = x.new_zeros(*x.shape[:2], *(n + 2 * pad for n, pad in zip(x.shape[2:], self.padding, strict=True)))
         inner = tuple(slice(pad, pad + n) for n, pad in zip(x.shape[2:], self.padding, strict=True))
-        padded[(..., *inner)] = x
+        padded[(slice(None), slice(None), *inner)] = x
         each, channel, *steps = padded.stride()
         taps = [step * dilation for step, dilation in zip(steps, self.dilation, strict=True)]
         moves = [step * stride for step, stride in zip(steps, self.stride, strict=True)]

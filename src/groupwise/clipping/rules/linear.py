@@ -97,22 +97,25 @@ class LinearRule(LayerRule):
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
-        x, g = self.rows(saved, g)
-        dtype = torch.promote_types(g.dtype, torch.float32)
-        weights, dropped = None if factors is None else factors.to(dtype), dropped_examples(factors)
-        x, g = without_rows(x, dropped), without_rows(g, dropped)
+        x = saved[0]
+        assert x is not None
+        half, dropped = keeps_half(x, g), dropped_examples(factors)
+        if not half:
+            x, g = upcast(x), upcast(g)
+        if dropped is not None:
+            x, g = without_rows(x, dropped), without_rows(g, dropped)
+        wide = torch.float32 if half else g.dtype
+        weights = None if factors is None else factors.to(wide)
         weight = bias = None
         if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
-            sums = g.squeeze(1).to(dtype) if g.shape[1] == 1 else g.sum(1, dtype=dtype)
+            sums = g.to(wide) if g.dim() == 2 else g.flatten(1, -2).sum(1, dtype=wide)
             bias = sums.sum(0) if weights is None else weights @ sums
             del sums  # the product below needs the memory
         if wanted[0]:
             if weights is not None:
-                if keeps_half(x, g):
-                    weights = cut_factors(weights)
-                scale = weights.view(-1, 1, 1)
-                x, g = (x * scale, g) if x.shape[2] <= g.shape[2] else (x, g * scale)  # the smaller of the two
-            x, g = x.flatten(0, 1), g.flatten(0, 1)
+                scale = (cut_factors(weights) if half else weights).view(-1, *[1] * (g.dim() - 1))
+                x, g = (x * scale, g) if x.shape[-1] <= g.shape[-1] else (x, g * scale)  # the smaller of the two
+            x, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
             weight = product_over_rows(x, g) if self.transposed else product_over_rows(g, x)
         return weight, bias
 

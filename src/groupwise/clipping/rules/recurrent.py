@@ -22,8 +22,6 @@ from groupwise.errors import UserError
 State = tuple[Tensor, ...]
 """(h,) with h (B, H); of an LSTM (h, c), h (B, H or proj_size) and c (B, H)."""
 
-sigmoid_backward, tanh_backward = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
-
 
 def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
     """What `nn.LSTM`, `nn.GRU` and `nn.RNN` compute.
@@ -142,12 +140,17 @@ Maps = Sequence[Tensor]
 
 
 def _lstm_step(maps: Maps, state: State) -> State:
-    h, c = _LSTMStep.apply(reduce(torch.add, maps), state[1])
-    return h, c
+    """c' = σ(f)∘c + σ(i)∘tanh(g), h' = σ(o)∘tanh(c'), for maps (B, 4H) of i, f, g and o."""
+    i, f, g, o = reduce(torch.add, maps).chunk(4, 1)
+    c = torch.addcmul(f.sigmoid() * state[1], i.sigmoid(), g.tanh())
+    return o.sigmoid() * c.tanh(), c
 
 
 def _gru_step(maps: Maps, state: State) -> State:
-    return (_GRUStep.apply(*maps, state[0]),)
+    """n = tanh(x_n + σ(r)∘h_n), h' = n + σ(z)∘(h - n), for maps (B, 3H) of r, z and n."""
+    (x, x_n), (h, h_n) = (part.split((2 * state[0].shape[1], state[0].shape[1]), 1) for part in maps)
+    r, z = (x + h).sigmoid().chunk(2, 1)
+    return (torch.lerp(torch.addcmul(x_n, r, h_n).tanh(), state[0], z),)
 
 
 STEPS: dict[str, Callable[[Maps, State], State]] = {
@@ -171,67 +174,6 @@ def _cell(
 
 CELLS = {"lstm_cell": "LSTM", "gru_cell": "GRU", "rnn_tanh_cell": "RNN_TANH", "rnn_relu_cell": "RNN_RELU"}
 CELL_FUNCTIONS = {name: in_place_of(getattr(torch, name))(partial(_cell, mode)) for name, mode in CELLS.items()}
-
-
-class _LSTMStep(torch.autograd.Function):
-    """c' = σ(f)∘c + σ(i)∘tanh(g), h' = σ(o)∘tanh(c'): one node where autograd would make ten.
-
-    Args:
-        gates: (B, 4H), of i, f, g and o before they are squashed.
-        c: (B, H).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        squashed = gates.chunk(4, 1)[2].tanh()
-        gates = gates.sigmoid()
-        i, f, g, o = gates.chunk(4, 1)
-        g.copy_(squashed)
-        new = torch.addcmul(f * c, i, g)
-        t = new.tanh()
-        ctx.save_for_backward(gates, c, t)
-        return o * t, new
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, to_h: Tensor, to_c: Tensor) -> tuple[Tensor, Tensor]:
-        gates, c, t = ctx.saved_tensors
-        i, f, g, o = gates.chunk(4, 1)
-        to_c = to_c + tanh_backward(to_h * o, t)
-        along = torch.cat([to_c * g, to_c * c, to_c * i, to_h * t], 1)
-        before = sigmoid_backward(along, gates)
-        size = c.shape[1]
-        before[:, 2 * size : 3 * size] = tanh_backward(along[:, 2 * size : 3 * size], g)
-        return before, to_c * f
-
-
-class _GRUStep(torch.autograd.Function):
-    """n = tanh(x_n + σ(r)∘h_n), h' = n + σ(z)∘(h - n).
-
-    Args:
-        x, h: the maps (B, 3H) of input and state, each (r, z, n).
-        old: the state h, (B, H).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, old: Tensor) -> Tensor:
-        size = old.shape[1]
-        gates = (x[:, : 2 * size] + h[:, : 2 * size]).sigmoid_()
-        r, z = gates.chunk(2, 1)
-        n = torch.addcmul(x[:, 2 * size :], r, h[:, 2 * size :]).tanh_()
-        ctx.save_for_backward(gates, n, h, old)
-        return torch.lerp(n, old, z)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, to_h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gates, n, h, old = ctx.saved_tensors
-        r, z = gates.chunk(2, 1)
-        through = to_h * z
-        to_n = tanh_backward(to_h - through, n)
-        along = torch.cat([to_n * h[:, 2 * old.shape[1] :], to_h * (old - n)], 1)
-        both = sigmoid_backward(along, gates)
-        return torch.cat([both, to_n], 1), torch.cat([both, to_n * r], 1), through
 
 
 def _initial(module: nn.RNNBase, x: Tensor, hx: Any) -> State:

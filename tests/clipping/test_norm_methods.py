@@ -1,7 +1,6 @@
-"""The cost model: which way a layer goes, why, and that every way gives the same sums."""
+"""How a layer finds its norms: by which method, why, and that each method gives the same sums."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -9,27 +8,52 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
-from groupwise.clipping import cost_model as costs
-from groupwise.clipping.cost_model import measure_rates
+from groupwise.clipping.norm_methods import RATES, NormMethods, Sizes, seconds
 from groupwise.clipping.reference import clipped_sums
-from groupwise.clipping.rules import conv
 from groupwise.errors import UserError
 from tests.clipping.traced import clip, clip_batch
 
-EVEN = Rates(matmul=1e10, gram=1e10, outer=1e10, kernel=1e10, bytes=1e10, calls=1e6)
+EVEN = Rates(product=1e10, gram=1e10, outer=1e10, bytes=1e10)
 
 
 def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
-    """The way each layer goes, in order, "one" where there is no choice."""
+    """The method of each layer, in order, "one" where there is no choice."""
     with attach(model, per_layer(model), 0.1, **options) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
-        every = [member.context.choices for group in engine.groups for member in group.members]
-        return [choices[choices.last].chosen if choices.last else "one" for choices in every]
+        every = [member.context.methods for group in engine.groups for member in group.members]
+        return [methods[methods.last] if methods.last else "one" for methods in every]
 
 
-@pytest.mark.parametrize(("length", "way"), [(4, "gram"), (500, "materialize"), (1, "one")])
-def test_short_sequences_go_by_inner_products_and_long_ones_by_gradients(length, way):
-    assert chosen(nn.Linear(64, 64), torch.randn(2, length, 64), rates=EVEN) == [way]
+def test_costs_are_those_of_the_table_in_the_file():
+    sizes, rates = Sizes(3, 5, 7, reused=False), Rates(product=2.0, gram=4.0, outer=8.0, bytes=16.0)
+    product = 2 * 3 * 5 * 7 / 2 + 8 * 3 * 5 / 16
+    gram = 2 * 9 * (5 + 7) / 4 + 4 * (2 * 9 + 4 * 9) / 16
+    formed = 2 * 3 * 5 * 7 / 8
+    assert seconds(sizes, rates) == {"gram": gram + product, "materialize": formed + 8 * 35 / 16 + product}
+    reused = seconds(dataclasses.replace(sizes, reused=True), rates)
+    assert reused == {"gram": gram + product, "materialize": formed + 12 * 35 / 16}
+    given = seconds(dataclasses.replace(sizes, products=(100.0, 10.0)), rates)
+    assert given["gram"] == (100 + 2 * 9 * 7) / 4 + 4 * (10 + 4 * 9) / 16 + product
+
+
+def test_a_method_is_chosen_once_for_a_size_and_by_the_devices_rates():
+    asked = []
+
+    def sizes() -> Sizes:
+        asked.append(1)
+        return Sizes(4, 64, 64, reused=True)
+
+    methods = NormMethods()
+    assert [methods.choose((1,), "cpu", sizes) for _ in range(2)] == ["gram", "gram"]
+    assert len(asked) == 1 and methods.last == (1,)
+    assert methods.costs[(1,)] == seconds(sizes(), RATES["cpu"])
+    methods.choose((2,), "meta", sizes)
+    assert methods.costs[(2,)] == seconds(sizes(), RATES["cuda"])
+
+
+@pytest.mark.parametrize(("length", "method"), [(4, "gram"), (500, "materialize"), (1, "one")])
+def test_short_sequences_go_by_inner_products_and_long_ones_by_gradients(length, method):
+    assert chosen(nn.Linear(64, 64), torch.randn(2, length, 64)) == [method]
 
 
 def test_bytes_count_as_much_as_operations():
@@ -41,7 +65,7 @@ def test_bytes_count_as_much_as_operations():
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 def test_a_forced_formula_holds_whatever_it_costs(formula):
     for x in (torch.randn(2, 4, 64), torch.randn(2, 500, 64)):
-        assert chosen(nn.Linear(64, 64), x, formula=formula, rates=EVEN) == [formula]
+        assert chosen(nn.Linear(64, 64), x, formula=formula) == [formula]
 
 
 def test_an_unknown_formula_is_refused():
@@ -49,17 +73,11 @@ def test_an_unknown_formula_is_refused():
         attach(nn.Linear(2, 2), flat(nn.Linear(2, 2)), 1.0, formula="fast")
 
 
-WAYS = {
-    "gram": {"formula": "gram"},
-    "unfold": {"formula": "materialize", "rates": dataclasses.replace(EVEN, kernel=1.0)},
-    "kernel": {"formula": "materialize", "rates": dataclasses.replace(EVEN, outer=1.0)},
-}
 CONVOLUTIONS = {
     "conv": lambda: nn.Conv2d(3, 4, 3, padding=1, bias=False),
     "strided": lambda: nn.Conv2d(3, 4, 3, stride=2, padding=(1, 0)),
     "dilated": lambda: nn.Conv2d(3, 4, (3, 2), dilation=2, padding=2),
-    "wide": lambda: nn.Conv2d(8, 4, 3, padding=1),  # inner products over pixels are cheaper here
-    "one_position": lambda: nn.Conv2d(3, 4, 1),
+    "one_tap": lambda: nn.Conv2d(3, 4, 1),
     "conv1d": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 4, 5, stride=3, padding=2)),
     "conv3d": lambda: nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv3d(1, 2, 2, padding=1)),
     "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2),
@@ -69,10 +87,9 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("make_partition", [per_layer, flat])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", ["gram", "materialize"])
 @pytest.mark.parametrize("layer", CONVOLUTIONS)
-def test_every_way_of_a_convolution_is_exact(layer, way, make_partition, double, monkeypatch):
-    monkeypatch.setattr(conv, "LEAST_KERNEL_INPUT", 0)
+def test_each_method_of_a_convolution_is_exact(layer, method, make_partition, double):
     model = CONVOLUTIONS[layer]()
     channels = next(m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)).in_channels
     x = torch.randn(5, 3 if channels == 1 else channels, 6, 5)
@@ -84,35 +101,13 @@ def test_every_way_of_a_convolution_is_exact(layer, way, make_partition, double,
     norms = clipped_sums(model, lambda i: losses([i])[0], range(5), partition, [1.0]).norms
     threshold = float(norms.median())
     truth = clipped_sums(model, lambda i: losses([i])[0], range(5), partition, [threshold])
-    with attach(model, partition, threshold, **WAYS[way]) as engine:
+    with attach(model, partition, threshold, formula=method) as engine:
         clip(engine, losses, range(5))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-        choices = engine.groups[0].members[0].context.choices
-        decision = choices[choices.last]
-        expected = {"gram": "gram", "unfold": "materialize", "kernel": "materialize/kernel"}[way]
-        if expected in decision.work:
-            assert decision.chosen == expected
-        else:
-            assert (layer, way) in {("grouped", "gram"), ("grouped", "kernel"), ("one_position", "kernel")}
+        methods = engine.groups[0].members[0].context.methods
+        assert methods.last is None or methods[methods.last] == method
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-9, atol=1e-12)
-
-
-def test_inner_products_never_understate_a_standardised_gradient_in_float32():
-    """Inputs almost constant over a window: the gradient is all mean, which standardisation removes."""
-    torch.manual_seed(0)
-    layer = WSConv2d(3, 4, 3, gain=True)
-    x = 100 + 0.01 * torch.randn(8, 3, 6, 6)
-    direction = torch.randn(4, 4, 4)
-    exact = WSConv2d(3, 4, 3, gain=True).double()
-    exact.load_state_dict(layer.state_dict())
-    truth = clipped_sums(
-        exact, lambda i: (exact(x[[i]].double()) * direction.double()).sum(), range(8), per_layer(exact), [1.0]
-    )
-    for formula in ("gram", "materialize"):
-        with attach(layer, per_layer(layer), 1.0, formula=formula) as engine:
-            clip_batch(engine, lambda x: (layer(x) * direction).flatten(1).sum(1), x)
-            assert bool((engine.per_example_norms[0] >= truth.norms[0] * (1 - 1e-6)).all())
 
 
 def test_an_output_changed_in_place_is_refused_in_words():
@@ -144,74 +139,29 @@ def test_layers_with_the_same_input_share_its_inner_products():
         assert engine.products_reused == 4
 
 
-def test_rates_are_measured_once_a_machine(own_cache, monkeypatch):
-    measured = []
-    monkeypatch.setattr(costs, "measure_rates", lambda device: measured.append(device) or EVEN)
-    costs.machine_rates.cache_clear()
-    assert costs.machine_rates("cpu", 0, 1) == EVEN
-    costs.machine_rates.cache_clear()
-    assert costs.machine_rates("cpu", 0, 1) == EVEN
-    assert len(measured) == 1
-    (file,) = own_cache.rglob("*.json")
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | {"value": {"matmul": 1.0}}))
-    costs.machine_rates.cache_clear()
-    assert costs.machine_rates("cpu", 0, 1) == EVEN
-    assert len(measured) == 2, "a broken entry is measured again"
-    costs.machine_rates.cache_clear()
-
-
-def test_without_a_cache_choices_do_not_depend_on_a_measurement(own_cache, monkeypatch):
-    own_cache.write_text("in the way")
-    monkeypatch.setattr(costs, "measure_rates", lambda device: EVEN)
-    costs.machine_rates.cache_clear()
-    assert costs.machine_rates("cpu", 0, 1) == costs.USUAL_RATES["cpu"]
-    costs.machine_rates.cache_clear()
-
-
-def test_measured_rates_are_rates(monkeypatch):
-    seconds = costs._seconds  # how often is another test's
-    monkeypatch.setattr(costs, "_seconds", lambda run, device, many=1: seconds(run, device, many))
-    assert all(1e3 < rate < 1e16 for rate in dataclasses.astuple(measure_rates(torch.device("cpu"))))
-
-
-def test_explain_names_each_layer_its_way_and_the_price_of_the_others():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    with attach(model, per_layer(model), 1.0, rates=EVEN) as engine:
-        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
-        lines = explain(engine).splitlines()
-    assert lines[1].split()[:5] == ["0", "Linear", "3×5×4", "->", "3×5×4"]
-    assert "gram" in lines[1] and "materialize" in lines[1] and "ms and" in lines[1]
-    assert lines[2].split()[:4] == ["1", "LayerNorm", "one", "way"]
-
-
-def test_explain_is_a_table_with_the_way_that_was_taken_first():
-    """On even rates, and with a layer that is the model itself."""
+def test_explain_is_a_table_with_the_method_that_was_taken_first():
+    """With a layer that is the model itself."""
     model = nn.Linear(4, 4)
-    for formula, forced in (("auto", ""), ("materialize", " (forced)")):
-        with attach(model, per_layer(model), 1.0, rates=EVEN, formula=formula) as engine:
+    for formula in ("auto", "materialize"):
+        with attach(model, per_layer(model), 1.0, formula=formula) as engine:
             clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
-            (decision,) = engine.groups[0].members[0].context.choices.values()
+            methods = engine.groups[0].members[0].context.methods
             lines = explain(engine).splitlines()
-        other = next(name for name in decision.work if name != decision.chosen)
-        costs_of = [
-            f"{name} {1e3 * decision.seconds[name]:.2f} ms and {decision.work[name].bytes / 1e6:.1f} MB"
-            for name in (decision.chosen, other)
-        ]
+        taken, costs = methods[methods.last], methods.costs[methods.last]
+        other = next(name for name in costs if name != taken)
         head = ("layer", "type", "input -> output", "norms by")
-        row = ("(model)", "Linear", "3×5×4 -> 3×5×4", decision.chosen)
+        row = ("(model)", "Linear", "3×5×4 -> 3×5×4", taken)
         widths = tuple(max(len(a), len(b)) for a, b in zip(head, row, strict=True))
-        for line, cells, end in (
-            (lines[0], head, "estimated, for norms and clipped sum"),
-            (lines[1], row, ", ".join(costs_of) + forced),
-        ):
-            assert line == "  ".join([*(c.ljust(w) for c, w in zip(cells, widths, strict=True)), end])
+        for line, cells in ((lines[0], head), (lines[1], row)):
+            assert line.startswith("  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + "  ")
+        costs_of = [f"{name} {1e6 * costs[name]:.1f} µs an example" for name in (taken, other)]
+        assert lines[1].endswith("  " + ", ".join(costs_of))
         assert lines[2:] == ["Inner products of inputs taken over from the layer before: 0 times."]
 
 
 def test_explain_says_where_there_is_no_choice_and_what_was_shared():
     model = nn.Sequential(nn.LayerNorm(4))
-    with attach(model, per_layer(model), 1.0, rates=EVEN) as engine:
+    with attach(model, per_layer(model), 1.0) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
         engine._context.products.reused = 7
         lines = explain(engine).splitlines()
@@ -241,7 +191,7 @@ def test_backward_asks_a_gpu_nothing(make_partition, norms, monkeypatch):
     )  # fmt: skip
     with attach(model, make_partition(model), 0.1, norms=norms) as engine:
         ids = torch.randint(0, 7, (3, 4))
-        clip_batch(engine, lambda ids: model(ids).square().sum(1), ids)  # rates are measured, paths are checked
+        clip_batch(engine, lambda ids: model(ids).square().sum(1), ids)  # paths are checked
         with NoQuestions():
             with engine.forward(3):
                 losses = model(ids).square().sum(1)

@@ -1,4 +1,4 @@
-"""Inner products, working memory and chunks: what saves time or memory must change no number."""
+"""Inner products and chunks: what saves time or memory must change no number."""
 
 import gc
 import math
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from groupwise.clipping import attach, cost_model, flat, norm_terms, per_layer, shared_parameters
-from groupwise.clipping.cost_model import InputProducts, self_products
+from groupwise.clipping import attach, flat, gram, norm_terms, per_layer, shared_parameters
+from groupwise.clipping.gram import InputProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base, group_norm
-from groupwise.clipping.rules.base import BufferPool, chunk_floats, in_format_of, numbers
-from groupwise.clipping.rules.conv import positions_first, positions_last
+from groupwise.clipping.rules.base import chunk_floats, in_format_of, numbers
+from groupwise.clipping.rules.conv import _positions_first
 from groupwise.clipping.rules.geometry import Geometry
 from tests.clipping.conftest import BATCH, make_case
 from tests.clipping.traced import clip, clip_batch
@@ -23,7 +23,7 @@ from tests.clipping.traced import clip, clip_batch
 
 @pytest.mark.parametrize("rows", [31, 32, 33, 40])
 def test_a_symmetric_product_is_whole_and_its_quarter_is_not_computed_twice(monkeypatch, rows):
-    monkeypatch.setattr(cost_model, "LEAST_SPLIT", 0)
+    monkeypatch.setattr(gram, "LEAST_SPLIT", 0)
     x = torch.randn(3, rows, 7, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
         found = self_products(x)
@@ -57,8 +57,7 @@ def test_inner_products_by_pixels_are_those_of_the_unfolded_input(kernel, stride
     taps = 48 * math.prod(kernel)
     every = torch.eye(taps, dtype=x.dtype).view(taps, 48, *kernel)  # a filter for each number that a position sees
     unfolded = conv(x, every, None, stride, padding, dilation)
-    assert geometry.products_work(48, space, unfolded.shape[2:])[0]
-    found = geometry.products(x, unfolded.shape[2:], BufferPool())
+    found = geometry.products(x, unfolded.shape[2:])
     columns = unfolded.flatten(2)
     torch.testing.assert_close(found, columns.mT @ columns, rtol=1e-12, atol=1e-12)
 
@@ -86,12 +85,12 @@ class TestInputProducts:
     def test_an_input_that_is_gone_is_not_taken_for_another_at_its_address(self):
         last, x = InputProducts(), torch.randn(2, 3, 4)
         last.of(x)
-        assert last._inputs is not None
-        key = last._inputs._key
+        assert last._known is not None
+        _, *rest = last._known
         del x
         gc.collect()
         other = torch.randn(2, 3, 4)
-        last._inputs._key = (other.data_ptr(), *key[1:])
+        last._known = (gram._key(other), *rest)
         assert torch.equal(last.of(other), torch.bmm(other, other.mT)) and last.reused == 0
 
     def test_it_lets_go(self):
@@ -100,41 +99,11 @@ class TestInputProducts:
         last.clear()
         assert last.of(x) is not first and last.reused == 0
         last.clear()
-        assert last._inputs is None and last._long is None
-
-    def test_lengths_are_those_of_the_long_rows_noted_last(self):
-        last, g = InputProducts(), torch.randn(2, 3, 60)
-        last.note(g, torch.bmm(g, g.mT))
-        torch.testing.assert_close(last.lengths(g.reshape(2, 3, 60)), g.norm(dim=2))
-        assert last.lengths(torch.randn(2, 3, 60)) is None
-        short = torch.randn(2, 3, 40)
-        last.note(short, torch.bmm(short, short.mT))  # not worth the memory
-        assert last.lengths(short) is None and last.lengths(g) is None
-
-
-class TestBufferPool:
-    def test_a_buffer_is_used_again_grown_and_given_back(self):
-        buffers, like = BufferPool(), torch.zeros(1)
-        first = buffers.take("a", like, 2, 3)
-        assert first.shape == (2, 3) and first.dtype == torch.float32
-        assert buffers.take("a", like, 3, 2).data_ptr() == first.data_ptr()
-        assert buffers.take("a", like, 4).data_ptr() == first.data_ptr()
-        assert buffers.take("a", like, 7).numel() == 7
-        larger = buffers.take("a", like, 5)
-        assert larger.data_ptr() != first.data_ptr() and larger.untyped_storage().nbytes() == 28
-        buffers.clear()
-        assert buffers.take("a", like, 5).untyped_storage().nbytes() == 20
-
-    def test_purposes_and_types_have_buffers_of_their_own(self):
-        buffers = BufferPool()
-        kinds = (torch.float32, torch.float64)
-        taken = [buffers.take(purpose, torch.zeros(1, dtype=kind), 4) for purpose in "ab" for kind in kinds]
-        assert len({buffer.data_ptr() for buffer in taken}) == 4
-        assert [buffer.dtype for buffer in taken] == [torch.float32, torch.float64] * 2
+        assert last._known is None
 
 
 CHUNKED = {
-    "gram": (cost_model, "linear_3d", {"formula": "gram"}, 2 * 9),
+    "gram": (gram, "linear_3d", {"formula": "gram"}, 2 * 9),
     "group norm": (group_norm, "group_norm_4d", {}, 2 * 54),
     "tied, materialised": (shared_parameters, "tied_conv1d", {}, 2 * 48),
     "tied, one at a time": (shared_parameters, "tied_conv1d", {}, 1),
@@ -160,13 +129,13 @@ def test_chunks_change_nothing(double, monkeypatch, name, make_partition):
 
 @pytest.mark.parametrize(("floats", "sizes"), [(18, [2, 2, 1]), (17, [1] * 5), (10**6, [5])])
 def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, floats, sizes):
-    monkeypatch.setattr(cost_model, "CHUNK_FLOATS", floats)
-    seen, real = [], cost_model.GramTerms
-    monkeypatch.setattr(cost_model, "GramTerms", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
+    monkeypatch.setattr(gram, "CHUNK_FLOATS", floats)
+    seen, real = [], gram.GramTerms
+    monkeypatch.setattr(gram, "GramTerms", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
     x, g = torch.randn(5, 3, 4, dtype=torch.float64), torch.randn(5, 3, 6, dtype=torch.float64)
     for bias in (True, False):
         seen.clear()
-        squares = cost_model.gram_norms(x, g, bias)
+        squares = gram.gram_norms(x, g, bias)
         truth = (g.mT @ x).square().sum((1, 2)) + (g.sum(1).square().sum(1) if bias else 0)
         torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
         assert seen == sizes
@@ -194,7 +163,7 @@ def test_slack_is_for_the_longest_sum(monkeypatch, terms, longest):
     real = norm_terms.slack_of
     monkeypatch.setattr(norm_terms, "slack_of", lambda n, *rest: seen.append(n) or real(n, *rest))
     x, g = torch.randn(2, rows, d), torch.randn(2, rows, p)
-    cost_model.gram_norms(x, g, True)
+    gram.gram_norms(x, g, True)
     assert seen == [longest]
 
 
@@ -202,7 +171,7 @@ def test_slack_is_of_the_sizes_before_anything_cancels():
     """x and g of two positions that cancel exactly: ‖GᵀX‖ = 0, and its terms are not."""
     x, g = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]]), torch.tensor([[[2.0], [-2.0]]])
     for bias, size in ((False, 2 * 5 * 2), (True, 2 * 26**0.5 * 2)):
-        squares = cost_model.gram_norms(x, g, bias)
+        squares = gram.gram_norms(x, g, bias)
         assert squares.item() == pytest.approx(rounding_slack(torch.tensor(float(size) ** 2), 2).item(), rel=1e-5)
 
 
@@ -242,10 +211,9 @@ def test_memory_formats_follow_the_input():
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_positions_of_output_gradients(memory):
     g = torch.randn(2, 6, 3, 4).to(memory_format=memory)
-    rows = positions_last(g)
-    assert torch.equal(rows, g.flatten(2))
+    rows = _positions_first(g)
+    assert torch.equal(rows, g.flatten(2).mT)
     assert rows.data_ptr() == g.data_ptr(), "no copy"
-    assert torch.equal(positions_first(g), g.flatten(2).mT)
 
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
