@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
@@ -116,7 +117,29 @@ class ManyBags(nn.Module):
         )
 
 
+class PooledByAttention(nn.Module):
+    """As CLIP pools images: attention as a function, with biases put together."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        pooled, _ = F.multi_head_attention_forward(
+            *(x.mean(0, keepdim=True), x, x, 4, 2, None, torch.cat([self.q.bias, self.k.bias, self.v.bias])),
+            *(None, None, False, 0.0, self.out.weight, self.out.bias),
+            use_separate_proj_weight=True,
+            q_proj_weight=self.q.weight,
+            k_proj_weight=self.k.weight,
+            v_proj_weight=self.v.weight,
+            need_weights=False,
+        )
+        return pooled.squeeze(0)
+
+
 MODELS = {
+    "attention as a function": PooledByAttention,
     "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
     "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False),
     "gru": lambda: Recurrence(nn.GRU, num_layers=2, bidirectional=True),

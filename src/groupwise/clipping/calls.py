@@ -21,6 +21,7 @@ from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
+from groupwise.clipping.rules.embedding_bag import BagRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
@@ -93,7 +94,7 @@ class LayerCalls:
         """A layer of a group's parameters: its weight and its bias, if that trains.
 
         Args:
-            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)) or "embedding".
+            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)), "embedding" or "bags".
             group: whose parameters they are.
             uses: one for each parameter; None where there is none, or it does not train.
         """
@@ -107,8 +108,9 @@ class LayerCalls:
             assert weight is not None
             rule: LayerRule
             with torch.device("meta"):
-                if kind == "embedding":
-                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
+                if kind in ("embedding", "bags"):
+                    table = nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx)
+                    rule = EmbeddingRule(table) if kind == "embedding" else BagRule(table)
                 else:
                     kinds = {"linear": LinearRule, "transposed": HFConv1DRule}
                     rule = kinds[kind](nn.Linear(weight.shape[1], weight.shape[0], any(uses[1:])))

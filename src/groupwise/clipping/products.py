@@ -53,15 +53,24 @@ def embedding(
     Raises:
         UserError: an option that cannot be clipped.
     """
-    if max_norm or scale_grad_by_freq or sparse:
-        raise UserError(
-            f"{weight.origin.label} goes into an embedding with max_norm (which rewrites rows in the forward pass), "
-            "scale_grad_by_freq (which mixes examples) or sparse gradients (which carry no noise): do without."
-        )
+    refuse_options(weight, max_norm, scale_grad_by_freq, sparse)
     if isinstance(input, PerExample) or not weight.is_matrix or weight.transposed:
         return NotImplemented
     rows: Tensor = weight.origin.embedding(weight, input, padding_idx, weight.origin.find(input, meets=False))
     return rows
+
+
+def refuse_options(weight: Any, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    """Refuse options of an embedding that cannot be clipped.
+
+    Raises:
+        UserError: naming them.
+    """
+    if isinstance(weight, PerExample) and (max_norm or scale_grad_by_freq or sparse):
+        raise UserError(
+            f"{weight.origin.label} goes into an embedding with max_norm (which rewrites rows in the forward pass), "
+            "scale_grad_by_freq (which mixes examples) or sparse gradients (which carry no noise): do without."
+        )
 
 
 def late(

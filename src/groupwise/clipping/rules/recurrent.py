@@ -46,7 +46,7 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
         x, lengths = input if module.batch_first else input.transpose(0, 1), None
         data = input
     given, last = _initial(module, x, hx), list[State]()
-    module.check_forward_args(data, hx_like(module, given), sizes)
+    module.check_forward_args(data, _hx(module, given), sizes)
     if x.shape[1] == 0:
         raise UserError(f"{type(module).__name__} got sequences of no step at all: leave them out, or pad them.")
     alive = None
@@ -62,7 +62,7 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
         if layer < module.num_layers - 1 and module.dropout > 0:
             x = F.dropout(x, module.dropout, module.training)
-    states = hx_like(module, tuple(torch.stack(parts) for parts in zip(*last, strict=True)))
+    states = _hx(module, tuple(torch.stack(parts) for parts in zip(*last, strict=True)))
     if isinstance(input, PackedSequence):
         return _pack_as(x, input), states
     return x if module.batch_first else x.transpose(0, 1), states
@@ -185,7 +185,7 @@ def _initial(module: nn.RNNBase, x: Tensor, hx: Any) -> State:
     return tuple(x.new_zeros(count, len(x), size) for size in sizes)
 
 
-def hx_like(module: nn.RNNBase, states: State) -> Any:
+def _hx(module: nn.RNNBase, states: State) -> Any:
     """States as the module takes and gives them: a pair for an LSTM, else one tensor."""
     return states if module.mode == "LSTM" else states[0]
 
