@@ -142,12 +142,12 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     noise = _noise_source(config, plan, state)
-    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.drawn)))
+    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.generator)))
 
 
 def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:
     if state is not None:
-        return NoiseSource.from_state(state, config.noise.secure)
+        return NoiseSource.from_state(state)
     if config.debug.noise_seed is not None:
         return NoiseSource.from_seed(config.debug.noise_seed, config.noise.secure)
     if plan.noise_multiplier > 0 and not config.data.public:

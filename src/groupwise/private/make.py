@@ -168,7 +168,7 @@ def make_private(
             from groupwise.training.shards import reshard
 
             reshard(model)  # the trace left the outermost parameters whole
-        key = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
+        key = ranks.broadcast((source.key, source.is_secret, source.secure, source.generator))
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         core = PrivateStep(
             model=model,

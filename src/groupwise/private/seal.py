@@ -12,7 +12,7 @@ from torch import Tensor
 from groupwise.errors import UserError
 from groupwise.training.plain import plain
 
-NOISE = ("noise_key", "noise_is_secret", "noise_secure", "noise_drawn")
+NOISE = ("noise_key", "noise_is_secret", "noise_secure", "noise_generator")
 SEALED = ("step", "plan", "processes", "microbatch", "thresholds", "clip_plan", *NOISE, "model", "optimizer")
 
 

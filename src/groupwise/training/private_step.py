@@ -26,7 +26,8 @@ from groupwise.privacy import (
     release_gradients,
     secret_randomness,
 )
-from groupwise.privacy.noise import SecurePoissonSampler
+from groupwise.privacy.randomness import refuse_another_seed
+from groupwise.privacy.secure_noise import SecurePoissonSampler
 from groupwise.training.arithmetic import products
 from groupwise.training.guards import StepGuard
 from groupwise.training.ranks import Alone, Ranks
@@ -119,8 +120,7 @@ class PrivateStep:
 
     def use_key(self, noise: NoiseSource) -> None:
         """Draw batches, masks and noise from this source from now on."""
-        processes = self.ranks.replicas * self.ranks.stages
-        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device, processes)
+        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
         if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         self.sampler = sampler_of(self.plan, noise)
@@ -246,10 +246,7 @@ class PrivateStep:
         """Plans, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""
         return {
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
-            "noise_key": self.noise.key,
-            "noise_is_secret": self.noise.is_secret,
-            "noise_secure": self.noise.secure,
-            "noise_drawn": self.noise.drawn,
+            **self.noise.state_dict(),
             "plan": self.plan.to_dict(),
             "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
         }
