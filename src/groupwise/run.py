@@ -16,14 +16,14 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, environment_errors
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
-from groupwise.privacy import PrivacyPlan, make_plan
+from groupwise.privacy import PrivacyPlan
 from groupwise.privacy.plan import WIDTH
 from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_newest
-from groupwise.training.from_config import make_engine
-from groupwise.training.graphs import refuse_other_devices
+from groupwise.training.from_config import make_engine, plan_of
+from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
@@ -64,7 +64,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         require_gpu_for_the_paper(config)
     device = choose_device(config.train.device)
     if config.train.cuda_graph:
-        refuse_other_devices(device)
+        recorder_of(device)
     if device.type == "cpu":
         keep_freed_blocks()
     with arithmetic(device, config.train.deterministic):
@@ -111,7 +111,7 @@ def _run(
         return _explain(trainer)
     start = 0 if state is None else int(state["step"])
     if state is not None and taken_up is not None:
-        trainer.load(taken_up, state, start)
+        trainer.load(taken_up, state)
         print(f"Going on after step {start} of {plan.steps}, from {taken_up.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:
@@ -209,25 +209,22 @@ def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Alone | Ran
 
 def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:
     """The privacy plan: B and T from the configuration, K is `groups`; without any, no guarantee."""
-    batch_size = _expected_batch_size(config, train_size)
-    steps = config.train.steps
-    if steps is None:
-        steps = round(config.train.epochs * train_size / batch_size)
-    epsilon, multiplier = config.privacy.epsilon, config.privacy.noise_multiplier
+    privacy = config.privacy
+    epsilon, multiplier = privacy.epsilon, privacy.noise_multiplier
     if groups is None:
         epsilon, multiplier = float("inf"), None
-    adaptive = groups is not None and config.clip.policy == "adaptive"
-    return make_plan(
+    return plan_of(
+        config.clip,
         dataset_size=train_size,
-        expected_batch_size=batch_size,
-        steps=max(1, steps),
-        delta=train_size**-1.1 if config.privacy.delta is None else config.privacy.delta,
+        batch_size=_expected_batch_size(config, train_size),
+        epochs=config.train.epochs,
+        steps=config.train.steps,
+        delta=privacy.delta,
         epsilon=epsilon if multiplier is None else None,
         noise_multiplier=multiplier,
         num_groups=groups or 1,
-        quantile_budget=config.clip.quantile_budget if adaptive else 0.0,
-        sampling=config.privacy.sampling,
-        accountant=config.privacy.accountant,
+        sampling=privacy.sampling,
+        accountant=privacy.accountant,
     )
 
 

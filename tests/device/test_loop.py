@@ -17,8 +17,9 @@ from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
 from groupwise.training.memory import choose_microbatch
+from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.step import TaskSums, Trainer
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task, row_numbers
 
 pytestmark = pytest.mark.cuda
@@ -169,7 +170,7 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
     assert state["noise_drawn"] == "counted" and state["noise_key"] == KEY
     source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], drawn=state["noise_drawn"])
     resumed = trainer(clip, device, noise=source)
-    resumed.load(tmp_path / "checkpoint.pt", state, 2)
+    resumed.load(tmp_path / "checkpoint.pt", state)
     trained(resumed, range(2, STEPS))
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-4, atol=1e-6)
     assert whole.thresholds is not None and resumed.thresholds is not None
@@ -184,7 +185,7 @@ def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.d
     state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")
     source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], drawn=state["noise_drawn"])
     moved = trainer(clip, torch.device("cpu"), noise=source)
-    moved.load(tmp_path / "checkpoint.pt", state, 2)
+    moved.load(tmp_path / "checkpoint.pt", state)
     trained(moved, range(2, STEPS))
     assert float((weights(moved) - weights(whole)).norm()) <= 0.02 * float((weights(whole) - weights(begun)).norm())
 

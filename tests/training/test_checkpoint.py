@@ -108,8 +108,7 @@ def test_tensors_are_not_copied_and_a_modules_state_keeps_its_version() -> None:
 )
 def test_what_would_not_be_read_is_not_written(path: Path, value: object) -> None:
     save_checkpoint(path, {"step": 1})
-    named = rf"state\['scheduler'\]\['order'\]\[1\], a {type(value).__name__},"
-    with pytest.raises(UserError, match=named) as caught:
+    with pytest.raises(UserError, match=r"cannot hold this state \(.+\), which is not read back") as caught:
         save_checkpoint(path, {"step": 2, "scheduler": {"order": [0, value]}}, keep=previous(path))
     assert "\n" not in str(caught.value)
     assert load_checkpoint(path) == {"step": 1} and list(path.parent.iterdir()) == [path]

@@ -97,7 +97,7 @@ def _resumed(ranks, case, folder):
     first.step(1)
     first.save(folder / case, {"step": 2})
     ranks.barrier()  # written
-    second.load(folder / case, load_checkpoint(folder / case), 2)
+    second.load(folder / case, load_checkpoint(folder / case))
     steps(second, 2)
     second.save_model(folder / f"{case}.pt")
     ranks.barrier()

@@ -17,7 +17,7 @@ from groupwise.clipping import ClippingEngine, Partition, attach, by_mapping, fl
 from groupwise.clipping.factors import CLIP_RULES
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan, make_plan
 from groupwise.training.arithmetic import PRECISIONS, products
 
 _PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
@@ -84,6 +84,34 @@ def make_thresholds(
         maximum=clip.maximum,
         rescale_to=clip.threshold if clip.rescale and plan.num_groups > 1 else None,  # one group would be pinned
         count_at=clip.count_at,
+    )
+
+
+def plan_of(
+    clip: ClipConfig,
+    *,
+    dataset_size: int,
+    batch_size: float,
+    epochs: float | None,
+    steps: int | None,
+    delta: float | None,
+    **budget: Any,
+) -> PrivacyPlan:
+    """The plan of a run of ``steps``, else of ``epochs`` of N / B steps, with δ = N^-1.1 where it is not given.
+
+    Args:
+        clip: adaptive thresholds release counts, which take their share of the budget.
+        budget: other arguments of `groupwise.privacy.make_plan`.
+    """
+    if steps is None:
+        steps = max(1, round((epochs or 0) * dataset_size / batch_size))
+    return make_plan(
+        dataset_size=dataset_size,
+        expected_batch_size=batch_size,
+        steps=steps,
+        delta=dataset_size**-1.1 if delta is None else delta,
+        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
+        **budget,
     )
 
 
