@@ -45,7 +45,7 @@ def build_trainer(
     ranks: Alone | Ranks,
     state: dict[str, Any] | None,
 ) -> Trainer:
-    """A trainer with a verified engine, at its first step; `state` is the checkpoint that it will go on from, if any.
+    """A trainer with a verified engine, at its first step; `state` is the checkpoint that it resumes from, if any.
 
     With replicas every process calls it: the model becomes the first one's, and the noise key the main one's.
     `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`.

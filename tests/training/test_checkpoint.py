@@ -266,7 +266,7 @@ def test_the_one_before_it_takes_its_place_with_one_warning(
     two.unlink() if harm == "gone" else two.write_bytes(two.read_bytes()[:-1])
     assert load_newest(two) == (previous(two), {"step": 2})
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ") and line.endswith("; going on from the one before it.")
+    assert line.startswith("warning: ") and line.endswith("; resuming from the one before it.")
 
 
 def test_with_both_altered_the_run_is_refused(two: Path) -> None:

@@ -75,7 +75,7 @@ def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
         if _is_whole(candidate):
             return candidate
         if candidate is not candidates[-1]:
-            warnings.warn(f"{candidate} was not written to its end: using the one before it.", stacklevel=2)
+            warnings.warn(f"{candidate} was not written to its end: resuming from the one before it.", stacklevel=2)
     raise UserError(
         f"{folder if isinstance(asked, bool) else asked} has no whole checkpoint of a private training with its "
         "optimiser: give one that PrivateTrainer wrote without save_only_model, or start a new training."

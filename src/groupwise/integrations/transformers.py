@@ -68,7 +68,7 @@ class PrivateTrainer(Trainer):
     """
 
     private: Private | None = None
-    """The training under way or, detached, the one that ended: `statement()` and `epsilon` tell what was spent."""
+    """The training under way or, detached, the one that ended: `statement()` and `epsilon` say what was spent."""
 
     def __init__(
         self,

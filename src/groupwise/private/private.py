@@ -246,7 +246,7 @@ class Private:
             "private.state_dict(), and load it into a new one."
         )
 
-    # -- going on later ------------------------------------------------------------------------------------------------
+    # -- saving and resuming ----------------------------------------------------------------------------------------
 
     @property
     def _processes(self) -> str:
@@ -256,7 +256,7 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
 
-        As of any module, its tensors are those that go on training: save it at once, or ``copy.deepcopy`` it;
+        As of any module, its tensors are those that keep training: save it at once, or ``copy.deepcopy`` it;
         ``load_state_dict`` knows one that has changed since. In shards every process calls, and gets whole tensors on
         the CPU.
         """

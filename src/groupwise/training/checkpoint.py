@@ -108,7 +108,7 @@ def load_newest(
         found = next(filter(None, ranks.gather(problem)), None)
         if found is None:
             if problems and ranks.main:
-                print(f"warning: {problems[0].rsplit(': ', 1)[0]}; going on from the one before it.", file=sys.stderr)
+                print(f"warning: {problems[0].rsplit(': ', 1)[0]}; resuming from the one before it.", file=sys.stderr)
             return candidate, state
         problems.append(found)
     raise UserError(problems[0])

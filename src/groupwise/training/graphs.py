@@ -27,6 +27,7 @@ from groupwise.clipping import ClippingEngine
 from groupwise.clipping.unchanged import kept_buffers
 from groupwise.errors import UserError, reason
 from groupwise.training.memory import is_oom
+from groupwise.training.plain import PLAIN
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.task import Task
 
@@ -37,7 +38,6 @@ MOST = 64
 
 Inputs = dict[str, Any]
 """What a task's losses are computed from: tensors on the device, and plain arguments of the model."""
-PLAIN = (bool, int, float, str, type(None))
 
 
 class Recorder(Protocol):

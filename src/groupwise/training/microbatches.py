@@ -1,6 +1,5 @@
 """Forms the clipped sums of a drawn batch, as many examples at a time as there is memory for."""
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from groupwise.errors import UserError
 from groupwise.training.graphs import MicrobatchGraphs
-from groupwise.training.memory import is_oom
+from groupwise.training.memory import halve_on_oom, is_oom
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task
@@ -46,21 +45,29 @@ class Microbatches(ABC):
         would have been.
         """
         share, engine = self.share(drawn, private.ranks), private.engine
+
+        def sums(size: int) -> Tensor:
+            if size != self.size:
+                self.forget()
+                self.size = size
+            private.clear()
+            return self._through(private, step, share, drawn)
+
         if engine is not None:
             engine.masks_rows = private.in_shards  # others wait for messages: no batch begins again there
-        while True:
-            try:
-                private.clear()
-                loss = self._through(private, step, share, drawn)
-            except (RuntimeError, MemoryError) as error:
-                if not is_oom(error):
-                    raise
-            else:
-                if engine is None or not engine.spoiled:
-                    return loss
+        try:
+            loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+            if engine is not None and engine.spoiled:
                 engine.masks_rows = True
-                continue
-            self._halve(private)  # once the error is gone, and what it held
+                loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            few, smaller = (
+                ("One example does", "model") if self.size == 1 else (f"{self.size} examples do", "microbatch")
+            )
+            raise UserError(f"{few} not fit into memory at once: use a smaller {smaller}.") from error
+        return loss
 
     def parts(
         self, private: PrivateStep, share: np.ndarray, drawn: np.ndarray
@@ -83,23 +90,6 @@ class Microbatches(ABC):
             if not filler:
                 total += losses.sum()
         return total
-
-    def _halve(self, private: PrivateStep) -> None:
-        """Go on with half as many examples at a time, since memory has run out.
-
-        Raises:
-            UserError: one does not fit, or other processes wait for this one.
-        """
-        if private.in_shards:
-            raise UserError(f"Microbatches of {self.size} do not fit into memory: use a smaller microbatch.")
-        if self.size == 1:
-            raise UserError("One example does not fit into memory: use a smaller model.")
-        self.forget()
-        if private.device.type == "cuda":
-            private.clear()
-            torch.cuda.empty_cache()  # pieces that halves do not fit into
-        self.size //= 2
-        print(f"warning: memory ran out; going on with {self.size} examples at once.", file=sys.stderr)
 
 
 class TaskSums(Microbatches):

@@ -146,7 +146,7 @@ class PrivateStep:
         """
         self.reshard()
         if self.running:
-            raise UserError("A private step was begun inside another one: take it when that has ended.")
+            raise UserError("A private step began inside of another one: take it after that has ended.")
         self.running = True
         try:
             return self._step(self.executed)

@@ -47,7 +47,7 @@ class Alone:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by process: this one alone."""
+        """Every process's value, in their order: this one alone."""
         return [value]
 
     def barrier(self) -> None:
@@ -125,7 +125,7 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by process, to every process; for small things, seldom."""
+        """Every process's value, in their order, to all; for small things."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values

@@ -1,4 +1,4 @@
-"""Tells what a run reached: metrics in its files and by one tracker while it trains, and lines at its end."""
+"""Reports what a run reached: metrics in its files and to a tracker while it trains, and lines at its end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FilesTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run goes on there, and one
+    """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run continues it, and one
     that began again (overwrite=true) is another.
 
     The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
@@ -145,8 +145,8 @@ def result_lines(row: Mapping[str, Any]) -> list[str]:
         for key, value in row.items()
         if key.startswith(METRICS) and isinstance(value, int | float) and "loss" not in key and "nll" not in key
     ]
-    told = "  ".join([*figures, f"in\xa0{row['system.wall_seconds']:.0f}\xa0s"])
-    reached = textwrap.fill(told, WIDTH, subsequent_indent="  ").replace("\xa0", " ")
+    text = "  ".join([*figures, f"in\xa0{row['system.wall_seconds']:.0f}\xa0s"])
+    reached = textwrap.fill(text, WIDTH, subsequent_indent="  ").replace("\xa0", " ")
     return [*_spent(row), *reached.splitlines()]
 
 
@@ -156,5 +156,5 @@ def _spent(row: Mapping[str, Any]) -> list[str]:
     if not row["plan.noise_multiplier"]:
         return ["Spent: no noise was added; this model has no privacy guarantee"]
     stamp = " (as published, not a guarantee)" if row["seeds.noise_is_secret"] else " (NOT PRIVATE)"
-    told = f"epsilon {row['plan.spent_epsilon']:.4g} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
-    return [f"Spent: {told}{'' if row['plan.private'] else stamp}"]
+    text = f"epsilon {row['plan.spent_epsilon']:.4g} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
+    return [f"Spent: {text}{'' if row['plan.private'] else stamp}"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
-from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds, NoiseSource, PrivacyPlan
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.memory import halve_on_oom
 from groupwise.training.private_step import PrivateStep
@@ -100,10 +100,6 @@ class Trainer:
         """What was promised."""
         return self.private.plan
 
-    def spent(self) -> EpsilonReport:
-        """What the steps that were released cost, those before a resumption included."""
-        return self.plan.spent(self.private.executed)
-
     @property
     def noise(self) -> NoiseSource:
         """The run's source."""
@@ -167,10 +163,6 @@ class Trainer:
         with self._averaged():
             return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
 
-    def outputs(self) -> dict[str, list[dict[str, Any]]]:
-        """Texts that the last final evaluation made."""
-        return self.task.outputs()
-
     def named_thresholds(self) -> dict[str, float]:
         """Group -> C_k; {} unclipped."""
         return self.private.named_thresholds()
@@ -180,7 +172,7 @@ class Trainer:
         state = self.state_dict()
         if self.ranks.main:
             save_checkpoint(path, {**state, **extra}, keep=previous(path))
-        self.ranks.barrier()  # nobody leaves while it is being written: whoever watches would end all
+        self.ranks.barrier()  # a process that ended meanwhile would end the run
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         """Go on from `state`, which was read from `path`."""
