@@ -165,7 +165,7 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
     clip = MODES["adaptive_layer"]
     whole = trained(trainer(clip, device))
     begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    begun.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", device)
     assert state["noise_drawn"] == "counted" and state["noise_key"] == KEY
     source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], drawn=state["noise_drawn"])
@@ -181,7 +181,7 @@ def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.d
     clip = MODES["flat"]
     whole = trained(trainer(clip, device, noise=NoiseSource.from_key(KEY, drawn="counted")))
     begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    begun.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")
     source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], drawn=state["noise_drawn"])
     moved = trainer(clip, torch.device("cpu"), noise=source)

@@ -95,7 +95,7 @@ def _resumed(ranks, case, folder):
     steps(whole)
     first.step(0)
     first.step(1)
-    first.save(folder / case, {"step": 2})
+    first.save(folder / case, {})
     ranks.barrier()  # written
     second.load(folder / case, load_checkpoint(folder / case))
     steps(second, 2)

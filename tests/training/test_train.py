@@ -173,4 +173,4 @@ def test_weights_that_are_out_are_not_replaced_by_a_replay_and_other_code_is_tol
     session(tmp_path, Alone(), resumes=True)
     assert (folder / "weights-3.pt").read_bytes() == b"of the first time"
     assert (folder / "weights-1.pt").exists() and (folder / "weights-4.pt").exists()
-    assert "goes on under other code" in capsys.readouterr().err
+    assert "resumes with other code" in capsys.readouterr().err

@@ -145,7 +145,9 @@ class PipelineTrainer(Trainer):
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, a file for each stage, with the main process's `extra`."""
         own = self.state_dict()
-        common = {name: own[name] for name in own if name in ("plan", "microbatches") or name.startswith("noise_")}
+        common = {
+            name: own[name] for name in own if name in ("step", "plan", "microbatches") or name.startswith("noise_")
+        }
         checkpoint.save(path, own, {**common, **extra}, self.ranks)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_flatten
 from groupwise.errors import UserError
 from groupwise.training.plain import PLAIN, plain
 
-NOISE = ("noise_key", "noise_is_secret", "noise_secure", "noise_drawn")
-COVERED = ("step", "plan", "processes", "microbatches", "thresholds", "clip_plan", *NOISE, "model", "optimizer")
+COVERED = ("step", "plan", "processes", "microbatches", "thresholds", "clip_plan", "noise_key", "model", "optimizer")
 
 
 def with_checksum(state: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +27,8 @@ def checksum(state: dict[str, Any]) -> str:
 
     A value of another kind, as a model's extra state may be, counts as its type.
     """
-    leaves, spec = tree_flatten([state.get(name) for name in COVERED])
+    noise = {name: state[name] for name in sorted(state) if name.startswith("noise_")}
+    leaves, spec = tree_flatten([noise, *(state.get(name) for name in COVERED)])
     digest = sha256(repr(spec).encode())
     for leaf in leaves:
         if isinstance(leaf, Tensor):

@@ -50,10 +50,10 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
     kept = kept_steps(config, plan) - ranks.broadcast(there)  # what is out is not shown again: a replay may round
 
-    def save(step: int) -> None:
+    def save() -> None:
         seconds = elapsed + time.monotonic() - began
-        extra = {"step": step, "seconds": seconds, "evaluation_seconds": evaluating}
-        trainer.save(record.checkpoint, {**extra, "examples": examples})
+        times = {"seconds": seconds, "evaluation_seconds": evaluating}
+        trainer.save(record.checkpoint, {**times, "examples": examples})
 
     def measure(final: bool) -> dict[str, float]:
         """Metrics now, and the seconds of training until now."""
@@ -70,7 +70,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
         _stop_flag() as stop,
     ):
         if start == 0:
-            save(0)  # the key of the noise is safe before the first release
+            save()  # the key of the noise is safe before the first release
             if 0 in kept:
                 trainer.save_model(record.folder / kept_name(0))
         for step in range(start, plan.steps):
@@ -87,7 +87,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
                 tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
             if due or stopping or step + 1 == plan.steps:  # what comes then may fail, and is tried again alone
-                save(step + 1)
+                save()
                 saved = time.monotonic()
             if stopping:
                 raise KeyboardInterrupt
