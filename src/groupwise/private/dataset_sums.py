@@ -91,6 +91,14 @@ class DatasetSums(Microbatches):
 
         return losses_of
 
+    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
+        """See `Microbatches`; worker processes end with a step that fails, as they have read what it did not take."""
+        try:
+            return super().add(private, step, drawn)
+        except BaseException:
+            self.forget()
+            raise
+
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
         """See `Microbatches`; a batch may be read once more, to be traced."""
         batch = self._batch(private, step, start, rows)

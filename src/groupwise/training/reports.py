@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from groupwise.atomic import write_text
 from groupwise.config.identity import flat_config
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 from groupwise.privacy.plan import WIDTH
 from groupwise.rows import METRICS
 from groupwise.training.record import RunRecord
@@ -60,7 +60,7 @@ class FilesTracker:
             act(self._beside)
         except Exception as error:
             name, self._beside = type(self._beside).__name__, None
-            warnings.warn(f"{name} failed ({_one_line(error)}) and is dropped; the files keep everything", stacklevel=3)
+            warnings.warn(f"{name} failed ({reason(error)}) and is dropped; the files keep everything", stacklevel=3)
 
 
 class WandbTracker:
@@ -88,7 +88,7 @@ class WandbTracker:
             )
         except Exception as error:  # wandb raises of its own, of requests and of the service's kinds
             raise UserError(
-                f"tracker=wandb cannot start in mode {config.tracker.mode} ({_one_line(error)}): "
+                f"tracker=wandb cannot start in mode {config.tracker.mode} ({reason(error)}): "
                 "use tracker.mode=offline, or tracker=files."
             ) from error
 
@@ -115,7 +115,7 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError(
-                f"tracker=tensorboard is not installed ({_one_line(error)}): pip install tensorboard, or "
+                f"tracker=tensorboard is not installed ({reason(error)}): pip install tensorboard, or "
                 "use tracker=files."
             ) from error
         self._writer = SummaryWriter(str(record.folder / "tensorboard"), purge_step=step + 1 if step else None)
@@ -131,10 +131,6 @@ class TensorBoardTracker:
 def _budget(config: RunConfig) -> str:
     epsilon = config.privacy.epsilon
     return f"sigma {config.privacy.noise_multiplier:g}" if epsilon is None else f"eps {epsilon:g}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def result_lines(row: Mapping[str, Any]) -> list[str]:
