@@ -233,7 +233,7 @@ from groupwise.privacy import make_plan
 from groupwise.tasks.image_classification import ImageClassification
 from groupwise.training.from_config import autocast, make_optimizer, make_thresholds
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.step import TaskSums
+from groupwise.training.microbatches import TaskSums
 
 device, gpu, last = torch.device("cuda", 0), EmulatedGPU(), torch.channels_last
 prepare = lambda some: normalize(some, (0.5,) * 3, (0.25,) * 3).contiguous(memory_format=last)

@@ -17,8 +17,9 @@ from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
 from groupwise.training.memory import choose_microbatch
+from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.step import TaskSums, Trainer
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task, row_numbers
 
 pytestmark = pytest.mark.cuda
@@ -164,12 +165,12 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
     clip = MODES["adaptive_layer"]
     whole = trained(trainer(clip, device))
     begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    begun.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", device)
     assert state["noise_generator"] == "Philox" and state["noise_key"] == KEY
     source = NoiseSource.from_state(state)
     resumed = trainer(clip, device, noise=source)
-    resumed.load(tmp_path / "checkpoint.pt", state, 2)
+    resumed.load(tmp_path / "checkpoint.pt", state)
     trained(resumed, range(2, STEPS))
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-4, atol=1e-6)
     assert whole.thresholds is not None and resumed.thresholds is not None
@@ -180,11 +181,11 @@ def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.d
     clip = MODES["flat"]
     whole = trained(trainer(clip, device, noise=NoiseSource.from_key(KEY, generator="Philox")))
     begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    begun.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")
     source = NoiseSource.from_state(state)
     moved = trainer(clip, torch.device("cpu"), noise=source)
-    moved.load(tmp_path / "checkpoint.pt", state, 2)
+    moved.load(tmp_path / "checkpoint.pt", state)
     trained(moved, range(2, STEPS))
     assert float((weights(moved) - weights(whole)).norm()) <= 0.02 * float((weights(whole) - weights(begun)).norm())
 
