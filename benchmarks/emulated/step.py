@@ -17,7 +17,7 @@ from groupwise.clipping import ClipPlan, Rates, attach, flat, per_layer
 from groupwise.clipping.rules import base, group_norm
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, philox_noise, release_gradients
 
-RATES = Rates(product=4e13, gram=1.1e13, outer=2.5e13, bytes=2.2e12)
+RATES = Rates(product=4e13, gram=1.1e13, outer=2.5e13, bytes=2.2e12, starts=2.5e5)
 """An H100's, by its data sheet, so that the methods that are chosen are those of such a device."""
 MEMORY = 80 << 30
 """Bytes, an H100's, by which chunks are cut."""

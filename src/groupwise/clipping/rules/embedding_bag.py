@@ -58,7 +58,7 @@ class BagRule(EmbeddingRule):
         counts, places = self.counts(saved, g), distinct(x)
         sums = counts.new_zeros(x.shape).scatter_add_(1, places, counts)
         lengths = counts.double().abs() * torch.linalg.vector_norm(g, dim=1, keepdim=True, dtype=torch.float64)
-        squares = squared_row_norms(sums) * (squared_row_norms(g) + floor(g))
+        squares = squared_row_norms(sums) * (squared_row_norms(g) + floor(g[0].numel(), g.dtype))
         return raised(squares, slack_of_repeats(places, lengths, g.dtype))
 
     def weighted_sum(
