@@ -138,7 +138,26 @@ class PooledByAttention(nn.Module):
         return pooled.squeeze(0)
 
 
+class LearnedTokens(nn.Module):
+    """Tokens that all examples share go through a layer by themselves, and meet the examples only then."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.tokens, self.head = body, nn.Parameter(torch.randn(1, 4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.body, nn.MultiheadAttention):
+            return self.body(self.tokens, self.tokens, self.tokens)[0] * self.head(x)
+        tokens = self.tokens if self.body.batch_first else self.tokens.transpose(0, 1)
+        y, states = self.body(tokens)
+        last = states[0] if isinstance(states, tuple) else states
+        return (y if self.body.batch_first else y.transpose(0, 1)) * self.head(x) + last[:, 0]
+
+
 MODELS = {
+    "attention of learned tokens": lambda: LearnedTokens(nn.MultiheadAttention(4, 2, batch_first=True)),
+    "lstm of learned tokens": lambda: LearnedTokens(nn.LSTM(4, 4, batch_first=True)),
+    "gru of learned tokens": lambda: LearnedTokens(nn.GRU(4, 4)),
     "attention as a function": PooledByAttention,
     "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
     "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False),
