@@ -93,6 +93,13 @@ class ClipPlan:
             )
         return found
 
+    def find_again(self, label: str, x: Tensor, examples: int) -> Layout | None:
+        """The layout of a call that runs once more, in the backward pass; None where its size does not tell which."""
+        found = {
+            layout for site in self.calls.get(label, ()) if (layout := site.find(tuple(x.shape), examples)) is not None
+        }
+        return found.pop() if len(found) == 1 else None
+
     def joined(self, other: "ClipPlan") -> "ClipPlan":
         """What either knows."""
         calls = dict(self.calls)
