@@ -7,6 +7,7 @@ from torch import nn
 
 from groupwise.clipping.rules import (  # noqa: F401
     attention,
+    computed_weight,
     conv,
     conv_transpose,
     embedding,

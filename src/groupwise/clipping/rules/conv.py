@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
 from groupwise.clipping.gram import norms_from_products, self_products
-from groupwise.clipping.norm_methods import Sizes
+from groupwise.clipping.norm_methods import Sizes, are_kept
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import (
     LONGEST_SUM,
@@ -77,9 +77,13 @@ class ConvRule(LayerRule):
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         assert weight is not None
+        return self.convolve(x, weight, bias), (x, weight)
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The layer's output with any weight."""
         shape = self.geometry
         rest = shape.stride, shape.padding, shape.dilation, shape.groups
-        return _CONV[x.dim() - 2](x, weight, bias, *rest), (x, weight)  # type: ignore[operator]
+        return _CONV[x.dim() - 2](x, weight, bias, *rest)  # type: ignore[operator]
 
     def arrange(self, saved: Saved, g: Tensor) -> Tensor:
         assert saved[0] is not None
@@ -169,8 +173,9 @@ class ConvRule(LayerRule):
 
     def _sizes(self, inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
         t, p, k = out[2:].numel(), out[1], math.prod(self._filter())
-        reused = not context.save_memory and (context.own_group or p * k <= p * t + inputs[1:].numel())
-        return Sizes(t, k, p, reused, self.geometry.products_work(inputs[1], inputs[2:], out[2:]))
+        fits = are_kept(inputs[0] * p * k, out.numel() + inputs.numel())
+        reused = not context.save_memory and (context.own_group or fits)
+        return Sizes(inputs[0], t, k, p, reused, self.geometry.products_work(inputs[1], inputs[2:], out[2:]))
 
     def _gram_norms(self, x: Tensor, g: Tensor) -> Tensor:
         """Squared norms (B,) of the weight's gradients from XXᵀ and GGᵀ, of a few examples at a time."""
@@ -179,7 +184,7 @@ class ConvRule(LayerRule):
         step, squares = max(1, chunk_floats(g) // held), []
         longest = max(out.numel(), math.prod(self._filter()), g.shape[1])
         for inputs, gradients in zip(x.split(step), g.split(step), strict=True):
-            between = self_products(_positions_first(gradients))
+            between = self_products(positions_first(gradients))
             squares.append(norms_from_products(self.geometry.products(inputs, out), between, False, longest))
         return torch.cat(squares)
 
@@ -189,7 +194,7 @@ def _over_space(g: Tensor) -> Tensor:
     return g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32))
 
 
-def _positions_first(g: Tensor) -> Tensor:
+def positions_first(g: Tensor) -> Tensor:
     """Output gradients (B, p, *out) -> (B, T, p), without a copy where the memory has channels last."""
     if g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
         return g.permute(0, 2, 3, 1).flatten(1, 2)
