@@ -286,7 +286,7 @@ def in_one_sentence() -> Iterator[None]:
             ) from error
         if "modified by an inplace operation" in str(error):
             raise UserError(
-                "A tensor that a layer keeps for its backward pass was changed in place (by ReLU(inplace=True) after "
-                f"a WSConv2d, say): use operations that are not in place. torch says: {first}"
+                "A tensor that a layer keeps for its backward pass was changed in place (an input of a linear "
+                f"layer, say): use operations that are not in place. torch says: {first}"
             ) from error
         raise

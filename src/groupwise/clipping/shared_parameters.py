@@ -117,4 +117,3 @@ def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) 
         joint = squared_row_norms(torch.stack(gradients).sum(0))
         parts.append(joint - squares + rounding_slack(squares, size, gradients[0].dtype))
     return torch.cat(parts)
-
