@@ -242,7 +242,7 @@ REFUSED: dict[str, Misuse] = {
     "another optimizer that steps in the losses": (lambda: stepping(fused=False), "stepped inside of a private step"),
     "the same by one kernel (`fused=True`)": (lambda: stepping(fused=True), "stepped inside of a private step"),
     "`optimizer.step()` in the losses": (optimizer_in_the_losses, "stepped inside of a private step"),
-    "`private.step()` in the losses": (a_step_within_a_step, "begun inside another one"),
+    "`private.step()` in the losses": (a_step_within_a_step, "began inside of another one"),
     "`register_hook` on a parameter": (hooked, "'0.weight' has a hook"),
     "`register_post_accumulate_grad_hook`": (hooked_behind, "'0.weight' has a hook"),
     "`GradScaler.step`": (lambda: between_steps(scaled), r"optimizer.step\(\) is part of private.step"),

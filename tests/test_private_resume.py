@@ -15,11 +15,10 @@ from groupwise import make_private
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private
-from groupwise.private.seal import seal_of
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
-from tests.private_use import BATCH, DATA, Use, cross_entropy, network
+from tests.private_use import BATCH, DATA, cross_entropy, network
 from tests.test_private import MICROBATCH, SEED, STEPS, Augmented, Points, go_on, start, weights
 
 AGAIN = NoiseSource.from_seed(99)
@@ -222,19 +221,6 @@ def test_the_microbatch_is_that_of_the_state_as_its_masks_are():
     same(resumed, whole)
 
 
-def test_a_state_that_was_sealed_with_numbers_of_numpy_is_taken():
-    """As earlier versions sealed them; what is gone on with has Python's."""
-    use, again = Use(), Use(seed=4)
-    use.optimizer.param_groups[0]["lr"] = np.float64(0.5)
-    state = copy.deepcopy(use.train(1).private.state_dict())
-    state["optimizer"]["param_groups"][0]["lr"] = np.float64(0.5)
-    old = {**state, "seal": seal_of(state)}
-    assert old["seal"] != state["seal"]
-    again.private.load_state_dict(old)
-    assert type(again.private.state_dict()["optimizer"]["param_groups"][0]["lr"]) is float
-    assert torch.equal(again.train(1).weights, use.train(1).weights)
-
-
 def test_a_state_of_more_processes_is_refused():
     private = start(Points())
     state = private.state_dict() | {"processes": "2 processes"}
@@ -261,7 +247,7 @@ def test_a_step_that_lacks_memory_is_begun_again_with_half_as_many_examples_and_
     full = True
     seen.clear()
     go_on(killed, 1)
-    assert seen[0] == MICROBATCH and set(seen[1:-1]) == {MICROBATCH // 2} and killed.state_dict()["microbatch"] == 3
+    assert seen[0] == MICROBATCH and set(seen[1:-1]) == {MICROBATCH // 2} and killed.state_dict()["microbatches"] == [3]
     go_on(whole)
     resumed.load_state_dict(killed.state_dict())
     go_on(resumed)

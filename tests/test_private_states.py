@@ -64,9 +64,9 @@ def faster(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "param_groups": [{**group, "lr": 1.0} for group in state["param_groups"]]}
 
 
-def without_a_seal() -> None:
+def without_a_checksum() -> None:
     use = Use()
-    state = {name: value for name, value in use.private.state_dict().items() if name != "seal"}
+    state = {name: value for name, value in use.private.state_dict().items() if name != "checksum"}
     use.private.load_state_dict(state)
 
 
@@ -103,7 +103,7 @@ STATES: dict[str, Misuse] = {
     "a state of something else": (no_state, "none of a private training"),
     "a state whose tensors trained on (the noise of those steps again)": (trained_on, "trained on after"),
     "a state with another step (the same noise again)": (altered(step=0), "altered"),
-    "a state without a seal, as earlier versions made them": (without_a_seal, "an earlier version's"),
+    "a state without a checksum, as earlier versions made them": (without_a_checksum, "an earlier version's"),
     "a state loaded after steps were taken (the same noise again)": (back_in_time, "going back"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "not copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "not copied"),

@@ -21,15 +21,15 @@ from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
 from groupwise.pipeline.split import Ranges, choose_ranges, cut, measure_costs
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.private.make import CHECKED
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
 from groupwise.training.memory import choose_microbatch, halve_on_oom
-from groupwise.training.private_step import BatchSums, PrivateStep
+from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
+from groupwise.training.private_step import BatchSums, PrivateStep, agreed_noise
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.step import TaskSums, Trainer, WeightAverage
+from groupwise.training.step import Trainer, WeightAverage
 from groupwise.training.task import Microbatch, Task
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def build_trainer(
     ranks: Alone | Ranks,
     state: dict[str, Any] | None,
 ) -> Trainer:
-    """A trainer with a verified engine, at its first step; `state` is the checkpoint that it will go on from, if any.
+    """A trainer with a verified engine, at its first step; `state` is the checkpoint that it resumes from, if any.
 
     With replicas every process calls it: the model becomes the first one's, and the noise key the main one's.
     `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`.
@@ -56,32 +56,27 @@ def build_trainer(
     check_plan(plan, state)
     noise = make_noise(config, plan, ranks, state)
     microbatch = config.train.microbatch
+    examples = task.order(np.arange(task.train_size))
     if microbatch is None and state is None:
-        microbatch = choose_microbatch(task.losses_of, task.model, device, task.order(np.arange(task.train_size)))
-        microbatch = min(ranks.gather(microbatch))
+        microbatch = min(ranks.gather(choose_microbatch(task.losses_of, task.model, device, examples)))
     if engine is not None:
-        coarse = tolerances(config.train.precision)
-        some = examples_to_check(task.order(np.arange(task.train_size)))
+        some = examples_to_trace(examples, CHECKED)
         rows = min(CHECKED, max(2, microbatch or CHECKED))
-
-        def check(most: int, engine: ClippingEngine = engine) -> None:
-            verify(engine, task.losses_of, some[:CHECKED], rows=rows, most=most, **coarse)
-
-        halve_on_oom(microbatch or CHECKED, check, "checking", alone=True)
-    make = Trainer
+        coarse: dict[str, Any] = tolerances(config.train.precision)
+        check = partial(verify, engine, task.losses_of, some, rows=rows, **coarse)
+        halve_on_oom(microbatch or CHECKED, lambda most: check(most=most), "checking", alone=True)
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
         if config.parallel.kind == "fsdp":
-            from groupwise.training.shards import ShardedTrainer, shard
+            from groupwise.training.shards import shard
 
             engine = shard(task.model, engine, config.clip, device)
-            make = ShardedTrainer
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     graphs = MicrobatchGraphs(task, engine, recorder_of(device)) if config.train.cuda_graph else None
     sums = TaskSums(task, microbatch or 1, graphs)
     private = _private_step(config, task.model, engine, plan, noise, optimizer, device, ranks, sums)
     private.keeps_gradients = graphs is not None
-    return make(
+    return Trainer(
         task=task,
         private=private,
         schedule=make_schedule(optimizer, config.optim, plan.steps),
@@ -115,22 +110,15 @@ def _private_step(
     )
 
 
-def examples_to_check(order: np.ndarray) -> list[int]:
-    """Examples of different kinds, the longest first: the shortest, the first and the last, and some in between.
-
-    Args:
-        order: all examples, (N,), as `Task.order` puts them.
-    """
-    kinds = [order[0], order[-1], order.min(), order.max(), *(order[len(order) * part // 4] for part in (2, 1, 3))]
-    return list(dict.fromkeys(int(i) for i in kinds))
-
-
 def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
     """Refuse a checkpoint that was made under another plan, or holds something else."""
     if state is None:
         return
-    if not {"plan", "step", "noise_key", "noise_is_secret"} <= state.keys():
-        raise UserError("The checkpoint is none of a run: bring its own back, or start afresh with overwrite=true.")
+    if not {"plan", "step", "noise_key", "noise_is_secret", "microbatches"} <= state.keys():
+        raise UserError(
+            "The checkpoint is none of a run, or an earlier version's: bring its own back, or start afresh with "
+            "overwrite=true."
+        )
     if state["plan"] != plan.to_dict():
         raise UserError(
             "The checkpoint was made under another privacy plan (other data, software or settings): bring those "
@@ -141,18 +129,14 @@ def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
 def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state: dict[str, Any] | None) -> NoiseSource:
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
-    noise = _noise_source(config, plan, state)
-    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.drawn)))
-
-
-def _noise_source(config: RunConfig, plan: PrivacyPlan, state: dict[str, Any] | None) -> NoiseSource:
+    secure, seed = config.noise.secure, config.debug.noise_seed
     if state is not None:
-        return NoiseSource.from_state(state, config.noise.secure)
-    if config.debug.noise_seed is not None:
-        return NoiseSource.from_seed(config.debug.noise_seed, config.noise.secure)
-    if plan.noise_multiplier > 0 and not config.data.public:
-        return NoiseSource.fresh(config.noise.secure)
-    return NoiseSource.from_seed(config.seed, config.noise.secure)
+        noise = NoiseSource.from_state(state)
+    elif seed is None and plan.noise_multiplier > 0 and not config.data.public:
+        noise = NoiseSource.fresh(secure)
+    else:
+        noise = NoiseSource.from_seed(config.seed if seed is None else seed, secure)
+    return agreed_noise(noise, ranks)
 
 
 BUSY = 4
@@ -246,7 +230,7 @@ def build_pipeline_trainer(
     examples = feed.order(np.arange(len(feed)))
     if engine is not None:
         coarse = tolerances(config.train.precision)
-        chosen = np.array(examples_to_check(examples))
+        chosen = np.array(examples_to_trace(examples))
         some = feed.microbatches(chosen, len(chosen))[0]
         rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))
         losses = alone(stage, some, device)

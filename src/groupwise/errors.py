@@ -66,7 +66,7 @@ def environment_errors() -> Iterator[None]:
             f"{package} is not installed, which this needs: pip install 'groupwise[{EXTRAS[package]}]' brings it."
         ) from error
     except PermissionError as error:
-        raise UserError(f"{error.filename} may not be read or written here ({error.strerror}): mend that.") from error
+        raise UserError(f"{error.filename} may not be read or written here ({error.strerror}): fix that.") from error
 
 
 def did_you_mean(word: str, known: Iterable[str], in_full: Mapping[str, str] | None = None) -> str:

@@ -16,14 +16,14 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, environment_errors
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
-from groupwise.privacy import PrivacyPlan, make_plan
+from groupwise.privacy import PrivacyPlan
 from groupwise.privacy.plan import WIDTH
 from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_newest
-from groupwise.training.from_config import make_engine
-from groupwise.training.graphs import refuse_other_devices
+from groupwise.training.from_config import make_engine, plan_of
+from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
@@ -37,7 +37,7 @@ from groupwise.training.train import train
 @oom_as_user_error()
 @environment_errors()
 def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]:
-    """Train one cell, or take it up where it was left; returns its result row.
+    """Train one cell, or resume it where it was left; returns its result row.
 
     Nothing is written before data, model, clipping and plan have been checked.
 
@@ -52,10 +52,11 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     finished, resumable = ranks.broadcast((record.finished, record.resumable))
     if finished and not config.explain:
         if ranks.main:
-            record.seal()
+            record.mark_done()
         row = record.result()
-        if ranks.main and (told := row.get("paths.data")) not in (None, config.paths.data):
-            warnings.warn(f"paths.data was {told} in that run: data of another folder are not looked at.", stacklevel=2)
+        if ranks.main and row.get("paths.data") not in (None, config.paths.data):
+            message = f"paths.data was {row['paths.data']} in that run: data of another folder are not looked at."
+            warnings.warn(message, stacklevel=2)
         print(f"Done already: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
         if ranks.main and config.export is not None and not Path(config.export).expanduser().exists():
             _export_finished(config, record, row)
@@ -64,7 +65,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         require_gpu_for_the_paper(config)
     device = choose_device(config.train.device)
     if config.train.cuda_graph:
-        refuse_other_devices(device)
+        recorder_of(device)
     if device.type == "cpu":
         keep_freed_blocks()
     with arithmetic(device, config.train.deterministic):
@@ -87,8 +88,8 @@ def _run(
         start_from(task.model, config.model.weights)
     described = task.describe_data()
     if "generated" in described:
-        told = f"Data: {described['source']}; {described['generated']}."
-        print(textwrap.fill(told, WIDTH, subsequent_indent="  "))
+        text = f"Data: {described['source']}; {described['generated']}."
+        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     if "public_text" in described:
         print(textwrap.fill(f"Public in-domain text: {described['public_text']}.", WIDTH, subsequent_indent="  "))
     _check_exports(config, task)
@@ -98,24 +99,24 @@ def _run(
     plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
     if plan.noise_multiplier > 0 and (config.data.train_limit or config.data.holdout):
-        told = f"  Neighbouring data sets differ by {neighbours_of(config)}."
-        print(textwrap.fill(told, WIDTH, subsequent_indent="  "))
+        text = f"  Neighbouring data sets differ by {neighbours_of(config)}."
+        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     if config.data.public and plan.noise_multiplier > 0:
         print("  Public data: the key follows from the seed, so the run can be made again. Not a\n  private release.")
     if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
         print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is\n  for tests only.")
-    taken_up, state = _take_up(record, device, ranks) if resumable else (None, None)
+    checkpoint, state = _load_checkpoint(record, device, ranks) if resumable else (None, None)
     make = build_pipeline_trainer if pipelined else build_trainer
     trainer = make(config, task, engine, plan, device, ranks, state)
     if config.explain:
         return _explain(trainer)
     start = 0 if state is None else int(state["step"])
-    if state is not None and taken_up is not None:
-        trainer.load(taken_up, state, start)
-        print(f"Going on after step {start} of {plan.steps}, from {taken_up.name}.")
+    if state is not None and checkpoint is not None:
+        trainer.load(checkpoint, state)
+        print(f"Resuming after step {start} of {plan.steps}, from {checkpoint.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:
-        record.begin(taken_up)
+        record.begin(checkpoint)
     ranks.barrier()  # nobody writes to the folder before the main process has made and cleared it
     try:
         return train(config, record, trainer, start, state or {})
@@ -146,7 +147,7 @@ def _check_exports(config: RunConfig, task: Task) -> None:
         raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
 
 
-def _take_up(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:
+def _load_checkpoint(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint that is sound on all processes, and its content."""
     if ranks.stages == 1:
         return load_newest(record.checkpoint, device, ranks)
@@ -209,25 +210,22 @@ def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Alone | Ran
 
 def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:
     """The privacy plan: B and T from the configuration, K is `groups`; without any, no guarantee."""
-    batch_size = _expected_batch_size(config, train_size)
-    steps = config.train.steps
-    if steps is None:
-        steps = round(config.train.epochs * train_size / batch_size)
-    epsilon, multiplier = config.privacy.epsilon, config.privacy.noise_multiplier
+    privacy = config.privacy
+    epsilon, multiplier = privacy.epsilon, privacy.noise_multiplier
     if groups is None:
         epsilon, multiplier = float("inf"), None
-    adaptive = groups is not None and config.clip.policy == "adaptive"
-    return make_plan(
+    return plan_of(
+        config.clip,
         dataset_size=train_size,
-        expected_batch_size=batch_size,
-        steps=max(1, steps),
-        delta=train_size**-1.1 if config.privacy.delta is None else config.privacy.delta,
+        batch_size=_expected_batch_size(config, train_size),
+        epochs=config.train.epochs,
+        steps=config.train.steps,
+        delta=privacy.delta,
         epsilon=epsilon if multiplier is None else None,
         noise_multiplier=multiplier,
         num_groups=groups or 1,
-        quantile_budget=config.clip.quantile_budget if adaptive else 0.0,
-        sampling=config.privacy.sampling,
-        accountant=config.privacy.accountant,
+        sampling=privacy.sampling,
+        accountant=privacy.accountant,
     )
 
 
@@ -262,8 +260,8 @@ def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device
         row = record.finish(metrics, plan={"steps": 0, "private": False}, system=resources(device, seconds))
     finally:
         record.close()
-    told = "  ".join(f"{key} {value:.2f}" for key, value in metrics.items())
-    print(f"{told}  in {seconds:.0f} s\nRecord: {record.folder}")
+    text = "  ".join(f"{key} {value:.2f}" for key, value in metrics.items())
+    print(f"{text}  in {seconds:.0f} s\nRecord: {record.folder}")
     return row
 
 

@@ -13,8 +13,9 @@ from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, m
 from groupwise.privacy.accountants import gaussian_epsilon
 from groupwise.privacy.tuning import Poisson
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.step import TaskSums, Trainer
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
 DELTA, GROUPS, SIGMA_B, ROWS = 1e-5, 4, 2.0, 3

@@ -149,3 +149,28 @@ def test_private_steps_keep_eval_mode(trained):
         model.train()  # each step puts modules into the modes that they were in when `make_private` was called
     assert private.executed == 3
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_a_frozen_layer_whose_channels_become_tokens_is_exact_for_one_example_at_a_time(make_partition):
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
+            self.norm.running_var.uniform_(0.5, 2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.conv(x)).flatten(2).transpose(1, 2)).square().sum((1, 2))
+
+    torch.manual_seed(0)
+    model, x = Tokens(), torch.randn(6, 3, 6, 6)
+    model.norm.eval()
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with attach(model, make_partition(model), 1e30) as engine:
+        engine.trace(lambda rows: model(x[list(rows)]), range(6))
+        for i in range(6):
+            engine.clip(lambda rows: model(x[list(rows)]), [i])
+    for parameter, sums in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, sums, rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
@@ -116,7 +117,48 @@ class ManyBags(nn.Module):
         )
 
 
+class PooledByAttention(nn.Module):
+    """As CLIP pools images: attention as a function, with biases put together."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        pooled, _ = F.multi_head_attention_forward(
+            *(x.mean(0, keepdim=True), x, x, 4, 2, None, torch.cat([self.q.bias, self.k.bias, self.v.bias])),
+            *(None, None, False, 0.0, self.out.weight, self.out.bias),
+            use_separate_proj_weight=True,
+            q_proj_weight=self.q.weight,
+            k_proj_weight=self.k.weight,
+            v_proj_weight=self.v.weight,
+            need_weights=False,
+        )
+        return pooled.squeeze(0)
+
+
+class LearnedTokens(nn.Module):
+    """Tokens that all examples share go through a layer by themselves, and meet the examples only then."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.tokens, self.head = body, nn.Parameter(torch.randn(1, 4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.body, nn.MultiheadAttention):
+            return self.body(self.tokens, self.tokens, self.tokens)[0] * self.head(x)
+        tokens = self.tokens if self.body.batch_first else self.tokens.transpose(0, 1)
+        y, states = self.body(tokens)
+        last = states[0] if isinstance(states, tuple) else states
+        return (y if self.body.batch_first else y.transpose(0, 1)) * self.head(x) + last[:, 0]
+
+
 MODELS = {
+    "attention of learned tokens": lambda: LearnedTokens(nn.MultiheadAttention(4, 2, batch_first=True)),
+    "lstm of learned tokens": lambda: LearnedTokens(nn.LSTM(4, 4, batch_first=True)),
+    "gru of learned tokens": lambda: LearnedTokens(nn.GRU(4, 4)),
+    "attention as a function": PooledByAttention,
     "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
     "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False),
     "gru": lambda: Recurrence(nn.GRU, num_layers=2, bidirectional=True),

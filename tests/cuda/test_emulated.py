@@ -233,7 +233,7 @@ from groupwise.privacy import make_plan
 from groupwise.tasks.image_classification import ImageClassification
 from groupwise.training.from_config import autocast, make_optimizer, make_thresholds
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.step import TaskSums
+from groupwise.training.microbatches import TaskSums
 
 device, gpu, last = torch.device("cuda", 0), EmulatedGPU(), torch.channels_last
 prepare = lambda some: normalize(some, (0.5,) * 3, (0.25,) * 3).contiguous(memory_format=last)
@@ -293,5 +293,5 @@ def test_the_host_waits_for_the_counts_alone(python) -> None:
         }
         assert row["passed"]["uploads"] == uploads
         assert not row["rest"]["waits"]
-        assert row["rest"]["uploads"] == {"privacy/counted_noise.py:CountedNoise.add_together_": 1}
+        assert row["rest"]["uploads"] == {"privacy/philox_noise.py:normals": 1}
         assert row["rest"]["launches"] < 250, "noise of all parameters is drawn together"

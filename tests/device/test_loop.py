@@ -17,8 +17,9 @@ from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.graphs import MicrobatchGraphs, recorder_of
 from groupwise.training.memory import choose_microbatch
+from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.step import TaskSums, Trainer
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task, row_numbers
 
 pytestmark = pytest.mark.cuda
@@ -93,7 +94,7 @@ def trainer(
         engine=engine,
         thresholds=make_thresholds(clip, plan),
         plan=plan,
-        noise=noise or NoiseSource.from_key(KEY, drawn="counted"),
+        noise=noise or NoiseSource.from_key(KEY, generator="Philox"),
         allocation="global",
         optimizer=optimizer,
         device=device,
@@ -143,7 +144,7 @@ def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, m
     assert noisy.drawn == len(drawn) and noisy.noise_norm is not None and noisy.noise_norm > 0.0
     again = [torch.zeros(p.shape) for group in made.engine.groups for p in group.parameters]
     std = made.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
-    NoiseSource.from_key(KEY, drawn="counted").add_gaussians_(again, [std] * len(again), 0)
+    NoiseSource.from_key(KEY, generator="Philox").add_gaussians_(again, [std] * len(again), 0)
     order = [names[p] for group in made.engine.groups for p in group.parameters]
     for name, noise in zip(order, again, strict=True):
         gradient = made.task.model.get_parameter(name).grad
@@ -164,12 +165,12 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
     clip = MODES["adaptive_layer"]
     whole = trained(trainer(clip, device))
     begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    begun.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", device)
-    assert state["noise_drawn"] == "counted" and state["noise_key"] == KEY
-    source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], drawn=state["noise_drawn"])
+    assert state["noise_generator"] == "Philox" and state["noise_key"] == KEY
+    source = NoiseSource.from_state(state)
     resumed = trainer(clip, device, noise=source)
-    resumed.load(tmp_path / "checkpoint.pt", state, 2)
+    resumed.load(tmp_path / "checkpoint.pt", state)
     trained(resumed, range(2, STEPS))
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-4, atol=1e-6)
     assert whole.thresholds is not None and resumed.thresholds is not None
@@ -178,13 +179,13 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
 
 def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.device, tmp_path: Path) -> None:
     clip = MODES["flat"]
-    whole = trained(trainer(clip, device, noise=NoiseSource.from_key(KEY, drawn="counted")))
+    whole = trained(trainer(clip, device, noise=NoiseSource.from_key(KEY, generator="Philox")))
     begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {"step": 2})
+    begun.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")
-    source = NoiseSource.from_key(state["noise_key"], state["noise_is_secret"], drawn=state["noise_drawn"])
+    source = NoiseSource.from_state(state)
     moved = trainer(clip, torch.device("cpu"), noise=source)
-    moved.load(tmp_path / "checkpoint.pt", state, 2)
+    moved.load(tmp_path / "checkpoint.pt", state)
     trained(moved, range(2, STEPS))
     assert float((weights(moved) - weights(whole)).norm()) <= 0.02 * float((weights(whole) - weights(begun)).norm())
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from scipy import stats
 
-from groupwise.privacy import NoiseSource, counted_noise
-from groupwise.privacy.counted_noise import WORD, philox
+from groupwise.privacy import NoiseSource, philox_noise
+from groupwise.privacy.philox_noise import WORD, pairs, philox
 
 pytestmark = pytest.mark.cuda
-COUNTED = NoiseSource.from_key(bytes(range(32)), drawn="counted")
+COUNTED = NoiseSource.from_key(bytes(range(32)), generator="Philox")
 SIZES = [(70_001,), (64, 32, 3, 3), (1,), (500, 301)]
 
 
@@ -21,9 +21,13 @@ def released(source: NoiseSource, device: torch.device, dtype: torch.dtype, step
 
 def test_philox_is_the_same_permutation(device: torch.device) -> None:
     here = torch.arange(1 << 12)
-    words = [philox((some, 7, WORD - some, 3), (0xDEADBEEF, 0x12345678)) for some in (here, here.to(device))]
+    key = torch.tensor([0xDEADBEEF, 0x12345678])
+    words = [
+        philox((some, some * 0 + 7, WORD - some, some * 0 + 3), tuple(key.to(some.device)))
+        for some in (here, here.to(device))
+    ]
     for on_cpu, on_device in zip(*words, strict=True):
-        assert torch.equal(torch.as_tensor(on_cpu), torch.as_tensor(on_device).cpu())
+        assert torch.equal(on_cpu, on_device.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -47,14 +51,14 @@ def test_the_same_numbers_as_on_the_cpu(device: torch.device, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_kernel_draws_what_plain_operations_draw(
+def test_compiled_operations_draw_what_plain_ones_draw(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type != "cuda":
-        pytest.skip("only a GPU has a kernel")
-    assert counted_noise.kernel_of(device) is not None, "torch's compiler for elementwise kernels is of no use here"
+        pytest.skip("compiled on a GPU alone")
+    assert philox_noise.draw_on(device) is not pairs, "Triton is of no use here"
     by_kernel = released(COUNTED, device, dtype)
-    monkeypatch.setattr(counted_noise, "kernel_of", lambda device: None)
+    monkeypatch.setattr(philox_noise, "draw_on", lambda device: pairs)
     rounding = 1e-7 if dtype == torch.float32 else 1e-14
     for one, other in zip(by_kernel, released(COUNTED, device, dtype), strict=True):
         assert float((one - other).abs().max()) <= rounding * float(other.abs().max())

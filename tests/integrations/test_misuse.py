@@ -230,7 +230,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "resuming where the folder was moved to": (after_a_move, "-moved.noise_key.pt: bring it there if"),
     "resuming into another folder": (into_another_folder, "lies outside of output_dir"),
     "resuming from save_only_model": (only_the_model, "no whole checkpoint of a private training"),
-    "going back after the end": (after_the_end, "one that is done does not go on"),
+    "going back after the end": (after_the_end, "one that is done cannot be resumed"),
     "going on after the end": (at_the_end, "nothing is left to train"),
     "hyperparameter_search": (lambda f: trainer(f).hyperparameter_search(), "their epsilons add up"),
 }

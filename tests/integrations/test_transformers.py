@@ -18,7 +18,7 @@ from groupwise.errors import UserError
 from groupwise.integrations.resume import STATE, key_path
 from groupwise.integrations.transformers import PrivacyArguments
 from groupwise.privacy import NoiseSource
-from groupwise.private import data as reading
+from groupwise.private import dataset_sums as reading
 from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, encoder, privacy, trainer, weights
 
 
@@ -317,7 +317,7 @@ def test_examples_are_read_by_one_loader_for_all_steps(tmp_path, whole, monkeypa
     run = trainer(tmp_path, save_strategy="no", dataloader_num_workers=workers)
     run.train()
     assert [options["num_workers"] for options in made] == [workers] * (workers > 0)
-    assert torch.equal(weights(run.model), weights(whole.model)) and run.private._sums._loaded is None
+    assert torch.equal(weights(run.model), weights(whole.model)) and run.private._sums._batches is None
 
 
 def test_losses_of_ones_own_and_checkpointed_activations(tmp_path):
@@ -352,5 +352,5 @@ def test_a_folder_of_another_run_is_not_taken_for_its_own(tmp_path):
     with pytest.raises(Killed):
         trainer(tmp_path / "two", callbacks=[Kill(5)], noise_source=NoiseSource.from_seed(8)).train()
     shutil.copytree(tmp_path / "one" / "checkpoint-3", tmp_path / "two" / "checkpoint-9")
-    with pytest.raises(UserError, match="was written by another run"):
+    with pytest.raises(UserError, match=r"cannot be resumed with .* are not those that were saved"):
         trainer(tmp_path / "two").train(True)

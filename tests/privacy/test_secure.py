@@ -8,15 +8,8 @@ import torch
 from scipy import stats
 
 from groupwise.errors import UserError
-from groupwise.privacy.cpu_noise import ZIGGURAT_CHUNK
-from groupwise.privacy.noise import (
-    COUNT_STREAM,
-    Keystream,
-    LatticeNoise,
-    NoiseSource,
-    SecurePoissonSampler,
-    lattice_spacing,
-)
+from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
+from groupwise.privacy.secure_noise import CHUNK, Keystream, SecurePoissonSampler, lattice_spacing
 
 SOURCE = NoiseSource.from_seed(7, secure=True)
 DTYPES = [torch.float32, torch.float64]
@@ -104,9 +97,9 @@ def test_another_step_stream_or_key_is_independent_noise(other):
 
 
 def test_entries_do_not_repeat_from_chunk_to_chunk():
-    drawn = draw(4 * ZIGGURAT_CHUNK).numpy()
+    drawn = draw(4 * CHUNK).numpy()
     assert len(np.unique(drawn)) > 0.999 * len(drawn)
-    assert abs(np.corrcoef(drawn[:-ZIGGURAT_CHUNK], drawn[ZIGGURAT_CHUNK:])[0, 1]) < 5 / np.sqrt(3 * ZIGGURAT_CHUNK)
+    assert abs(np.corrcoef(drawn[:-CHUNK], drawn[CHUNK:])[0, 1]) < 5 / np.sqrt(3 * CHUNK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,7 +126,7 @@ def test_a_std_without_a_lattice_is_refused():
 def test_without_the_package_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(UserError, match="pip install cryptography"):
-        LatticeNoise(bytes(32), 1.0)
+        Keystream(bytes(32))
 
 
 def test_a_child_is_of_the_same_kind_and_a_repr_shows_no_key():

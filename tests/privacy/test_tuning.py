@@ -204,13 +204,3 @@ def test_what_no_noise_reaches_is_refused():
         search_cost([Training(1e-160, 0.5, 10_000)], TruncatedNegativeBinomial(0.0, 0.1), 1e-5)
     with pytest.raises(UserError, match="noise_multiplier is 0"):
         search_cost([Training(0.0, 0.5, 10)], TruncatedNegativeBinomial(0.0, 0.1), 1e-5)
-
-
-def test_the_command_prints_the_three_figures(at_few_orders, capsys):
-    asked = ["--sample-rate", "0.2", "--steps", "10", "--grid", "9"]
-    assert tuning.main(["--noise-multiplier", "1", *asked]) == 0
-    said = capsys.readouterr().out
-    assert "9 runs expected" in said and said.count("epsilon = ") == 3
-    assert tuning.main(["--epsilon", "2", *asked, "--poisson", "--expected", "5"]) == 0
-    assert "Poisson, mean 5" in capsys.readouterr().out
-    assert tuning.main(asked) == 2 and capsys.readouterr().err.startswith("error: give one of")

@@ -4,25 +4,22 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.build import CHECKED, build_trainer, examples_to_check
+from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, RunConfig, TrainConfig
 from groupwise.privacy import make_plan
 from groupwise.training.from_config import make_engine
+from groupwise.training.microbatches import examples_to_trace
 from groupwise.training.ranks import Alone
 from trust.planted_bugs.worst import Given
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 1000])
-def test_longest_shortest_first_and_last(size):
+def test_the_longest_the_shortest_and_some_between(size):
     order = np.random.default_rng(0).permutation(size)
-    chosen = examples_to_check(order)
-    assert len(chosen) == len(set(chosen)) and min(size, CHECKED) <= len(chosen) <= CHECKED + 2
-    assert chosen[0] == order[0] and {0, size - 1, order[-1]} <= set(chosen[:CHECKED]) and set(chosen) <= set(order)
-    assert all(type(i) is int for i in chosen)
-
-
-def test_all_alike_in_length():
-    assert examples_to_check(np.arange(100)) == [0, 99, 50, 25, 75]
+    chosen = examples_to_trace(order)
+    assert len(chosen) == len(set(chosen)) == min(size, 6) and set(chosen) <= set(order)
+    assert chosen[0] == order[0] and order[-1] in chosen[:2] and all(type(i) is int for i in chosen)
+    assert examples_to_trace(np.arange(101), most=5) == [0, 100, 25, 50, 75]
 
 
 class Scarce(Given):

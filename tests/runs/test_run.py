@@ -216,7 +216,7 @@ def test_a_run_that_was_interrupted_says_after_which_step_it_goes_on_and_needs_n
             run(config)
     assert "Going on" not in capsys.readouterr().out
     assert run(config)["plan.steps"] == 4
-    assert "Going on after step 1 of 4, from checkpoint.pt.\n" in capsys.readouterr().out
+    assert "Resuming after step 1 of 4, from checkpoint.pt.\n" in capsys.readouterr().out
 
 
 def test_delta_above_one_over_n_warns(tmp_path):

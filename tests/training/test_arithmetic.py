@@ -136,8 +136,6 @@ def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.
 def test_tf32_is_refused_where_there_is_none() -> None:
     with pytest.raises(UserError, match=r"train\.precision=tf32 is for NVIDIA's GPUs, and this run is on cpu"):
         autocast("tf32", torch.device("cpu"))
-    with pytest.raises(UserError, match="choose float32, tf32, bfloat16"):
-        autocast("float16", CUDA)
 
 
 def test_shorter_factors_are_checked_more_coarsely() -> None:

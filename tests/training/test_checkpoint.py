@@ -108,8 +108,7 @@ def test_tensors_are_not_copied_and_a_modules_state_keeps_its_version() -> None:
 )
 def test_what_would_not_be_read_is_not_written(path: Path, value: object) -> None:
     save_checkpoint(path, {"step": 1})
-    named = rf"state\['scheduler'\]\['order'\]\[1\], a {type(value).__name__},"
-    with pytest.raises(UserError, match=named) as caught:
+    with pytest.raises(UserError, match=r"cannot hold this state \(.+\), which is not read back") as caught:
         save_checkpoint(path, {"step": 2, "scheduler": {"order": [0, value]}}, keep=previous(path))
     assert "\n" not in str(caught.value)
     assert load_checkpoint(path) == {"step": 1} and list(path.parent.iterdir()) == [path]
@@ -267,7 +266,7 @@ def test_the_one_before_it_takes_its_place_with_one_warning(
     two.unlink() if harm == "gone" else two.write_bytes(two.read_bytes()[:-1])
     assert load_newest(two) == (previous(two), {"step": 2})
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ") and line.endswith("; going on from the one before it.")
+    assert line.startswith("warning: ") and line.endswith("; resuming from the one before it.")
 
 
 def test_with_both_altered_the_run_is_refused(two: Path) -> None:

@@ -95,9 +95,9 @@ def _resumed(ranks, case, folder):
     steps(whole)
     first.step(0)
     first.step(1)
-    first.save(folder / case, {"step": 2})
+    first.save(folder / case, {})
     ranks.barrier()  # written
-    second.load(folder / case, load_checkpoint(folder / case), 2)
+    second.load(folder / case, load_checkpoint(folder / case))
     steps(second, 2)
     second.save_model(folder / f"{case}.pt")
     ranks.barrier()

@@ -88,7 +88,7 @@ def test_wherever_it_runs_out_the_update_is_that_of_half_the_physical_batch(clip
         assert torch.equal(weights(whole), weights(half))
         if half.thresholds is not None:
             assert torch.equal(whole.thresholds.clip_thresholds, half.thresholds.clip_thresholds)
-        assert capsys.readouterr().err == "warning: memory ran out; going on with 8 examples at once.\n"
+        assert capsys.readouterr().err == "warning: memory ran out; continuing with 8 examples at once.\n"
 
 
 @pytest.mark.parametrize("kind", ERRORS)

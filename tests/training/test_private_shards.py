@@ -226,7 +226,7 @@ def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("flat", "use clip='adaptive_layer', 'fixed_layer' or 'ghost'"),
+        ("flat", "use one group a layer"),
         ("tied", "untie them"),
         ("part", "call fully_shard on the model, last"),
         ("halves", "leave mp_policy out"),

@@ -266,7 +266,7 @@ def test_a_run_that_was_killed_just_before_done_is_done(config: RunConfig) -> No
     (folder / "DONE").unlink()
     record = RunRecord.open(config)
     assert record.finished
-    record.seal()
+    record.mark_done()
     assert (folder / "DONE").read_text() == when
 
 
@@ -323,7 +323,7 @@ def test_a_process_that_looked_while_another_was_at_it_does_not_go_on(config: Ru
 def test_a_full_disk_is_a_users_mistake_wherever_it_is_met(config: RunConfig) -> None:
     record = begun(config)
     (record.folder / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"No space left on device.*mend that, and the same command goes on"):
+    with pytest.raises(UserError, match=r"No space left on device.*fix that and run the same command again"):
         record.log(1, {"loss": 1.0})
 
 

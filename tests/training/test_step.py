@@ -12,8 +12,9 @@ from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import NoiseSource, PoissonSampler, make_plan
 from groupwise.training import private_step as a_step
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.step import TaskSums, Trainer
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
 EXAMPLES, BATCH, STEPS = 96, 32, 3
@@ -168,7 +169,7 @@ def test_state_goes_back_and_forth():
     expected = after(whole)
     first, second = make_trainer(ADAPTIVE_LAYER, optim=adam), make_trainer(ADAPTIVE_LAYER, optim=adam)
     first.step(0)
-    second.load_state_dict(first.state_dict(), 1)
+    second.load_state_dict(first.state_dict())
     second.step(1)
     rates = second.report(second.step(2))["learning_rate"]
     assert torch.equal(torch.cat([p.detach().flatten() for p in second.task.model.parameters()]), expected)

@@ -6,7 +6,7 @@ from torch import nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
-from groupwise.training.step import TaskSums
+from groupwise.training.microbatches import TaskSums
 from tests.clipping.traced import clip_batch
 from tests.training.test_step import ADAPTIVE_LAYER, FIXED_LAYER, GHOST, STEPS, after, make_trainer
 

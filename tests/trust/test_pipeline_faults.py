@@ -27,7 +27,7 @@ def test_it_ends_with_the_same_bits(tmp_path, harmed):
     resumed = start(results, *LONG)
     _, told = resumed.communicate(timeout=PATIENCE)
     assert resumed.returncode == 0, told
-    assert told.count("warning: ") == 1 and "going on from the one before it" in told
+    assert told.count("warning: ") == 1 and "resuming from the one before it" in told
     one, other = weights(tmp_path / "whole"), weights(results)
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert not list(folder.glob("checkpoint*"))

@@ -18,7 +18,7 @@ BY_NAME = {case.name: case for case in CASES}
 QUICK = {
     "one_stream": 40,
     "public_masks": 40,
-    "thresholds_first": 40,
+    "thresholds_first": 60,
     "last_microbatch": 60,
 }
 """Some of the bugs that few plays show, for the fast tests; no_noise and no_clipping are in other tests below."""

@@ -52,7 +52,7 @@ def checkpoint_altered(trials: int, work: Path, seed: int = 5) -> Outcome:
         assert folder is not None
         harm(folder / "checkpoint.pt", HARM[trial % len(HARM)], chance)
         process = complete(results, *SEEDED)
-        told = process.errors.count("warning: ") == 1 and "going on from the one before it" in process.errors
+        told = process.errors.count("warning: ") == 1 and "resuming from the one before it" in process.errors
         lost += not (process.code == 0 and told and same(results, expected))
     return Outcome(
         "checkpoint truncated or altered", trials, lost, "one warning; goes on from the one before it to the same bits"

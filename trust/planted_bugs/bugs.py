@@ -15,7 +15,15 @@ from groupwise.clipping import ClippingEngine, Sensitivity, autograd, groups, mi
 from groupwise.clipping.factors import keep_finite, with_drop_mask
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
-from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, ShuffleSampler, mechanism, thresholds
+from groupwise.privacy import (
+    AdaptiveThresholds,
+    NoiseSource,
+    PoissonSampler,
+    ShuffleSampler,
+    mechanism,
+    noise,
+    thresholds,
+)
 from groupwise.training import private_step
 from groupwise.training.private_step import LossesOf, PrivateStep, Released
 
@@ -25,13 +33,12 @@ PUBLIC_SEED = 0
 
 def no_noise() -> AbstractContextManager[object]:
     """Sums and counts are released as they are."""
+    real = NoiseSource.add_gaussians_
 
-    def jobs(
-        self: NoiseSource, tensor: Tensor, std: float, step: int, stream: int, divisor: float, counted: Any
-    ) -> Any:
-        return [lambda: tensor.div_(divisor)]
+    def without(self: NoiseSource, tensors: Any, stds: Any, *place: Any, **options: Any) -> None:
+        real(self, tensors, [0.0] * len(stds), *place, **options)
 
-    return patch.object(NoiseSource, "_jobs", jobs)
+    return patch.object(NoiseSource, "add_gaussians_", without)
 
 
 def noise_without_root_k() -> AbstractContextManager[object]:
@@ -66,8 +73,13 @@ def noise_on_every_rank() -> Iterator[None]:
 
 def one_stream_for_all() -> AbstractContextManager[object]:
     """Two shards or stages draw from the same key and stream, so that parameters of one shape get equal noise."""
-    real = NoiseSource._digest
-    return patch.object(NoiseSource, "_digest", lambda self, step, stream: real(self, step, min(stream, 0)))
+    real = NoiseSource.add_gaussians_
+
+    def each(self: NoiseSource, tensors: Any, stds: Any, *place: Any, **options: Any) -> None:
+        for tensor, std in zip(tensors, stds, strict=True):
+            real(self, [tensor], [std], *place, **options)
+
+    return patch.object(NoiseSource, "add_gaussians_", each)
 
 
 def one_noise_for_all_steps() -> AbstractContextManager[object]:
@@ -78,13 +90,7 @@ def one_noise_for_all_steps() -> AbstractContextManager[object]:
 
 def counted_noise() -> AbstractContextManager[object]:
     """No bug: noise is drawn by counting, as a run that begins on a GPU draws it."""
-    return patch.object(NoiseSource, "_counts", lambda self, tensor: not self.secure)
-
-
-def one_counted_noise_for_all_steps() -> AbstractContextManager[object]:
-    """The same of noise that is drawn by counting: the counter and the key are alike at all steps."""
-    real = NoiseSource._counted_digest
-    return patch.object(NoiseSource, "_counted_digest", lambda self, step: real(self, 0))
+    return patch.object(noise, "_generator_for", lambda device: "Philox")
 
 
 def masks_from_the_public_seed() -> AbstractContextManager[object]:

@@ -237,7 +237,7 @@ CASES = (
         "one_counted_noise",
         "all steps draw the same counted noise",
         "two Poisson steps at rate 1/2 with the noise of a GPU; the difference of the two updates",
-        bugs.one_counted_noise_for_all_steps,
+        bugs.one_noise_for_all_steps,
         Worst(_copies(1, _ZEROS), _along(), _fixed(), _two_steps_apart, steps=2, rate=0.5),
         around=bugs.counted_noise,
     ),

@@ -158,9 +158,8 @@ class LayerFunction(torch.autograd.Function):
         ctx.group_pass, ctx.member, ctx.layout = group_pass, member, layout
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *parameters)
-        saved = member.rule.keep(saved, member.context)
         ctx.save_for_backward(*saved)
-        return _changeable(y, (x, *saved))
+        return _changeable(y, (x, *saved)) if y._is_view() else y
 
     @staticmethod
     @once
@@ -174,9 +173,7 @@ class LayerFunction(torch.autograd.Function):
 
 
 def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
-    """An output that may be changed in place, as a layer's own may: no view, and of nothing that backward needs."""
-    if not y._is_view():
-        return y
+    """A view as an output that may be changed in place, as a layer's own may: of nothing that backward needs."""
     memory = y.untyped_storage().data_ptr()
     if any(t is not None and t.untyped_storage().data_ptr() == memory for t in kept):
         return y.clone()
@@ -238,7 +235,7 @@ class DirectFunction(torch.autograd.Function):
         _, used = autocast(member.rule.autocast, x, list(parameters))  # in here, so that gradients stay float32
         with no_autocast(x.device.type):
             y, saved = member.rule.forward(x, *used)
-        ctx.save_for_backward(*member.rule.keep(saved, member.context))
+        ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
@@ -286,7 +283,7 @@ def in_one_sentence() -> Iterator[None]:
             ) from error
         if "modified by an inplace operation" in str(error):
             raise UserError(
-                "A tensor that a layer keeps for its backward pass was changed in place (an input of a linear "
-                f"layer, say): use operations that are not in place. torch says: {first}"
+                "A tensor that a layer keeps for its backward pass was changed in place: use operations that are not. "
+                f"torch says: {first}"
             ) from error
         raise

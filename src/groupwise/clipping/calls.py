@@ -21,6 +21,7 @@ from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
+from groupwise.clipping.rules.embedding_bag import BagRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
@@ -67,7 +68,8 @@ class LayerCalls:
             UntracedCall: the plan does not know it.
             UserError: it is inside of `torch.func`, or x is nested or sparse.
         """
-        _refuse_transforms(label)
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            _refuse_transforms(label)
         if x.is_nested or x.layout is not torch.strided:
             _refuse_layout(label, x)
         return self.passes.forward_pass.find(label, x, meets)
@@ -92,7 +94,7 @@ class LayerCalls:
         """A layer of a group's parameters: its weight and its bias, if that trains.
 
         Args:
-            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)) or "embedding".
+            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)), "embedding" or "bags".
             group: whose parameters they are.
             uses: one for each parameter; None where there is none, or it does not train.
         """
@@ -106,8 +108,9 @@ class LayerCalls:
             assert weight is not None
             rule: LayerRule
             with torch.device("meta"):
-                if kind == "embedding":
-                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
+                if kind in ("embedding", "bags"):
+                    table = nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx)
+                    rule = EmbeddingRule(table) if kind == "embedding" else BagRule(table)
                 else:
                     kinds = {"linear": LinearRule, "transposed": HFConv1DRule}
                     rule = kinds[kind](nn.Linear(weight.shape[1], weight.shape[0], any(uses[1:])))
@@ -153,7 +156,9 @@ class LayerCalls:
         """What stands in place of a layer's forward."""
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
-        x, values = input_of(module, member, args, kwargs), member.rule.values()
+        if len(args) != 1 or kwargs:
+            args = (only_argument(module, member.name, args, kwargs),)
+        x, values = member.rule.prepare(args[0]), member.rule.values()
         for place, value in zip(member.places, values, strict=True):
             if place is not None and value is not None and not isinstance(value, nn.Parameter):
                 raise UserError(
@@ -170,8 +175,7 @@ class LayerCalls:
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
         if self.passes.forward_pass.examples == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
-            _refuse_transforms(member.label)
-            return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
+            return self.run(group, member, x.unsqueeze(0), values, Layout()).squeeze(0)
         layout = layout or self.find(member.label, x)
         if layout.shared:
             return self._without_batch(group, member, x, values)
@@ -250,14 +254,14 @@ class GroupOrigin:
         return self.calls.find(self.label, x, meets)
 
 
-def input_of(module: nn.Module, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A layer's input, as its rule takes it; other arguments are refused."""
+def only_argument(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer is called with; more than one argument is refused."""
     if len(args) + len(kwargs) != 1:
         raise UserError(
-            f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
+            f"Layer {name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
             "and it is clipped for calls with its input alone: leave the others out, or freeze it."
         )
-    return member.rule.prepare(args[0] if args else next(iter(kwargs.values())))
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:
@@ -270,19 +274,11 @@ def _lacks_batch(rule: LayerRule, x: Tensor) -> bool:
     return rule.has_batch(x.dim() + 1) and not rule.has_batch(x.dim())
 
 
-def _refuse_transforms(label: str) -> None:
-    """Refuse what runs inside of `torch.func` or `torch.autograd.forward_ad`, whose tensors hide the batch.
-
-    Raises:
-        UserError: naming the layer or parameter.
-    """
-    functorch: Any = torch._C._functorch
-    if functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        raise UserError(
-            f"{label} is used inside of torch.func (vmap, grad, jvp, jacrev) or forward-mode derivatives, where the "
-            "examples cannot be told apart: use it on the whole batch (derivatives by finite differences), or freeze "
-            "it."
-        )
+def _refuse_transforms(label: str) -> NoReturn:
+    raise UserError(
+        f"{label} is used inside of torch.func (vmap, grad, jvp, jacrev) or forward-mode derivatives, which hide the "
+        "batch axis: use it on the whole batch (derivatives by finite differences), or freeze it."
+    )
 
 
 def _refuse_layout(label: str, x: Tensor) -> NoReturn:

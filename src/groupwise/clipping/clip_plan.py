@@ -32,8 +32,6 @@ class CallSite:
 
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
         """The layout of an input of this shape in a batch of B examples; None where sizes do not tell one."""
-        if len(self.layouts) == 1 and not self.shared:  # the usual case, without a set
-            return self.layouts[0] if _fits(self.layouts[0], shape, examples) else None
         fits = {layout for layout in self.layouts if _fits(layout, shape, examples)}
         fits |= {found for layout in self.layouts if (found := self._of_any_length(layout, shape, examples))}
         if self.shared and self._is_shared(shape, examples):
@@ -82,13 +80,25 @@ class ClipPlan:
             UntracedCall: the plan has no such call, or sizes do not tell which of those that it has.
         """
         known = self.calls.get(label, ())
-        found = known[nth].find(tuple(x.shape), examples) if nth < len(known) else None
+        site = known[nth] if nth < len(known) else CallSite()
+        if len(site.layouts) == 1 and not site.shared:  # the usual case
+            [layout] = site.layouts
+            if layout.axis < x.dim() and x.shape[layout.axis] == examples * layout.each:
+                return layout
+        found = site.find(tuple(x.shape), examples)
         if found is None:
             raise UntracedCall(
                 f"{label} got a tensor of shape {tuple(x.shape)} in its call {nth + 1} of a batch of {examples} "
                 "examples, which the trace has not shown: trace the model on examples like these."
             )
         return found
+
+    def find_again(self, label: str, x: Tensor, examples: int) -> Layout | None:
+        """The layout of a call that runs once more, in the backward pass; None where its size does not tell which."""
+        found = {
+            layout for site in self.calls.get(label, ()) if (layout := site.find(tuple(x.shape), examples)) is not None
+        }
+        return found.pop() if len(found) == 1 else None
 
     def joined(self, other: "ClipPlan") -> "ClipPlan":
         """What either knows."""

@@ -23,7 +23,7 @@ from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.runs import Runs
 from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
-from groupwise.clipping.trace import TRACED, Batches, MixedExamples, explained, trace
+from groupwise.clipping.trace import TRACED, trace
 from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
@@ -48,7 +48,7 @@ class ClippingEngine(ThresholdsAndCounts):
             "ghost" runs backward twice and keeps nothing (one group only).
         clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
-        rates: what this machine's arithmetic costs, for "auto"; by default measured once and kept in the cache folder.
+        rates: what a device's arithmetic costs, for "auto"; None takes those of its kind (`norm_methods.RATES`).
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
             one group a layer, or norms="ghost", and no shared parameter.
 
@@ -112,7 +112,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
         Args:
             losses_of: numbers of examples -> their losses, (n,), through the model.
-            examples: the first six are taken, the longest example first where lengths differ.
+            examples: the first six are taken, the longest among them where lengths differ.
 
         Returns:
             The plan, which later passes look calls up in.
@@ -124,7 +124,6 @@ class ClippingEngine(ThresholdsAndCounts):
             return self._trace(losses_of, list(dict.fromkeys(examples))[:TRACED])
 
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
-        batches = Batches.of(examples)
         with unchanged(self.model) as generators:
             runs = Runs(self.model, losses_of, generators)
 
@@ -136,10 +135,7 @@ class ClippingEngine(ThresholdsAndCounts):
                 ):
                     return runs.losses(rows).detach()
 
-            try:
-                self.plan = self.plan.joined(trace(run, batches))
-            except MixedExamples as error:
-                raise explained(error, runs, batches) from error
+            self.plan = self.plan.joined(trace(run, runs, examples))
         return self.plan
 
     # -- one microbatch -------------------------------------------------------------------------------------------

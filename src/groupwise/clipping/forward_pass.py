@@ -47,12 +47,11 @@ class ForwardPass:
         return self._plan.find(label, nth, x, self.examples)
 
     def _again(self, label: str, x: Tensor) -> Layout:
-        sites = self._plan.calls.get(label, ())
-        found = {layout for site in sites if (layout := site.find(tuple(x.shape), self.examples)) is not None}
-        if len(found) != 1:
+        layout = self._plan.find_again(label, x, self.examples)
+        if layout is None:
             raise UserError(
                 f"{label} runs inside the backward pass on a tensor of shape {tuple(x.shape)}, which it did not get in "
                 "the forward pass, or got with the batch on several axes: use checkpointing with use_reentrant=False, "
                 "around this layer alone or not at all."
             )
-        return found.pop()
+        return layout

@@ -18,6 +18,7 @@ from groupwise.clipping.forward_pass import ForwardPass, Note
 from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.groups import ClippingGroup, Member, clip_factors_of, most_kept
 from groupwise.clipping.layouts import FIRST, Layout
+from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
@@ -91,7 +92,8 @@ class GroupPass:
     def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> None:
         """Take a layer's activations and output gradients, for its norms and sums."""
         current, rule = self._current(), member.rule
-        self.recomputed.note(current.phase, (g, *saved))
+        if self.recomputed.on:
+            self.recomputed.note(current.phase, (g, *saved))
         if layout != FIRST and rule.features_last:
             batched = (
                 layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
@@ -204,7 +206,7 @@ class GroupPass:
         if self.calls == 1 and not (self.waits and min(formed, kept) <= most_kept(g)):
             self.add(member, self._clipped_sum(call, forms))
             self.done = True
-        elif forms and formed <= kept:
+        elif forms and are_kept(formed, kept):
             rows = RowTerms(rule.all_gradients(saved, g, member.wanted))
             self.terms.append(rows)
             self.due.append((member, rows))

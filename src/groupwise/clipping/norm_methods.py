@@ -32,19 +32,36 @@ class Rates:
     """Operations in p×d products, one an example."""
     bytes: float
     """Bytes written or read again."""
+    starts: float
+    """Operations started, however small."""
 
 
 RATES = {
-    "cpu": Rates(product=9e10, gram=8e10, outer=7e10, bytes=1e10),
-    "cuda": Rates(product=2e13, gram=8e12, outer=8e12, bytes=1e12),
+    "cpu": Rates(product=9e10, gram=8e10, outer=7e10, bytes=1e10, starts=5e5),
+    "cuda": Rates(product=2e13, gram=8e12, outer=8e12, bytes=1e12, starts=2e5),
 }
 """Of usual machines, the same on all of them, so that a run makes the same choices wherever it is resumed."""
+
+
+SMALL = 1 << 14
+"""Numbers that are kept whatever is freed for them."""
+
+
+def are_kept(gradients: int, activations: int) -> bool:
+    """Whether so many numbers of gradients are kept for the sum, in the place of what they were formed from."""
+    return gradients <= max(activations, SMALL)
+
+
+MORE_STARTS = 8
+"""Operations that inner products and a product for the sum take more than gradients that are used again."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What the cost of a layer's norms depends on."""
 
+    examples: int
+    """B."""
     positions: int
     """T."""
     inputs: int
@@ -65,7 +82,9 @@ def seconds(sizes: Sizes, rates: Rates) -> dict[str, float]:
     product = 2.0 * t * d * p / rates.product + scaled / rates.bytes
     gram = (work + 2.0 * t * t * p) / rates.gram + 4.0 * (written + 4.0 * t * t) / rates.bytes
     formed = 2.0 * t * d * p / rates.outer + (12.0 if sizes.reused else 8.0) * d * p / rates.bytes
-    return {"gram": gram + product, "materialize": formed if sizes.reused else formed + product}
+    if sizes.reused:
+        return {"gram": gram + product + MORE_STARTS / rates.starts / max(1, sizes.examples), "materialize": formed}
+    return {"gram": gram + product, "materialize": formed + product}
 
 
 class NormMethods(dict[tuple[Any, ...], str]):

@@ -84,20 +84,20 @@ class OneRowTerms(Terms):
 
     def __init__(self, x: Tensor, g: Tensor, bias: bool) -> None:
         self.bias, self.left, self.right = bias, row_lengths(x), row_lengths(g)
-        self.floors = floor(x), floor(g)
+        self.sizes = x.shape[1], g.shape[1], x.dtype
 
     @property
     def key(self) -> Hashable:
         """Whether there is a bias, and the sizes."""
-        return self.bias, self.floors, self.left.shape, self.left.dtype, self.right.dtype
+        return self.bias, self.sizes, self.left.shape, self.left.dtype, self.right.dtype
 
     @classmethod
     def squares_of(cls, terms: Sequence["OneRowTerms"]) -> Tensor:
         """Products, each raised by what is too small to have a square."""
         left = torch.stack([term.left for term in terms]).double().square_()
         right = torch.stack([term.right for term in terms]).double().square_()
-        x, g = terms[0].floors
-        return left.add_(x + terms[0].bias) * right.add_(g)
+        d, p, dtype = terms[0].sizes
+        return left.add_(floor(d, dtype) + terms[0].bias) * right.add_(floor(p, dtype))
 
 
 @dataclass

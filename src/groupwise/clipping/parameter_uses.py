@@ -36,6 +36,13 @@ class ParameterUse(GroupOrigin):
         member, values = self._product("embedding", weight, None, padding_idx)
         return self.calls.run(self.group, member, x, values, layout)
 
+    def bags(
+        self, weight: PerExample, x: Tensor, counts: Tensor | None, padding_idx: int | None, layout: Layout
+    ) -> Tensor:
+        """The sums (B, d) of the rows that x (B, L) says times their counts, by `BagRule`."""
+        member, values = self._product("bags", weight, None, padding_idx)
+        return self.calls.run(self.group, member, x, [values[0], counts], layout).squeeze(1)
+
     def late(
         self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -54,7 +61,7 @@ class ParameterUse(GroupOrigin):
         """The member of the group that a product belongs to, and the values of its parameters."""
         uses: list[Use | None] = []
         values: Values = []
-        for each in (weight,) if kind == "embedding" else (weight, bias):
+        for each in (weight, bias) if kind in ("linear", "transposed") else (weight,):
             if each is None:
                 values.append(None)
                 uses.append(None)

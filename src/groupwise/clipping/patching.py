@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from groupwise.clipping.calls import LayerCalls, input_of
+from groupwise.clipping.calls import LayerCalls, only_argument
 from groupwise.clipping.groups import ClippingGroup, Member
 from groupwise.clipping.parameter_uses import ParameterUse
 from groupwise.clipping.partition import Forward, Layer, batch_norms, refuse_batch_statistics
@@ -106,9 +106,10 @@ class Patches:
     def _run_batch_norm(
         self, name: str, module: _BatchNorm, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if torch.is_grad_enabled():
-            refuse_batch_statistics(name, module)
-        return forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        refuse_batch_statistics(name, module)
+        return frozen_batch_norm(module, only_argument(module, name, args, kwargs))
 
     def _run_direct(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -121,4 +122,19 @@ class Patches:
                     f"Layer {member.name!r} got its {name} in {parameter.dtype}, in which a clipped sum may outgrow "
                     "its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
                 )
-        return self.calls.run_direct(group, member, input_of(module, member, args, kwargs), parameters)
+        x = rule.prepare(only_argument(module, member.name, args, kwargs))
+        return self.calls.run_direct(group, member, x, parameters)
+
+
+def frozen_batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
+    """BatchNorm with its running statistics, as a map of each channel.
+
+    torch's kernel gives wrong gradients on a CPU for one example whose output gradient is transposed in memory.
+    """
+    shape = -1, *[1] * (x.dim() - 2)
+    assert module.running_mean is not None and module.running_var is not None
+    scale = (module.running_var + module.eps).rsqrt()
+    y = (x - module.running_mean.view(shape)) * scale.view(shape)
+    if module.affine:
+        y = y * module.weight.view(shape) + module.bias.view(shape)
+    return y.to(x.dtype)

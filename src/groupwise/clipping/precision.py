@@ -49,7 +49,7 @@ def squared_row_norms(rows: Tensor) -> Tensor:
 
 def row_lengths(rows: Tensor) -> Tensor:
     """‖row_i‖ of rows (B, ...) -> (B,), from sums in float32 at least; in float64 where there is more than a block."""
-    flat = in_memory_order(rows)[0]  # the order of a row's numbers is all the same, and this takes no copy
+    flat = rows.flatten(1) if rows.is_contiguous() and rows.dim() > 1 else in_memory_order(rows)[0]  # without a copy
     count, rest = divmod(flat.shape[1], BLOCK)
     wide = torch.promote_types(rows.dtype, torch.float32)  # a kernel reads half precision as that, without a copy
     if not count:
@@ -180,9 +180,9 @@ def cut_factors(factors: Tensor) -> Tensor:
     return (factors.float().view(torch.int32) & -65536).view(torch.float32)
 
 
-def floor(rows: Tensor) -> float:
-    """More than the squared norm of a row (B, ...) whose squares have all underflowed."""
-    return rows.shape[1:].numel() * (1.2e-38 if rows.dtype != torch.float64 else 2.3e-308)
+def floor(numbers: int, dtype: torch.dtype) -> float:
+    """More than the squared norm of so many numbers whose squares have all underflowed."""
+    return numbers * float(torch.finfo(dtype).tiny)
 
 
 @contextmanager

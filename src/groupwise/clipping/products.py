@@ -38,6 +38,14 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1, alpha: flo
     return NotImplemented
 
 
+@in_place_of(F.bilinear)
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product with all pairs of features, by copies of the weight: `F.bilinear` has no batching rule."""
+    if torch.is_autocast_enabled(input1.device.type):  # which lowers linear layers, and not this
+        return NotImplemented
+    return F.linear((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight.flatten(1), bias)
+
+
 @in_place_of(F.embedding)
 def embedding(
     input: Tensor,
@@ -53,15 +61,24 @@ def embedding(
     Raises:
         UserError: an option that cannot be clipped.
     """
-    if max_norm or scale_grad_by_freq or sparse:
-        raise UserError(
-            f"{weight.origin.label} goes into an embedding with max_norm (which rewrites rows in the forward pass), "
-            "scale_grad_by_freq (which mixes examples) or sparse gradients (which carry no noise): do without."
-        )
+    refuse_options(weight, max_norm, scale_grad_by_freq, sparse)
     if isinstance(input, PerExample) or not weight.is_matrix or weight.transposed:
         return NotImplemented
     rows: Tensor = weight.origin.embedding(weight, input, padding_idx, weight.origin.find(input, meets=False))
     return rows
+
+
+def refuse_options(weight: Any, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    """Refuse options of an embedding that cannot be clipped.
+
+    Raises:
+        UserError: naming them.
+    """
+    if isinstance(weight, PerExample) and (max_norm or scale_grad_by_freq or sparse):
+        raise UserError(
+            f"{weight.origin.label} goes into an embedding with max_norm (which rewrites rows in the forward pass), "
+            "scale_grad_by_freq (which mixes examples) or sparse gradients (which carry no noise): do without."
+        )
 
 
 def late(
@@ -112,4 +129,4 @@ def _pairs(weight: Any, bias: Any) -> bool:
     """Whether both are parameters, or rows of them, that one layer of a group can have."""
     if not (isinstance(weight, PerExample) and isinstance(bias, PerExample) and weight.source and bias.source):
         return False
-    return bias.dim() == 1 and len(bias) == len(weight) and bool(weight.origin.pairs(bias))
+    return bias.like.dim() == 1 and len(bias.like) == len(weight.like) and bool(weight.origin.pairs(bias))

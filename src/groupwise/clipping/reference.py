@@ -10,7 +10,6 @@ from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.factors import ClipRule, clip_factors
 from groupwise.clipping.groups import Member
 from groupwise.clipping.partition import Partition, find_layers
-from groupwise.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,6 @@ def clipped_sums(
         thresholds: C_k, (K,).
         clip_rule: the rule of the engine that is compared.
         times: how often each example is in the batch; once by default.
-
-    Raises:
-        UserError: a trainable parameter that no loss depends on.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -57,24 +53,17 @@ def clipped_sums(
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     sizes = dict.fromkeys(parameters, 0.0)
     norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype)
-    reached: set[str] = set()
     for column, (example, n) in enumerate(zip(examples, times or [1] * len(examples), strict=True)):
-        found = torch.autograd.grad(loss_of(example), list(parameters.values()), allow_unused=True)
-        gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
-        reached |= gradients.keys()
+        found = torch.autograd.grad(loss_of(example), list(parameters.values()), materialize_grads=True)
+        gradients = dict(zip(parameters, found, strict=True))
         for k, group in enumerate(members):
-            squares = [gradients[name].square().sum() for name in group if name in gradients]
-            norms[k, column] = torch.stack(squares).sum().sqrt() if squares else 0.0
+            norms[k, column] = torch.stack([gradients[name].square().sum() for name in group]).sum().sqrt()
             if not norms[k, column].isfinite():
                 continue  # such an example is left out of the group
             factor = n * float(clip_rule(norms[k, column].view(1), thresholds[k]))
             for name in group:
-                if name in gradients:
-                    sums[name] += factor * gradients[name]
-                    sizes[name] += factor * float(gradients[name].norm())
-    for name in parameters:
-        if name not in reached:
-            raise UserError(f"Parameter {name!r} trains, but no example's loss depends on it: freeze it, or use it.")
+                sums[name] += factor * gradients[name]
+                sizes[name] += factor * float(gradients[name].norm())
     return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64), sizes)
 
 

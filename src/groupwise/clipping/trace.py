@@ -124,12 +124,12 @@ class Tracer:
         """The axis that grows with the batch; None where nothing does."""
         many, few = len(self._batches.more), len(self._batches.fewer)
         if len(more) != len(fewer):
-            refuse(label, more, f"gets {len(fewer)} axes for {few} examples")
+            _refuse(label, more, f"gets {len(fewer)} axes for {few} examples")
         growing = [axis for axis, (n, m) in enumerate(zip(more, fewer, strict=True)) if n != m]
         if any(more[axis] * few != fewer[axis] * many for axis in growing):
-            refuse(label, more, f"gets shape {fewer} for {few} examples: {CHOSEN}")
+            _refuse(label, more, f"gets shape {fewer} for {few} examples: {CHOSEN}")
         if len(growing) > 1:
-            refuse(label, more, "has two axes that grow with the batch: examples are put beside each other")
+            _refuse(label, more, "has two axes that grow with the batch: examples are put beside each other")
         return growing[0] if growing else None
 
 
@@ -137,16 +137,25 @@ Run = Callable[[list[int], Note], Tensor]
 """Computes the losses (n,) of some examples, always with the same random numbers, and has calls noted."""
 
 
-def trace(run: Run, batches: Batches) -> ClipPlan:
+def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
     """The plan of a model, from four forward passes, and four more for each layer of shared inputs.
 
     Args:
-        run: takes a pass.
-        batches: of the passes.
+        run: takes a pass of the engine.
+        runs: takes passes of the model alone, which tell where examples first meet.
+        examples: two or more.
 
     Raises:
         UserError: examples are mixed, put in another order, or chosen by data; naming the layer or parameter.
     """
+    batches = Batches.of(examples)
+    try:
+        return _trace(run, batches)
+    except MixedExamples as error:
+        raise _explained(error, runs, batches) from error
+
+
+def _trace(run: Run, batches: Batches) -> ClipPlan:
     known = ClipPlan()
     for _ in range(ROUNDS):
         fewer = Tracer(known, batches)
@@ -186,14 +195,14 @@ def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: i
     """The plan that the passes show; `others` by the row of the example that was replaced."""
     for tracer in (fewer, *others.values()):
         for label, _ in sorted(tracer.shapes.keys() ^ more.shapes.keys()):
-            refuse(label, more.shapes.get((label, 0), ()), "is used more often in some batches than in others")
+            _refuse(label, more.shapes.get((label, 0), ()), "is used more often in some batches than in others")
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
         moved: dict[int, set[int]] = {}
         for row, other in others.items():
             there = other.seen[label, nth]
             if there.shape != seen.shape:
-                refuse(label, seen.shape, f"gets another number of rows when one example is replaced: {CHOSEN}")
+                _refuse(label, seen.shape, f"gets another number of rows when one example is replaced: {CHOSEN}")
             moved[row] = set(moved_rows(seen.rows, there.rows))
         found[label, nth] = _site(label, seen, moved, examples)
     layouts = {layout for site in found.values() if site for layout in site.layouts}
@@ -208,7 +217,7 @@ def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int) 
     """From the input's rows that moved with each example that was replaced; None where they do not tell the order."""
     if seen.axis is None:
         if any(moved.values()):
-            refuse(label, seen.shape, "has no axis for the batch and follows the examples")
+            _refuse(label, seen.shape, "has no axis for the batch and follows the examples")
         return CallSite(shared=frozenset({seen.shape}))
     each = len(seen.rows) // examples
     grouped, tiled = (
@@ -218,14 +227,14 @@ def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int) 
     if not (grouped or tiled):
         row, rows = next((row, rows) for row, rows in moved.items() if rows)
         what = f"has rows {sorted(rows)[:6]} that follow example {row} of {examples}"
-        refuse(label, seen.shape, f"{what}, mixed or in another order")
+        _refuse(label, seen.shape, f"{what}, mixed or in another order")
     if each > 1 and not any(moved.values()):  # no example's data are in it; the rows that repeat are each example's
         tiled = not moved_rows(seen.rows[:examples], seen.rows[:1].expand(examples, 2))
         grouped = not moved_rows(seen.rows[:each], seen.rows[each : 2 * each])
         if grouped == tiled:
             return None
     elif each > 1 and grouped and tiled:
-        refuse(label, seen.shape, f"has {each} rows for each example, too few of which follow it to tell their order")
+        _refuse(label, seen.shape, f"has {each} rows for each example, too few of which follow it to tell their order")
     return CallSite((Layout(seen.axis, each, Order.GROUPED if grouped or each == 1 else Order.TILED),))
 
 
@@ -235,11 +244,11 @@ def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout]) ->
     each = seen.shape[seen.axis] // examples
     orders = {layout.order for layout in layouts if layout.each == each}
     if len(orders) != 1:
-        refuse(label, seen.shape, f"has {each} rows for each example that hold nothing of it")
+        _refuse(label, seen.shape, f"has {each} rows for each example that hold nothing of it")
     return CallSite((Layout(seen.axis, each, orders.pop()),))
 
 
-def refuse(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
+def _refuse(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
     """Refuse the call of a layer or parameter.
 
     Raises:
@@ -252,7 +261,7 @@ def refuse(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
     )
 
 
-def explained(error: MixedExamples, runs: Runs, batches: Batches) -> UserError:
+def _explained(error: MixedExamples, runs: Runs, batches: Batches) -> UserError:
     """What a trace has refused, and the module in which examples first meet, if plain passes show one."""
     more = batches.more
     if place := runs.first_difference(more, more, range(len(more))):

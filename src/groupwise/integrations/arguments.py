@@ -1,6 +1,5 @@
 """Says what a private training by transformers is given, and refuses what of `TrainingArguments` cannot be private."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,7 +7,6 @@ import transformers
 from transformers import TrainingArguments
 
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource
 
 
 def _option(default: Any, text: str) -> Any:
@@ -45,87 +43,52 @@ class PrivacyArguments:
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Those that were tried; they read noised gradients alone, after the backward pass."""
-SAMPLING = ("random", "group_by_length")
 
-_Value = Callable[[TrainingArguments], Any]
-REFUSED: dict[str, tuple[_Value, str]] = {
-    "fp16": (
-        lambda a: a.fp16,
-        "scales the loss, and with it the gradients before they are clipped: use bf16=True, or float32",
-    ),
-    "deepspeed": (lambda a: a.deepspeed, "has an engine of its own that sums gradients before the noise: leave it out"),
-    "fsdp": (lambda a: a.fsdp, "puts parameters into shards: leave it out, or use parallel.kind=fsdp of run.py"),
-    "parallelism_config": (lambda a: a.parallelism_config, "splits examples or layers over processes: leave it out"),
-    "n_gpu": (
-        lambda a: a.n_gpu if a.n_gpu > 1 else None,
-        "wraps the model in DataParallel, which sums gradients before the noise: show one device alone "
-        "(CUDA_VISIBLE_DEVICES=0)",
-    ),
-    "world_size": (
-        lambda a: a.world_size if a.world_size > 1 else None,
-        "wraps the model in DistributedDataParallel, which averages gradients before the noise: start one process, or "
-        "use make_private(ranks=...) in a loop of your own",
-    ),
-    "torch_compile": (lambda a: a.torch_compile, "was never tried around clipping by the Trainer: leave it out"),
-    "use_liger_kernel": (lambda a: a.use_liger_kernel, "joins layers that have to be clipped: leave it out"),
-    "neftune_noise_alpha": (
-        lambda a: a.neftune_noise_alpha,
-        "scales its noise by the padded length, which depends on the other examples of a batch: leave it out",
-    ),
-    "label_smoothing_factor": (
-        lambda a: a.label_smoothing_factor,
-        "is a mean over the batch: smooth in losses(model, inputs), one loss for each example",
-    ),
-    "auto_find_batch_size": (
-        lambda a: a.auto_find_batch_size,
-        "begins the training again with another batch size, each time at the price of another epsilon: set "
-        "per_device_train_batch_size",
-    ),
-    "dataloader_drop_last": (
-        lambda a: a.dataloader_drop_last,
-        "has nothing to drop, since every step draws each example by itself: leave it out",
-    ),
-    "include_num_input_tokens_seen": (
-        lambda a: a.include_num_input_tokens_seen if a.include_num_input_tokens_seen != "no" else None,
-        "tells the lengths of the examples that were drawn: leave it out",
-    ),
-    "enable_jit_checkpoint": (
-        lambda a: a.enable_jit_checkpoint,
-        "may save between the noise and the count of a step: use save_steps",
-    ),
-    "optim": (
-        lambda a: str(a.optim) if a.optim not in OPTIMIZERS else None,
-        f"was never tried after private steps: choose one of {', '.join(OPTIMIZERS)}, or give optimizers=(yours, None)",
-    ),
-    "train_sampling_strategy": (
-        lambda a: a.train_sampling_strategy if a.train_sampling_strategy not in SAMPLING else None,
-        "is not how Poisson batches are drawn: leave it out, or group_by_length to put the longest of a batch first",
-    ),
+REFUSED: dict[str, str] = {
+    "fp16": "scales the loss, and with it the gradients before they are clipped: use bf16=True, or float32",
+    "deepspeed": "has an engine of its own that sums gradients before the noise: leave it out",
+    "fsdp": "puts parameters into shards: leave it out, or use parallel.kind=fsdp of run.py",
+    "parallelism_config": "splits examples or layers over processes: leave it out",
+    "n_gpu": "wraps the model in DataParallel, which sums gradients before the noise: show one device alone "
+    "(CUDA_VISIBLE_DEVICES=0)",
+    "world_size": "wraps the model in DistributedDataParallel, which averages gradients before the noise: start one "
+    "process, or use make_private(ranks=...) in a loop of your own",
+    "torch_compile": "was never tried around clipping by the Trainer: leave it out",
+    "use_liger_kernel": "joins layers that have to be clipped: leave it out",
+    "neftune_noise_alpha": "scales its noise by the padded length, which depends on the other examples of a batch: "
+    "leave it out",
+    "label_smoothing_factor": "is a mean over the batch: smooth in losses(model, inputs), one loss for each example",
+    "auto_find_batch_size": "begins the training again with another batch size, each time at the price of another "
+    "epsilon: set per_device_train_batch_size",
+    "dataloader_drop_last": "has nothing to drop, since every step draws each example by itself: leave it out",
+    "include_num_input_tokens_seen": "shows the lengths of the examples that were drawn: leave it out",
+    "enable_jit_checkpoint": "may save between the noise and the count of a step: use save_steps",
+    "optim": f"was never tried after private steps: choose one of {', '.join(OPTIMIZERS)}, or give "
+    "optimizers=(yours, None)",
+    "train_sampling_strategy": "is not how Poisson batches are drawn: leave it out, or group_by_length to put the "
+    "longest of a batch first",
 }
-"""Name -> what is refused of it (None, False, 0 and "" are fine), and why, with what to do."""
-
-
-def check_privacy(privacy: PrivacyArguments, source: NoiseSource | None = None) -> None:
-    """Refuse a source that is not secure where one that is was asked for.
-
-    Raises:
-        UserError: naming ``secure_noise``.
-    """
-    if privacy.secure_noise and source is not None and not source.secure:
-        raise UserError(
-            "secure_noise=True does not reach the given noise_source: make that with secure=True, or leave it out."
-        )
+"""Name -> why it is refused, and what to do."""
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "n_gpu": (0, 1),
+    "world_size": (1,),
+    "include_num_input_tokens_seen": (False, "no"),
+    "optim": OPTIMIZERS,
+    "train_sampling_strategy": ("random", "group_by_length"),
+}
+"""Name -> the values that are not refused; of all others None, False, 0 and what is empty."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what cannot be private, by name; set right what only has no meaning, and say so.
+    """Refuse what cannot be private, by name; set ``max_grad_norm`` to 0, with a warning where it was given.
 
     Raises:
         UserError: naming the argument.
     """
-    for name, (value, why) in REFUSED.items():
-        if found := value(args):
-            raise UserError(f"{name}={found} {why}.")
+    for name, why in REFUSED.items():
+        value = getattr(args, name)
+        if (value not in ALLOWED[name]) if name in ALLOWED else value:
+            raise UserError(f"{name}={value} {why}.")
     if args.max_grad_norm and args.max_grad_norm != TrainingArguments.max_grad_norm:  # nobody asked for the default
         transformers.utils.logging.get_logger(__name__).warning(
             f"max_grad_norm={args.max_grad_norm:g} is set to 0: each example's gradient is clipped before the noise, "
@@ -134,14 +97,14 @@ def check_arguments(args: TrainingArguments) -> None:
     args.max_grad_norm = 0.0
 
 
-MOVING = (
+SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "train_sampling_strategy"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
 )
-"""What of `TrainingArguments` moves the weights."""
+"""Fields of `TrainingArguments` that change the weights."""
 
 
 def training_settings(args: TrainingArguments, privacy: PrivacyArguments) -> dict[str, str]:
     """All settings that a step depends on, in words: a replayed step repeats its noise, so none of them may change."""
-    return {name: str(getattr(args, name)) for name in MOVING} | {name: str(v) for name, v in asdict(privacy).items()}
+    return {name: str(getattr(args, name)) for name in SETTINGS} | {name: str(v) for name, v in asdict(privacy).items()}

@@ -1,10 +1,9 @@
-"""Keeps what a private training needs to go on beside transformers' checkpoints, and the key of the noise out of them.
+"""Keeps what a private training needs to resume beside transformers' checkpoints, and the key of the noise out of them.
 
 A checkpoint's folder may be published, pushed or tracked: its `privacy.pt` holds plan, thresholds and steps, but no
 key. The key lies beside ``output_dir``, which some trackers upload whole, in a file that its owner alone reads.
 """
 
-import hashlib
 import json
 import os
 import warnings
@@ -28,7 +27,7 @@ def key_path(folder: Path) -> Path:
     return whole.parent / f"{whole.name}.noise_key.pt"
 
 
-def begin(folder: Path, noise: NoiseSource) -> None:
+def keep_key(folder: Path, noise: NoiseSource) -> None:
     """Keep the key of a run that writes its checkpoints into ``folder``, before its first release.
 
     Raises:
@@ -41,8 +40,14 @@ def begin(folder: Path, noise: NoiseSource) -> None:
     save_checkpoint(path, {"noise_key": noise.key, "noise_is_secret": noise.is_secret})
 
 
+def forget_key(folder: Path) -> None:
+    """Remove the key of a run that is done."""
+    if (path := key_path(folder)).exists():
+        remove(path)
+
+
 def check_new(folder: Path) -> None:
-    """Refuse to begin where another run can go on.
+    """Refuse to begin where another run can be resumed.
 
     Raises:
         UserError: there are its key and a checkpoint.
@@ -50,30 +55,30 @@ def check_new(folder: Path) -> None:
     if key_path(folder).exists() and any(folder.glob(f"checkpoint-*/{STATE}")):
         raise UserError(
             f"{folder} holds a private training that did not end, and a new one would spend another epsilon: "
-            "train(resume_from_checkpoint=True) goes on with it, or give another output_dir."
+            "train(resume_from_checkpoint=True) resumes it, or give another output_dir."
         )
 
 
 def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
-    """The checkpoint to go on from: ``asked``, or for True the last that was written to its end.
+    """The checkpoint to resume from: ``asked``, or for True the last that was written to its end.
 
     Raises:
         UserError: there is none, or it lies elsewhere, where its key would stay.
     """
     if isinstance(asked, str | os.PathLike):
-        places = [Path(asked)]
-        if (home := places[0].absolute().parent).resolve() != folder.resolve():
+        candidates = [Path(asked)]
+        if (home := candidates[0].absolute().parent).resolve() != folder.resolve():
             raise UserError(f"{asked} lies outside of output_dir={str(folder)!r}: give output_dir={str(home)!r}.")
     else:
-        places = sorted(folder.glob("checkpoint-*"), key=_number, reverse=True)
-    for place in places:
-        if _whole(place):
-            return place
-        if place is not places[-1]:
-            warnings.warn(f"{place} was not written to its end: going on from the one before it.", stacklevel=2)
+        candidates = sorted(folder.glob("checkpoint-*"), key=_number, reverse=True)
+    for candidate in candidates:
+        if _is_whole(candidate):
+            return candidate
+        if candidate is not candidates[-1]:
+            warnings.warn(f"{candidate} was not written to its end: resuming from the one before it.", stacklevel=2)
     raise UserError(
         f"{folder if isinstance(asked, bool) else asked} has no whole checkpoint of a private training with its "
-        "optimiser: give one that PrivateTrainer wrote without save_only_model, or begin anew."
+        "optimiser: give one that PrivateTrainer wrote without save_only_model, or start a new training."
     )
 
 
@@ -82,7 +87,7 @@ def _number(checkpoint: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _whole(checkpoint: Path) -> bool:
+def _is_whole(checkpoint: Path) -> bool:
     """Whether all of it is there: transformers writes the trainer's state last."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
@@ -91,17 +96,11 @@ def _whole(checkpoint: Path) -> bool:
     return (checkpoint / STATE).exists()
 
 
-def forget(folder: Path) -> None:
-    """Remove the key of a run that is done."""
-    if (path := key_path(folder)).exists():
-        remove(path)
-
-
 def save(folder: Path, private: Private, settings: dict[str, str]) -> None:
     """Write ``privacy.pt`` into a checkpoint's folder, where weights and optimiser are."""
     state = private.state_dict()
     kept = {name: value for name, value in state.items() if name not in ("noise_key", "model", "optimizer")}
-    save_checkpoint(folder / STATE, {**kept, "key_digest": _key_digest(state["noise_key"]), "settings": settings})
+    save_checkpoint(folder / STATE, {**kept, "settings": settings})
 
 
 def read(folder: Path, settings: dict[str, str]) -> dict[str, Any]:
@@ -121,10 +120,10 @@ def read(folder: Path, settings: dict[str, str]) -> dict[str, Any]:
 
 
 def load(folder: Path, saved: dict[str, Any], private: Private, steps: int) -> None:
-    """Go on after the ``steps`` of a checkpoint, whose weights and optimiser were read already, with its key.
+    """Resume after the ``steps`` of a checkpoint, whose weights and optimiser were read already, with its key.
 
-    A replayed step repeats its noise, which is private only if it repeats everything else too. So the state's seal
-    holds weights and optimiser to what was saved, as `read` does settings.
+    A replayed step repeats its noise, which is private only if it repeats everything else too. The checksum of the
+    state holds weights, optimiser and key to what was saved, as `read` does settings.
 
     Raises:
         UserError: something is missing, was altered, or is another; nothing is left to train.
@@ -133,32 +132,17 @@ def load(folder: Path, saved: dict[str, Any], private: Private, steps: int) -> N
         raise UserError(
             f"{folder} was written after the last step, so nothing is left to train: from_pretrained loads it."
         )
-    state = {**saved, **_key_of(folder, saved), "model": private.core.model.state_dict()}
-    state["optimizer"] = private.core.optimizer.state_dict()
     if saved["step"] != steps:
-        raise UserError(f"The Trainer's steps in {folder} are not those of its {STATE}: go on from another checkpoint.")
-    try:
-        private.load_state_dict(state)
-    except UserError as error:
-        raise UserError(f"{folder} cannot go on, so give another checkpoint: {error}") from error
-
-
-def _key_of(folder: Path, saved: dict[str, Any]) -> dict[str, Any]:
+        raise UserError(f"The Trainer's steps in {folder} are not those of its {STATE}: give another checkpoint.")
     path = key_path(folder.absolute().parent)
     if not path.exists():
         raise UserError(
             f"The key of the noise is not at {path}: bring it there if the run was killed or its folder moved; one "
-            "that is done does not go on."
+            "that is done cannot be resumed."
         )
-    key = load_checkpoint(path)
-    if _key_digest(key["noise_key"]) != saved["key_digest"]:
-        raise UserError(
-            f"{folder} was written by another run than {path} belongs to: give a checkpoint of that run, or an "
-            "output_dir of its own to each."
-        )
-    return key
-
-
-def _key_digest(key: bytes) -> str:
-    """Of 256 bits that nobody can guess, so it tells nothing of them."""
-    return hashlib.sha256(b"groupwise key\0" + key).hexdigest()
+    core = private.core
+    own = {"model": core.model.state_dict(), "optimizer": core.optimizer.state_dict()}
+    try:
+        private.load_state_dict({**saved, **load_checkpoint(path), **own})
+    except UserError as error:
+        raise UserError(f"{folder} cannot be resumed with {path}, so give another checkpoint: {error}") from error

@@ -104,11 +104,11 @@ class PipelineTrainer(Trainer):
         state = super().state_dict()
         return {**state, "model": {name: state["model"][name] for name in self._kept()}}
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Go back to where `state_dict` was taken, after `step` steps."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where `state_dict` was taken."""
         if state["model"].keys() != set(self._kept()):
             raise UserError("The checkpoint is of another cut of the model: start afresh with overwrite=true.")
-        super().load_state_dict({**state, "model": self.task.model.state_dict() | state["model"]}, step)
+        super().load_state_dict({**state, "model": self.task.model.state_dict() | state["model"]})
 
     def _kept(self) -> list[str]:
         frozen = {name for name, parameter in self.runner.stage.named_parameters() if not parameter.requires_grad}
@@ -145,16 +145,18 @@ class PipelineTrainer(Trainer):
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, a file for each stage, with the main process's `extra`."""
         own = self.state_dict()
-        common = {name: own[name] for name in own if name in ("plan", "microbatch") or name.startswith("noise_")}
+        common = {
+            name: own[name] for name in own if name in ("step", "plan", "microbatches") or name.startswith("noise_")
+        }
         checkpoint.save(path, own, {**common, **extra}, self.ranks)
 
-    def load(self, path: Path, state: dict[str, Any], step: int) -> None:
-        """Go on after `step` steps, from the stage's own file of the checkpoint `state`, which was read from `path`."""
-        self.load_state_dict(checkpoint.load(path, state, self.ranks, self.device), step)
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        """Go on from the stage's own file of the checkpoint `state`, which was read from `path`."""
+        self.load_state_dict(checkpoint.load(path, state, self.ranks, self.device))
 
     def save_model(self, path: Path) -> None:
         """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
-        checkpoint.save_weights(path, self.runner.stage.names(), self._model_state(), self.ranks)
+        checkpoint.save_weights(path, self.runner.stage.names(), self.private.weights(), self.ranks)
 
     def machine(self) -> dict[str, Any]:
         """The most memory that each process held at once."""

@@ -204,6 +204,10 @@ class BatchFirst(ClipPlan):
         """See `ClipPlan`."""
         return FIRST
 
+    def find_again(self, label: str, x: Tensor, examples: int) -> Layout:
+        """See `ClipPlan`."""
+        return FIRST
+
 
 class Passes:
     """One microbatch at a time through one stage.

@@ -1,11 +1,9 @@
 """Finds the smallest noise multiplier σ whose proven ε does not pass the target (line 2 of Algorithm 1)."""
 
 import contextlib
-import importlib.metadata
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -30,10 +28,6 @@ LEAST, MOST = 1e-9, 1e12
 """Between these a σ is looked for."""
 PATIENCE, CLOSEST = 10, 1e-6
 """After so many tries the bracket is halved, until its ends are no further apart than this share: as good as one."""
-LIBRARIES = ("prv-accountant", "dp-accounting", "numpy", "scipy")
-"""Those whose version may change what is proven."""
-ACCOUNTING = "3"
-"""To be raised where our own code changes what is proven."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +45,9 @@ def calibrate(
     """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
-    above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 1 to 4 evaluations;
-    the answer is cached on disk under all arguments; what other versions of the libraries, or of this one, found is
-    taken where one evaluation here proves it.
+    above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 1 to 4 evaluations,
+    and one where the cache on disk has a σ for all these arguments: so a run keeps its σ on another machine, if it is
+    proven there too.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
     check_accountant(accountant)
@@ -65,26 +59,18 @@ def calibrate(
             f"delta is {delta}, at least the chance that an example is ever drawn in {steps} steps at rate "
             f"{sample_rate}; publishing the drawn examples would satisfy it: give a delta far below 1/N."
         )
-    setting = (delta, sample_rate, int(steps), accountant)
-    names = ("version", "epsilon", "delta", "sample_rate", "steps", "accountant")
-    key = dict(zip(names, (2, epsilon, *setting), strict=True))
-    versions = _versions()
-    found, made_by = (_from_cache(key, epsilon) if cache else None) or (None, None)
-    if found is not None and made_by == versions:
-        return found
-    result = (found and _proven(found.noise_multiplier, epsilon, *setting)) or _search(epsilon, *setting)
+    mechanism = (sample_rate, int(steps), delta, accountant)
+    names = ("version", "epsilon", "sample_rate", "steps", "delta", "accountant")
+    key = dict(zip(names, (3, epsilon, *mechanism), strict=True))
+    if cache and isinstance(sigma := read_cache("noise_multiplier", key), float):
+        with contextlib.suppress(UserError):  # of a file that was changed
+            bounds = epsilon_bounds(sigma, *mechanism)
+            if (1.0 - TOLERANCE) * epsilon <= bounds.upper <= epsilon:
+                return Calibration(sigma, bounds.upper, bounds.note)
+    found = _search(epsilon, delta, sample_rate, int(steps), accountant)
     if cache:
-        write_cache("noise_multiplier", key, [result.noise_multiplier, result.epsilon_upper, result.note, versions])
-    return result
-
-
-def _proven(
-    sigma: float, epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str
-) -> Calibration | None:
-    """A σ that other versions found, where these prove it too: so a run that moves keeps its plan."""
-    bounds = epsilon_bounds(sigma, sample_rate, steps, delta, accountant)
-    near = (1.0 - TOLERANCE) * epsilon <= bounds.upper <= epsilon
-    return Calibration(sigma, bounds.upper, bounds.note) if near else None
+        write_cache("noise_multiplier", key, found.noise_multiplier)
+    return found
 
 
 def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str) -> Calibration:
@@ -156,29 +142,6 @@ def solve(
         f"no noise multiplier between {LEAST:g} and {MOST:g} was found for epsilon {target:.6g}; "
         "give a larger epsilon, fewer steps or a smaller batch."
     )
-
-
-def _from_cache(key: dict[str, Any], epsilon: float) -> tuple[Calibration, dict[str, str]] | None:
-    """What was found, and by which versions."""
-    value: Any = read_cache("noise_multiplier", key)
-    try:
-        found = Calibration(float(value[0]), float(value[1]), str(value[2]))
-        versions = dict(value[3])
-    except (TypeError, ValueError, IndexError, KeyError):
-        return None
-    sound = math.isfinite(found.noise_multiplier) and found.noise_multiplier > 0 and found.epsilon_upper <= epsilon
-    return (found, versions) if sound else None
-
-
-def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in LIBRARIES} | {"accounting": ACCOUNTING}
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float) -> tuple[float, float]:

@@ -57,7 +57,7 @@ def release_gradients(
         allocation: "global", "equal_budget" or "weighted" (γ_k).
         noise_multiplier: σ_new; 0 adds nothing and guarantees nothing.
         expected_batch_size: B = ρN as configured, never the drawn size.
-        noise: the run's source; parameter j (counted through the groups) uses stream j.
+        noise: the run's source; entries are numbered through the groups.
         step: the logical step, which the noise belongs to.
         groups_elsewhere: how many groups the other devices of a pipeline release for the same sample, each device with
             a noise source of its own (Algorithm 2); the guarantee is then for the groups of all devices together. Only

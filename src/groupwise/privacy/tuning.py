@@ -22,17 +22,13 @@ Poisson K (Theorem 6), where Q is (ε̂, δ̂)-DP with ε̂ ≤ log(1 + 1/(λ-1)
 exp(-μ) is what K = 0 adds: by the paper's Lemma 7, with f(x) = Σ_k Pr[K = k]·x^k and q, q' the probabilities of one
 event, exp((λ-1)·ε') is at most f(0) + exp((λ-1)·ε)·max f'(q)^λ·f'(q')^(1-λ). dp_accounting's RepeatAndSelectDpEvent
 leaves it out; (1) it has for η ≥ 0 and one mechanism, not for the maximum of several.
-
-    python -m groupwise.privacy.tuning --noise-multiplier 0.8 --sample-rate 0.015 --steps 1315 --delta 1e-5 --grid 27
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import secrets
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +38,7 @@ from decimal import Decimal, localcontext
 import numpy as np
 from numpy.typing import NDArray
 
-from groupwise.errors import UserError, command
+from groupwise.errors import UserError
 from groupwise.privacy.accountants import (
     COMPOSITION_FAILURES,
     ORDERS,
@@ -307,35 +303,3 @@ def calibrate_search(
         f"epsilon = {epsilon:g} cannot be reached: choosing the best of {count.mean:g} expected runs is shown to cost "
         f"{least:.3g} at delta = {delta:g} whatever the noise; give a larger one, or expect fewer runs."
     )
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the three figures of a grid whose settings share one mechanism; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m groupwise.privacy.tuning", description=str(__doc__).split("\n")[0])
-    parser.add_argument("--noise-multiplier", type=float, help="sigma of each run; or give --epsilon")
-    parser.add_argument("--epsilon", type=float, help="of the whole search, from which sigma follows")
-    parser.add_argument("--sample-rate", type=float, required=True, help="rho = B/N")
-    parser.add_argument("--steps", type=int, required=True, help="T of each run")
-    parser.add_argument("--delta", type=float, default=1e-5)
-    parser.add_argument("--grid", type=int, required=True, help="how many settings there are")
-    parser.add_argument("--expected", type=float, help="E[K], the runs to expect (default: as many as settings)")
-    parser.add_argument("--eta", type=float, default=0.0, help="shape of the truncated negative binomial, above -1")
-    parser.add_argument("--poisson", action="store_true", help="K is Poisson instead")
-    given = parser.parse_args(arguments)
-    if (given.epsilon is None) == (given.noise_multiplier is None) or given.grid < 1:
-        raise UserError("give one of --noise-multiplier and --epsilon, and a --grid of at least 1 setting.")
-    expected = float(given.grid) if given.expected is None else given.expected
-    count = Poisson(expected) if given.poisson else TruncatedNegativeBinomial.with_mean(given.eta, expected)
-    sigma, rate = given.noise_multiplier, (given.sample_rate, given.steps)
-    if sigma is None:
-        [sigma] = calibrate_search([rate], count, given.epsilon, given.delta)
-    cost = search_cost([Training(sigma, *rate)] * given.grid, count, given.delta)
-    print(f"sigma = {sigma:.4f}, {expected:g} runs expected ({count.told}), delta = {given.delta:g}")
-    for name, value in (("one run", cost.one_run), (f"all {given.grid} runs", cost.grid), ("search", cost.search)):
-        print(f"  {name:12} epsilon = {value:.4g}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

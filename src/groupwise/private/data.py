@@ -1,8 +1,7 @@
-"""Reads the examples that were drawn, with torch's DataLoader; what a dataset draws at random follows the key."""
+"""Checks what `make_private` is given as data, and says how it is read."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Real
@@ -10,43 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from groupwise.clipping.unchanged import Generators
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.privacy.accountants import is_whole
-from groupwise.training.microbatches import Microbatches
-from groupwise.training.private_step import LossesOf, PrivateStep
-from groupwise.training.ranks import Alone, Ranks
-
-Place = tuple[int, int, Sequence[int]]
-"""Of a microbatch: its step, where it begins in this process's share of the batch, and its examples."""
-
-Order = Callable[[np.ndarray], np.ndarray]
-"""The numbers of a batch's examples, (n,), to the same numbers in the order in which they share microbatches."""
-
-
-def in_order(drawn: np.ndarray, order: Order | None) -> np.ndarray:
-    """The examples of a batch, (n,), as ``order`` puts them.
-
-    Raises:
-        UserError: it gives others than were drawn, or no integers.
-    """
-    if order is None:
-        return drawn
-    ordered = np.asarray(order(drawn))
-    if ordered.shape != drawn.shape or not np.array_equal(np.sort(ordered), drawn):
-        raise UserError(
-            "order gave other examples than were drawn, which no account of epsilon covers: return the numbers that "
-            "it is given, each once."
-        )
-    if ordered.size and ordered.dtype.kind not in "iu":
-        raise UserError(f"order gave numbers of type {ordered.dtype}: return the integers that it is given, each once.")
-    return ordered
+from groupwise.training.microbatches import examples_to_trace
 
 
 def length_of(data: Any) -> int:
@@ -75,6 +45,72 @@ def length_of(data: Any) -> int:
     return len(data)
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How examples become a batch, as in ``torch.utils.data.DataLoader``."""
+
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    num_workers: int = 0
+    pin_memory: bool = False
+
+
+def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any) -> None:
+    """Refuse what no loader takes.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    for name, value, least in (("microbatch", microbatch, 1), ("num_workers", num_workers, 0)):
+        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
+            raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
+    for name, value, takes in (("collate_fn", collate_fn, "a list of examples"), ("order", order, "examples' numbers")):
+        if value is not None and not callable(value):
+            raise UserError(f"{name}={value!r} does not fit: give a function of {takes}, or leave it out.")
+
+
+def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
+    """A dataset, and how it is read: as given, else as the DataLoader that stands in its place.
+
+    Args:
+        data: a dataset, or a loader of one, whose sampler and batch size are not used.
+        given: fields of `Loading`; None where nothing was given.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(data, DataLoader):
+        return data, Loading(**given)
+    warnings.warn(
+        "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
+        "not, as every step draws each example with probability batch_size / N.",
+        stacklevel=3,
+    )
+    own = {"collate_fn": data.collate_fn, "num_workers": data.num_workers, "pin_memory": data.pin_memory}
+    return data.dataset, Loading(**{**own, **given})
+
+
+SAMPLE = 12
+"""Examples among which those to be traced are chosen."""
+
+
+def choose_examples(data: Any, size: int) -> list[int]:
+    """Numbers of some examples from all over a dataset of N for the trace, the largest first: it pads their batches
+    alike.
+
+    Raises:
+        UserError: there is one alone.
+    """
+    if size < 2:
+        raise UserError("data has one example, and two are needed to see that they keep apart: give more.")
+    some = dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist())
+    sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
+    return examples_to_trace(sorted(some, key=lambda row: -sizes[row]))
+
+
+def _numel(leaf: Any) -> int:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return int(np.prod(leaf.shape))
+    return len(leaf) if isinstance(leaf, str | bytes) else 1
+
+
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:
     """A digest of the first, middle and last example, by which processes see whether they hold the same data.
 
@@ -101,220 +137,3 @@ def _digest(nested: Any) -> str | None:
         else:
             return None
     return digest.hexdigest()
-
-
-def check_processes(ranks: Alone | Ranks) -> None:
-    """Refuse to draw alone where several processes train: theirs would be releases of their own, summed by nobody.
-
-    Raises:
-        UserError: torch.distributed has more processes than ``ranks``.
-    """
-    there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if there > ranks.replicas * ranks.stages:
-        raise UserError(
-            f"{there} processes train, and make_private knows of {ranks.replicas}: give it ranks=Ranks(), or start one "
-            "process (devices=1, num_processes=1)."
-        )
-
-
-def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any) -> None:
-    """Refuse what no loader takes.
-
-    Raises:
-        UserError: naming the argument.
-    """
-    for name, value, least in (("microbatch", microbatch, 1), ("num_workers", num_workers, 0)):
-        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
-            raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
-    for name, value, takes in (("collate_fn", collate_fn, "a list of examples"), ("order", order, "examples' numbers")):
-        if value is not None and not callable(value):
-            raise UserError(f"{name}={value!r} does not fit: give a function of {takes}, or leave it out.")
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How examples become a batch, as in ``torch.utils.data.DataLoader``."""
-
-    collate_fn: Callable[[list[Any]], Any] = default_collate
-    num_workers: int = 0
-    pin_memory: bool = False
-
-
-def taken_apart(data: Any, loading: dict[str, Any]) -> tuple[Any, Loading]:
-    """A dataset, and how it is read: as asked, else as the DataLoader that was given in its place has it.
-
-    Args:
-        data: a dataset, or a loader of one, whose sampler and batch size are not used.
-        loading: fields of `Loading`; None where nothing was asked.
-    """
-    asked = {name: value for name, value in loading.items() if value is not None}
-    if isinstance(data, DataLoader):
-        warnings.warn(
-            "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
-            "not, as every step draws each example with probability batch_size / N.",
-            stacklevel=3,
-        )
-        own = {"collate_fn": data.collate_fn, "num_workers": data.num_workers, "pin_memory": data.pin_memory}
-        return data.dataset, Loading(**{**own, **asked})
-    return data, Loading(**asked)
-
-
-class DatasetSums(Microbatches):
-    """Clipped sums of batches that are drawn from a dataset.
-
-    Args:
-        model: whose losses are computed.
-        data: N examples by number.
-        losses: (model, batch) -> one loss for each of the batch's examples, (b,).
-        loading: how examples become a batch.
-        order: the numbers of this process's examples of a batch, (n,), in the order in which they share microbatches.
-        size: examples at once, at most.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Any,
-        losses: Callable[[nn.Module, Any], Tensor],
-        loading: Loading,
-        order: Order | None,
-        size: int,
-    ) -> None:
-        super().__init__(size)
-        self.data, self.losses, self.loading, self.order = data, losses, loading, order
-        self._model = model
-        self._loaded: Iterator[Any] | None = None
-        self._place: tuple[int, int] = (-1, 0)
-        """Step and size of the microbatch that the workers give next."""
-
-    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
-        """This process's examples, in order: shared first, as orders may differ between processes."""
-        return in_order(ranks.share(drawn), self.order)
-
-    def losses_of(self, rows: Sequence[int]) -> Tensor:
-        """The losses (n,) of examples that are read now."""
-        return self.losses(self._model, self._read(rows))
-
-    def losses_of_some(self, rows: Sequence[int]) -> LossesOf:
-        """The same for some of these examples, which are read once, past the generators: each is what it is in all
-        passes, and so are the masks of the model."""
-        items: dict[int, Any] = {}
-
-        def losses_of(some: Sequence[int]) -> Tensor:
-            if not items:
-                with Generators(()).kept():
-                    items.update(zip(map(int, rows), self._items(rows), strict=True))
-            return self.losses(self._model, self.loading.collate_fn([_own(items[int(row)]) for row in some]))
-
-        return losses_of
-
-    def begin(self, private: PrivateStep, step: int) -> None:
-        """Have the workers read ahead, from this step on, unless they are there already."""
-        if not self.loading.num_workers or self._place == (step, self.size):
-            return
-        places = self._places(private, step)
-        reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
-        self._loaded = iter(
-            DataLoader(
-                reader,
-                batch_size=None,
-                sampler=places,
-                collate_fn=_as_it_is,
-                num_workers=self.loading.num_workers,
-                pin_memory=self.loading.pin_memory,
-                generator=torch.Generator(),  # else the loader draws its workers' seeds from the caller's
-            )
-        )
-
-    def _places(self, private: PrivateStep, first: int) -> Iterator[Place]:
-        for step in range(first, private.plan.steps):
-            drawn = private.sampler.indices(step)
-            for start, rows, _ in self.parts(private, self.share(drawn, private.ranks), drawn):
-                yield step, start, rows.tolist()
-
-    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
-        """See `Microbatches`; a batch may be read once more, to be traced."""
-        if self._loaded is not None:
-            self._place = (-1, 0)  # in the middle of a step; what fails there begins again
-            batch = next(self._loaded)
-        else:
-            batch = _Reader(self._read, private.noise.child("data"), private.ranks.replica)[step, start, rows.tolist()]
-            batch = _pinned(batch) if self.loading.pin_memory and torch.cuda.is_available() else batch
-
-        again = self.losses_of_some(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
-
-        def losses_of(some: Any) -> Tensor:
-            if some is not rows:
-                return again(some)
-            return self.losses(self._model, _own(batch))
-
-        return private.clip(losses_of, rows, filler)  # type: ignore[arg-type]
-
-    def end(self, private: PrivateStep, step: int) -> None:
-        """The workers' next microbatch is the next step's first."""
-        self._place = (step + 1, self.size)
-
-    def forget(self) -> None:
-        """Let the workers go."""
-        self._loaded, self._place = None, (-1, 0)
-
-    def _read(self, rows: Sequence[int]) -> Any:
-        return self.loading.collate_fn(self._items(rows))
-
-    def _items(self, rows: Sequence[int]) -> list[Any]:
-        if hasattr(self.data, "__getitems__"):
-            return list(self.data.__getitems__(list(rows)))
-        return [self.data[row] for row in rows]
-
-
-@dataclass(frozen=True)
-class _Reader(Dataset[Any]):
-    """Reads a microbatch by its place; default generators are the key's meanwhile, in worker processes too."""
-
-    read: Callable[[Sequence[int]], Any]
-    noise: NoiseSource
-    """Not the one of the model's masks: an augmentation must not repeat them."""
-    process: int
-
-    def __getitem__(self, place: Place) -> Any:
-        step, start, rows = place
-        with secret_randomness(self.noise, step, start, process=self.process):
-            return self.read(rows)
-
-
-def _pinned(batch: Any) -> Any:
-    return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _own(value: Any) -> Any:
-    """A copy of a dict or list, for who may take labels out of it."""
-    return copy(value) if isinstance(value, MutableMapping | list) else value
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-SAMPLE = 12
-"""Examples among which those to be traced are chosen."""
-
-
-def examples_to_trace(data: Any, size: int, most: int = 6) -> list[int]:
-    """Numbers of some examples from all over a dataset of N, the largest first: it pads their batches alike.
-
-    Raises:
-        UserError: there is one alone.
-    """
-    some = list(dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist()))
-    sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
-    some.sort(key=lambda row: -sizes[row])  # the largest, then the smallest, then between them, from all over the data
-    if len(some) < 2:
-        raise UserError("data has one example, and two are needed to see that they keep apart: give more.")
-    between = some[1:-1]
-    return [some[0], some[-1], *between[:: max(1, len(between) // (most - 2))]][:most]
-
-
-def _numel(leaf: Any) -> int:
-    if isinstance(leaf, Tensor | np.ndarray):
-        return int(leaf.numel() if isinstance(leaf, Tensor) else leaf.size)
-    return len(leaf) if isinstance(leaf, str | bytes) else 1

@@ -19,16 +19,18 @@ from groupwise.config.checks import validate_clipping
 from groupwise.config.idle import why_idle
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
-from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan, secret_randomness
+from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
 from groupwise.private.arguments import check_kinds, check_parameters, unknown_setting
-from groupwise.private.data import DatasetSums, Order, check_loading, examples_to_trace, length_of, taken_apart
-from groupwise.private.private import TAKEN, Private
-from groupwise.training.from_config import make_engine, make_thresholds
+from groupwise.private.data import check_loading, choose_examples, length_of, unpack_loader
+from groupwise.private.dataset_sums import DatasetSums, Order
+from groupwise.private.private import PRIVATE_MODULES, Private
+from groupwise.training.from_config import make_engine, make_thresholds, plan_of
 from groupwise.training.guards import optimizers_blocked
 from groupwise.training.memory import choose_microbatch, halve_on_oom
+from groupwise.training.microbatches import CHECKED
 from groupwise.training.plain import plain
-from groupwise.training.private_step import PrivateStep, are_shards
+from groupwise.training.private_step import PrivateStep, agreed_noise, are_shards
 from groupwise.training.ranks import Alone, Ranks
 
 MODES: dict[str, dict[str, Any]] = {
@@ -41,8 +43,6 @@ MODES: dict[str, dict[str, Any]] = {
     "adaptive_block": {"grouping": "block", "policy": "adaptive"},
 }
 """The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
-CHECKED = 5
-"""Examples that are compared with a loop over single ones before training."""
 
 
 def make_private(
@@ -118,18 +118,16 @@ def make_private(
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     check_loading(microbatch, num_workers, collate_fn, order)
-    asked = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
-    dataset, loading = taken_apart(data, asked)
+    given = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+    dataset, loading = unpack_loader(data, given)
     dataset_size = length_of(dataset)
     config = resolve_clip(clip, threshold, settings)
-    _check_clipping(config)
-    refuse_unused_settings(
-        config, settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
-    )
     sharded = are_shards(model.parameters())
     with ExitStack() as undo:
         if sharded:
-            undo.callback(prepare_shards(model, config, ranks))
+            from groupwise.training.shards import reshard, use_shards
+
+            undo.callback(use_shards(model, ranks))
         partition = None if isinstance(clip, str | ClipConfig) else clip
         engine = make_engine(model, config, sharded, partition=partition)
         assert engine is not None
@@ -154,8 +152,8 @@ def make_private(
         device = trainable[0].device
         sums = DatasetSums(model, dataset, losses, loading, order, microbatch or 1)
         with secret_randomness(source.child("trace"), 0, device=device), optimizers_blocked(trainable):
-            rows = examples_to_trace(dataset, dataset_size)
-            losses_of = sums.losses_of_some(rows)
+            rows = choose_examples(dataset, dataset_size)
+            losses_of = sums.losses_of(rows)
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = min(ranks.gather(fits))
@@ -165,17 +163,14 @@ def make_private(
                 check = partial(verify, engine, losses_of, rows[:CHECKED])
                 halve_on_oom(sums.size, lambda most: check(most=most), "checking", alone=True)
         if sharded:
-            from groupwise.training.shards import reshard
-
             reshard(model)  # the trace left the outermost parameters whole
-        key = ranks.broadcast((source.key, source.is_secret, source.secure, source.drawn))
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         core = PrivateStep(
             model=model,
             engine=engine,
             thresholds=make_thresholds(config, agreed),
             plan=agreed,
-            noise=NoiseSource.from_key(*key),
+            noise=agreed_noise(source, ranks),
             allocation=noise,
             optimizer=optimizer,
             device=device,
@@ -192,53 +187,40 @@ def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings:
         clip: as `make_private` has it. threshold: C. settings: other fields of `ClipConfig`.
 
     Raises:
-        UserError: an unknown mode or setting; no clipping at all.
+        UserError: an unknown mode or setting, one that is out of range or changes nothing; no clipping at all.
     """
+    threshold, settings = plain(threshold), plain(settings)
+    given = settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
     if isinstance(clip, ClipConfig):
-        if settings or threshold != ClipConfig.threshold:
+        if given:
             raise UserError("clip is a whole ClipConfig, so its settings are given twice: put them into it alone.")
         if clip.grouping == "none":
             raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
-        return clip
-    threshold, settings = plain(threshold), plain(settings)
-    known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
-    for name in settings:
-        if name not in known:
-            raise unknown_setting(name, (*inspect.signature(make_private).parameters, *known))
-    if not isinstance(clip, str):
-        return ClipConfig(name="custom", grouping="custom", threshold=threshold, **settings)
-    if clip not in MODES:
+        config = clip
+    elif isinstance(clip, str) and clip not in MODES:
         raise UserError(
             f"clip={clip!r} is no clipping mode{did_you_mean(clip, MODES)}: choose one of {', '.join(MODES)}, or give "
             "a partition."
         )
-    return replace(ClipConfig(name=clip, threshold=threshold, **MODES[clip]), **settings)
-
-
-def _check_clipping(clip: ClipConfig) -> None:
-    """Refuse settings of clipping that mean nothing, as the command line does.
-
-    Raises:
-        UserError: naming the setting; a custom grouping's layers are the partition's, if there is no mapping.
-    """
-    if clip.grouping == "custom" and not clip.mapping:
-        one = {"grouping": "flat", "rescale": False} if clip.norms == "ghost" else {"grouping": "layer"}
-        clip = replace(clip, **one)  # type: ignore[arg-type]
+    else:
+        known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
+        for name in settings:
+            if name not in known:
+                raise unknown_setting(name, (*inspect.signature(make_private).parameters, *known))
+        mode = {"name": clip, **MODES[clip]} if isinstance(clip, str) else {"name": "custom", "grouping": "custom"}
+        config = ClipConfig(**{"threshold": threshold, **mode, **settings})
+    checked = config
+    if config.grouping == "custom" and not config.mapping:  # the layers are the partition's
+        one = {"grouping": "flat", "rescale": False} if config.norms == "ghost" else {"grouping": "layer"}
+        checked = replace(config, **one)  # type: ignore[arg-type]
     try:
-        validate_clipping(clip)
+        validate_clipping(checked)
     except UserError as error:
         raise UserError(str(error).replace("clip.", "")) from error
-
-
-def refuse_unused_settings(clip: ClipConfig, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that were given and change nothing, as the command line does.
-
-    Raises:
-        UserError: naming the first.
-    """
-    for name, value in settings.items():
-        if why := why_idle(name, clip):
+    for name, value in given.items():
+        if why := why_idle(name, config):
             raise UserError(f"{name}={value} changes nothing: {why.replace('clip.', '')}")
+    return config
 
 
 def resolve_plan(
@@ -265,13 +247,12 @@ def resolve_plan(
         raise UserError(
             f"{sum(given)} of epsilon, noise_multiplier and plan were given: give exactly one of the three."
         )
-    budget = clip.quantile_budget if clip.policy == "adaptive" else 0.0
     if plan is not None:
         if any(value is not None for value in (delta, epochs, steps, batch_size)):
             raise UserError(
                 "plan says delta, steps and batch_size already: leave delta, epochs, steps, batch_size out."
             )
-        _check_plan(plan, dataset_size, num_groups, budget)
+        _check_plan(plan, dataset_size, num_groups, adaptive=clip.policy == "adaptive")
         return plan
     if batch_size is None:
         raise UserError("batch_size is missing: give the number of examples that a step draws in expectation.")
@@ -280,24 +261,23 @@ def resolve_plan(
         raise UserError(f"{how} of epochs and steps was given: give one, as epsilon depends on the number of steps.")
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
-    if steps is None:
-        if epochs is None or not 0 < epochs < math.inf:
-            raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
-        steps = max(1, round(epochs * dataset_size / batch_size))
-    return make_plan(
+    if steps is None and not 0 < epochs < math.inf:  # type: ignore[operator]  # one of the two was given
+        raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
+    return plan_of(
+        clip,
         dataset_size=dataset_size,
-        expected_batch_size=batch_size,
+        batch_size=batch_size,
+        epochs=epochs,
         steps=steps,
-        delta=dataset_size**-1.1 if delta is None else delta,
+        delta=delta,
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
         num_groups=num_groups,
-        quantile_budget=budget,
         accountant=accountant,
     )
 
 
-def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, budget: float) -> None:
+def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive: bool) -> None:
     """Refuse a plan whose noise is that of other data, groups or releases."""
     if plan.sampling != "poisson":
         raise UserError(
@@ -309,10 +289,10 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, budget: f
     ):
         if planned != there:
             raise UserError(f"the plan is for {name}={planned}, and here it is {there}: make a plan for this run.")
-    if (plan.quantile_budget > 0) != (budget > 0):
+    if (plan.quantile_budget > 0) != adaptive:
         raise UserError(
             f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
-            f"{'adaptive' if budget else 'fixed'} thresholds: they need {'some of the budget' if budget else '0'}."
+            f"{'adaptive' if adaptive else 'fixed'} thresholds: they need {'some of the budget' if adaptive else '0'}."
         )
 
 
@@ -338,45 +318,8 @@ def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
         raise UserError(
             f"ranks has pipelines of {ranks.stages} stages, which run.py alone trains: use Ranks(stages=1)."
         )
-    if any(module in TAKEN for module in model.modules()):
+    if any(module in PRIVATE_MODULES for module in model.modules()):
         raise UserError(
             "The model, or a part of it, is in a private training already, and a second would noise it twice: "
             "private.detach() ends the first."
         )
-
-
-def prepare_shards(model: nn.Module, clip: ClipConfig, ranks: Alone | Ranks) -> Callable[[], None]:
-    """Have gradients summed, not averaged, on their way into shards, until what is returned is called.
-
-    Raises:
-        UserError: shards whose sums are not those of all processes in the parameters' own precision; clipping that
-            needs several layers at once.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    from groupwise.training.shards import sharded, sum_gradients
-
-    if clip.grouping in ("flat", "block") and clip.norms != "ghost":
-        raise UserError(
-            f"clip={clip.name!r} needs the layers of a group at once, and in shards (FSDP2) each is whole only while "
-            "it works: use clip='adaptive_layer', 'fixed_layer' or 'ghost', or replicas without fully_shard."
-        )
-    if not isinstance(model, FSDPModule):
-        raise UserError("Parts of the model are in shards and the whole is not: call fully_shard on the model, last.")
-    for name, parameter in model.named_parameters():
-        shard: Any = parameter
-        if not hasattr(shard, "to_local") or any(not place.is_shard() for place in shard.placements):
-            raise UserError(f"Parameter {name!r} is whole in every process: put all parameters into shards, or none.")
-        if shard.device_mesh.ndim != 1 or shard.device_mesh.size() != ranks.replicas:
-            raise UserError(
-                f"Parameter {name!r} is in shards over a mesh of shape {tuple(shard.device_mesh.shape)}, and ranks has "
-                f"{ranks.replicas} replicas: shard over all processes in one dimension, and give ranks=Ranks()."
-            )
-    for module in sharded(model):
-        policy: Any = module._get_fsdp_state()._mp_policy
-        if policy.param_dtype is not None or policy.reduce_dtype is not None:
-            raise UserError(
-                "The shards have a MixedPrecisionPolicy, which would round clipped sums: leave mp_policy out, and use "
-                "torch.autocast for speed."
-            )
-    return sum_gradients(model)

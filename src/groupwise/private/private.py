@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch import nn
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.private.arguments import check_parameters
-from groupwise.private.data import DatasetSums, check_processes, fingerprint, length_of
-from groupwise.private.seal import check_seal, sealed
+from groupwise.private.checksum import check_state, with_checksum
+from groupwise.private.data import fingerprint, length_of
+from groupwise.private.dataset_sums import DatasetSums
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
 
-TAKEN: WeakSet[nn.Module] = WeakSet()
+PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 """Modules of the models that are private now."""
 
 
@@ -88,7 +90,7 @@ class Private:
         self._closed = self._agreed = False
         self._process = os.getpid()
         self._moved = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
-        TAKEN.update(core.model.modules())
+        PRIVATE_MODULES.update(core.model.modules())
 
     def __repr__(self) -> str:
         """What it is, and how far."""
@@ -123,9 +125,7 @@ class Private:
     @property
     def thresholds(self) -> dict[str, float]:
         """C_k that will clip the next batch, by the group's name; they are released."""
-        assert self.core.thresholds is not None, "make_private clips always"
-        names = [group.name for group in self.engine.groups]
-        return dict(zip(names, self.core.thresholds.clip_thresholds.tolist(), strict=True))
+        return self.core.named_thresholds()
 
     def statement(self) -> str:
         """The plan in words, and what was spent of it."""
@@ -157,12 +157,7 @@ class Private:
         began, core = time.monotonic(), self.core
         for module, training in self._modes.items():
             module.training = training
-        self._reshard()
-        try:
-            released = core.step()
-        except BaseException:
-            self._sums.forget()
-            raise
+        released = core.step()
         seconds = time.monotonic() - began
         drawn = max(released.drawn, 1)
         shown = {
@@ -195,13 +190,6 @@ class Private:
                 "is for the former, so call make_private again."
             )
 
-    def _reshard(self) -> None:
-        """Whole parameters that an evaluation left behind become shards again."""
-        if self.core.in_shards:
-            from groupwise.training.shards import reshard
-
-            reshard(self.core.model)
-
     # -- what is refused -----------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, *_: Any) -> None:
@@ -216,7 +204,12 @@ class Private:
         if self._agreed:
             return
         core, ranks = self.core, self.core.ranks
-        check_processes(ranks)
+        processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if processes > ranks.replicas:
+            raise UserError(
+                f"{processes} processes train, and make_private knows of {ranks.replicas}: give it ranks=Ranks(), or "
+                "start one process (devices=1, num_processes=1)."
+            )
         if ranks.replicas > 1:
             key = sha256(b"groupwise agreed" + core.noise.key).hexdigest()
             if len(set(ranks.gather((key, self.executed)))) > 1:
@@ -253,7 +246,7 @@ class Private:
             "private.state_dict(), and load it into a new one."
         )
 
-    # -- going on later ------------------------------------------------------------------------------------------------
+    # -- saving and resuming ----------------------------------------------------------------------------------------
 
     @property
     def _processes(self) -> str:
@@ -263,27 +256,15 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
 
-        As of any module, its tensors are those that go on training: save it at once, or ``copy.deepcopy`` it;
+        As of any module, its tensors are those that keep training: save it at once, or ``copy.deepcopy`` it;
         ``load_state_dict`` knows one that has changed since. In shards every process calls, and gets whole tensors on
         the CPU.
         """
         self._check_open()
         if self.core.running:
             raise UserError("state_dict() within a step would repeat its noise later: call it between steps.")
-        self._reshard()
-        state = {
-            **self.core.state_dict(),
-            "processes": self._processes,
-            "step": self.executed,
-            "microbatch": self._sums.size,
-            "model": self.model.state_dict(),
-            "optimizer": self.core.optimizer.state_dict(),
-        }
-        if self.core.in_shards:
-            from groupwise.training.shards import whole_state
-
-            state = whole_state(state)
-        return sealed(state)
+        state = self.core.state_dict() | {"processes": self._processes}
+        return with_checksum(state)
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict` to a file that its owner alone may read, whole or not at all; replicas write one."""
@@ -317,18 +298,10 @@ class Private:
                 f"The state was made by {named['processes']}, and here are {self._processes}: other processes share a "
                 "batch otherwise, and its noise would meet other gradients. Start as many, or call make_private again."
             )
-        check_seal(state, self.plan.steps)
-        core = self.core
-        if core.in_shards:
-            from groupwise.training.shards import state_in_shards
-
-            self._reshard()
-            state = state_in_shards(state, core.model, core.trainable)
+        check_state(state, self.plan.steps)
         try:
             noise = NoiseSource.from_state(state)
-            core.model.load_state_dict(state["model"])
-            core.optimizer.load_state_dict(state["optimizer"])
-            core.load_state_dict(state, state["step"])
+            self.core.load_state_dict(state)
         except UserError:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -337,8 +310,7 @@ class Private:
                 "of the noise was not taken over."
             ) from error
         self._sums.forget()
-        self._sums.size = state["microbatch"]  # its masks belong to its microbatches
-        core.use_key(noise)  # last: where anything failed, no noise of that run may meet other gradients
+        self.core.use_key(noise)  # last: where anything failed, no noise of that run may meet other gradients
 
     def detach(self) -> None:
         """End the training: the model and the optimiser are as they were, and nothing more is released here."""
@@ -348,4 +320,4 @@ class Private:
             self._hook.remove()
             self._undo.close()
             for module in self.core.model.modules():
-                TAKEN.discard(module)
+                PRIVATE_MODULES.discard(module)

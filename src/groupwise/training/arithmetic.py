@@ -15,7 +15,6 @@ import torch
 from groupwise.clipping.precision import kept_precisions
 from groupwise.errors import UserError
 
-PRECISIONS = ("float32", "tf32", "bfloat16")
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACE = ":4096:8"
 """One of the two values with which cuBLAS adds up in one order."""

@@ -4,28 +4,28 @@ Behind torch's own content a file ends with the SHA-256 of it, so one flipped bi
 """
 
 import hashlib
-import os
 import pickle
 import re
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from io import BufferedRandom
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from groupwise.atomic import remove, write_atomically
-from groupwise.errors import UserError
-from groupwise.training.plain import plain, unreadable
+from groupwise.errors import UserError, reason
+from groupwise.training.plain import plain
 from groupwise.training.ranks import Alone, Ranks
 
 MARK = b"\nsha256 "
 TRAILER = len(MARK) + 64
 ZIP_END = 22
 """Bytes of the record that ends a zip file."""
-PIECE = 1 << 20
 
 
 def previous(path: Path) -> Path:
@@ -42,13 +42,8 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path
     checkpoint as it was.
     """
     path, state = Path(path), plain(state)
-    if found := unreadable(state):
-        raise UserError(
-            f"the checkpoint {path} cannot hold state{found[0]}, a {type(found[1]).__name__}, which is not read back "
-            "without running code: make it a tensor, a number, text, or a list or dict of these."
-        )
     try:
-        write_atomically(path, lambda file: _write_hashed(state, file), None if keep is None else Path(keep))
+        write_atomically(path, lambda file: _write(state, path, file), None if keep is None else Path(keep))
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(
             f"the checkpoint {path} cannot be written ({error}): make room, or change paths.results."
@@ -113,7 +108,7 @@ def load_newest(
         found = next(filter(None, ranks.gather(problem)), None)
         if found is None:
             if problems and ranks.main:
-                print(f"warning: {problems[0].rsplit(': ', 1)[0]}; going on from the one before it.", file=sys.stderr)
+                print(f"warning: {problems[0].rsplit(': ', 1)[0]}; resuming from the one before it.", file=sys.stderr)
             return candidate, state
         problems.append(found)
     raise UserError(problems[0])
@@ -125,29 +120,30 @@ def forget_checkpoints(folder: Path) -> None:
         remove(entry)
 
 
-def _write_hashed(state: Mapping[str, Any], file: BufferedRandom) -> None:
-    torch.save(state, file)
+def _write(state: Mapping[str, Any], path: Path, file: BufferedRandom) -> None:
+    """Write the state and its SHA-256; refuse what is not read back without running code."""
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        refused = ", ".join(get_unsafe_globals_in_checkpoint(file))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        refused = reason(error)
+    if refused:
+        raise UserError(
+            f"the checkpoint {path} cannot hold this state ({refused}), which is not read back without running code: "
+            "make it tensors, numbers, texts, and lists and dicts of these."
+        )
     file.seek(0)
     file.write(MARK + hashlib.file_digest(file, "sha256").hexdigest().encode())
 
 
 def _check(path: Path) -> None:
     """Raise ``zipfile.BadZipFile`` where the content is not what was written."""
-    with open(path, "rb") as file:
-        left = file.seek(0, os.SEEK_END) - TRAILER
-        file.seek(max(left, 0))
-        end = file.read()
-        if left >= 0 and end.startswith(MARK):
-            file.seek(0)
-            found = hashlib.sha256()
-            while left > 0 and (piece := file.read(min(PIECE, left))):
-                found.update(piece)
-                left -= len(piece)
-            if MARK + found.hexdigest().encode() != end:
-                raise zipfile.BadZipFile("the SHA-256 is another")
-            return
-    if not end[-ZIP_END:].startswith(b"PK\x05\x06"):
-        raise zipfile.BadZipFile("it goes on behind its end, or stops before")
-    with zipfile.ZipFile(path) as archive:
-        if (broken := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(f"{broken} is altered")
+    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        if content[-TRAILER:].startswith(MARK):
+            with memoryview(content) as whole, whole[:-TRAILER] as written:
+                good = content[-64:] == hashlib.sha256(written).hexdigest().encode()
+        else:  # by torch alone, whose files end with the record that ends a zip file
+            good = content[-ZIP_END:].startswith(b"PK\x05\x06") and zipfile.ZipFile(path).testzip() is None
+    if not good:
+        raise zipfile.BadZipFile("the content is another")

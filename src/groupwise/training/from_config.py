@@ -17,8 +17,8 @@ from groupwise.clipping import ClippingEngine, Partition, attach, by_mapping, fl
 from groupwise.clipping.factors import CLIP_RULES
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
-from groupwise.training.arithmetic import PRECISIONS, products
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan, make_plan
+from groupwise.training.arithmetic import products
 
 _PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
 
@@ -36,14 +36,9 @@ def make_engine(
     """
     if clip.grouping == "none":
         return None
-    if partition is not None:
-        pass
-    elif clip.grouping == "custom":
-        partition = by_mapping(model, clip.mapping)
-    elif clip.grouping in _PARTITIONS:
-        partition = _PARTITIONS[clip.grouping](model)
-    else:
-        raise UserError(f"clip.grouping={clip.grouping} is not known: none, flat, layer, block, device or custom.")
+    if partition is None:
+        custom = clip.grouping == "custom"
+        partition = by_mapping(model, clip.mapping) if custom else _PARTITIONS[clip.grouping](model)
     return attach(
         model,
         partition,
@@ -87,27 +82,50 @@ def make_thresholds(
     )
 
 
+def plan_of(
+    clip: ClipConfig,
+    *,
+    dataset_size: int,
+    batch_size: float,
+    epochs: float | None,
+    steps: int | None,
+    delta: float | None,
+    **budget: Any,
+) -> PrivacyPlan:
+    """The plan of a run of ``steps``, else of ``epochs`` of N / B steps, with δ = N^-1.1 where it is not given.
+
+    Args:
+        clip: adaptive thresholds release counts, which take their share of the budget.
+        budget: other arguments of `groupwise.privacy.make_plan`.
+    """
+    if steps is None:
+        steps = max(1, round((epochs or 0) * dataset_size / batch_size))
+    return make_plan(
+        dataset_size=dataset_size,
+        expected_batch_size=batch_size,
+        steps=steps,
+        delta=dataset_size**-1.1 if delta is None else delta,
+        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
+        **budget,
+    )
+
+
 def _even(clip: ClipConfig, groups: int) -> float:
     """C/√K: K groups of this threshold clip the whole gradient to norm C."""
     return clip.threshold / math.sqrt(groups)
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> Optimizer:
-    """SGD, Adam or AdamW over the trainable ones of ``parameters``; raises `UserError` for another name.
+    """SGD, Adam or AdamW over the trainable ones of ``parameters``.
 
     It sees noisy gradients only, so whatever it computes is post-processing and costs no privacy.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    rate, decay = config.learning_rate, config.weight_decay
-    betas = (config.beta1, config.beta2)
-    match config.name:
-        case "sgd":
-            return SGD(trainable, lr=rate, momentum=config.momentum, weight_decay=decay)
-        case "adam":
-            return Adam(trainable, lr=rate, betas=betas, eps=config.eps, weight_decay=decay)
-        case "adamw":
-            return AdamW(trainable, lr=rate, betas=betas, eps=config.eps, weight_decay=decay)
-    raise UserError(f"optim.name={config.name} is not one of sgd, adam, adamw.")
+    common: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if config.name == "sgd":
+        return SGD(trainable, momentum=config.momentum, **common)
+    kind = {"adam": Adam, "adamw": AdamW}[config.name]
+    return kind(trainable, betas=(config.beta1, config.beta2), eps=config.eps, **common)
 
 
 def make_schedule(optimizer: Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
@@ -126,14 +144,7 @@ def rate_factor(step: int, steps: int, schedule: str, warmup: float) -> float:
     if step < rising:
         return (step + 1) / rising
     done = min((step - rising) / max(steps - rising, 1), 1.0)
-    match schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - done
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * done))
-    raise UserError(f"optim.schedule={schedule} is not one of constant, linear, cosine.")
+    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[schedule]
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -145,13 +156,9 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
         return nullcontext
     if precision == "bfloat16":
         return partial(torch.autocast, device.type, torch.bfloat16)
-    if precision == "tf32":
-        if device.type != "cuda":
-            raise UserError(
-                f"train.precision=tf32 is for NVIDIA's GPUs, and this run is on {device.type}: give float32."
-            )
-        return partial(products, tf32=True)
-    raise UserError(f"train.precision={precision} is not known: choose {', '.join(PRECISIONS)}.")
+    if device.type != "cuda":
+        raise UserError(f"train.precision=tf32 is for NVIDIA's GPUs, and this run is on {device.type}: give float32.")
+    return partial(products, tf32=True)
 
 
 def tolerances(precision: str) -> dict[str, float]:

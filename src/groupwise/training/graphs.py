@@ -27,6 +27,7 @@ from groupwise.clipping import ClippingEngine
 from groupwise.clipping.unchanged import kept_buffers
 from groupwise.errors import UserError, reason
 from groupwise.training.memory import is_oom
+from groupwise.training.plain import PLAIN
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.task import Task
 
@@ -37,7 +38,6 @@ MOST = 64
 
 Inputs = dict[str, Any]
 """What a task's losses are computed from: tensors on the device, and plain arguments of the model."""
-PLAIN = (bool, int, float, str, type(None))
 
 
 class Recorder(Protocol):
@@ -136,31 +136,28 @@ class MicrobatchGraphs:
         if key is None:
             return add(inputs)
         if (known := self._recorded.get(key)) is not None:
-            for name, value in tensors(inputs).items():
-                known.inputs[name].copy_(value)
             self._launch(known, inputs)
             if self._engine is not None:
                 self._engine.squared_norms = known.squared_norms
                 self._engine.repeated(len(examples))
-            return known.losses
-        if self._seen[key] < WARM_UP or len(self) >= MOST:
+        elif self._seen[key] < WARM_UP or len(self) >= MOST:
             self._seen[key] += 1
             return add(inputs)
-        self._recorded[key] = self._record(inputs, add)
-        return self._recorded[key].losses
+        else:
+            known = self._recorded[key] = self._record(inputs, add)
+        return known.losses
 
     def _launch(self, known: Recorded, inputs: Inputs) -> None:
-        """Do the work on the inputs that were copied; now and then its losses are compared with an eager forward pass.
+        """Do the work on these inputs; now and then its losses are compared with an eager forward pass.
 
         Raises:
             UserError: they are others, from the same inputs and masks.
         """
+        for name, value in tensors(inputs).items():
+            known.inputs[name].copy_(value)
         known.launches += 1
-        seldom = known.launches & (known.launches - 1) == 0
-        expected = None
-        if seldom:
-            with ignoring_lack_of_memory():
-                expected = self._losses_again(inputs)
+        power_of_two = known.launches & (known.launches - 1) == 0
+        expected = self._losses_again(inputs) if power_of_two else None
         known.launch()
         if expected is not None and not torch.allclose(known.losses, expected, rtol=0.05, atol=1e-3, equal_nan=True):
             raise UserError(
@@ -256,28 +253,13 @@ class MicrobatchGraphs:
         self._recorder.forget()
 
 
-@contextmanager
-def ignoring_lack_of_memory() -> Iterator[None]:
-    """What does not fit into memory inside is left out."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_oom(error):
-            raise
-
-
 def tensors(inputs: Inputs) -> dict[str, Tensor]:
     """Those of the inputs that are tensors, by name."""
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def refuse_other_devices(device: torch.device) -> None:
-    """Raise `UserError` where there are no CUDA graphs."""
-    if device.type != "cuda":
-        raise UserError(f"train.cuda_graph=true is for NVIDIA's GPUs, and this run is on {device.type}: leave it out.")
-
-
 def recorder_of(device: torch.device) -> Recorder:
     """The recorder of a GPU; raises `UserError` on another device."""
-    refuse_other_devices(device)
+    if device.type != "cuda":
+        raise UserError(f"train.cuda_graph=true is for NVIDIA's GPUs, and this run is on {device.type}: leave it out.")
     return CudaRecorder(device)

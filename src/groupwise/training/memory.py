@@ -1,4 +1,4 @@
-"""Chooses how many examples to hold in memory at once, keeps what a step frees, and tells when memory ran out."""
+"""Chooses how many examples to hold in memory at once, keeps what a step frees, and recognises when memory ran out."""
 
 import ctypes
 import os
@@ -83,7 +83,7 @@ _LARGEST_INT = (1 << 31) - 1
 
 
 def keep_freed_blocks() -> bool:
-    """Let this process keep the memory that a step frees, where the C library is glibc; whether it could be told so.
+    """Let this process keep the memory that a step frees, where the C library is glibc; returns whether it is.
 
     By default a freed block of 32 MiB and more goes back to the system, which fills the next one with zeros page by
     page: a fifth of a private step of a small network on a CPU. Blocks of 2 GiB and more still go back. It cannot be

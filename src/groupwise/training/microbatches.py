@@ -1,17 +1,19 @@
 """Forms the clipped sums of a drawn batch, as many examples at a time as there is memory for."""
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
-from groupwise.training.memory import is_oom
+from groupwise.training.graphs import MicrobatchGraphs
+from groupwise.training.memory import halve_on_oom, is_oom
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.task import Task
 
 
 class Microbatches(ABC):
@@ -29,45 +31,43 @@ class Microbatches(ABC):
         """This process's examples of a batch, (n,), in the order in which they share microbatches."""
 
     @abstractmethod
-    def losses_of(self, rows: Sequence[int]) -> Tensor:
-        """One loss for each of some examples, (n,)."""
-
-    def begin(self, private: PrivateStep, step: int) -> None:  # noqa: B027 (most read when they are asked)
-        """The microbatches of a step follow, from its first."""
-
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
         """Add the clipped sums of the microbatch that begins at `start` in the share; returns its losses, (b,)."""
-        return private.clip(self.losses_of, rows, filler)  # type: ignore[arg-type]  # an array is a sequence of numbers
-
-    def end(self, private: PrivateStep, step: int) -> None:  # noqa: B027
-        """All microbatches of a step have run."""
 
     def forget(self) -> None:  # noqa: B027 (most keep nothing)
-        """Let go of memory that is kept for microbatches of this size."""
+        """Release memory that is kept for microbatches of this size."""
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         """See `groupwise.training.private_step.BatchSums`.
 
-        Where memory runs out, the batch is begun again with half as many examples at a time, and where an example has
-        to be left out and rows were not masked, with masks; nothing has been released yet, and the step's noise is what
-        it would have been.
+        Where memory runs out, the batch begins again with half as many examples at a time, and where an example has to
+        be left out and rows were not masked, with masks. Nothing has been released yet, and the step's noise is what it
+        would have been.
         """
         share, engine = self.share(drawn, private.ranks), private.engine
+
+        def sums(size: int) -> Tensor:
+            if size != self.size:
+                self.forget()
+                self.size = size
+            private.clear()
+            return self._through(private, step, share, drawn)
+
         if engine is not None:
-            engine.masks_rows = private.in_shards  # others wait for messages: no batch is begun again there
-        while True:
-            try:
-                private.clear()
-                loss = self._through(private, step, share, drawn)
-            except (RuntimeError, MemoryError) as error:
-                if not is_oom(error):
-                    raise
-            else:
-                if engine is None or not engine.spoiled:
-                    return loss
+            engine.masks_rows = private.in_shards  # others wait for messages: no batch begins again there
+        try:
+            loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+            if engine is not None and engine.spoiled:
                 engine.masks_rows = True
-                continue
-            self._halve(private)  # once the error is gone, and what it held
+                loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            few, smaller = (
+                ("One example does", "model") if self.size == 1 else (f"{self.size} examples do", "microbatch")
+            )
+            raise UserError(f"{few} not fit into memory at once: use a smaller {smaller}.") from error
+        return loss
 
     def parts(
         self, private: PrivateStep, share: np.ndarray, drawn: np.ndarray
@@ -84,28 +84,53 @@ class Microbatches(ABC):
 
     def _through(self, private: PrivateStep, step: int, share: np.ndarray, drawn: np.ndarray) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=private.device)
-        self.begin(private, step)
         for start, rows, filler in self.parts(private, share, drawn):
             with private.microbatch(step, start):
                 losses = self.run(private, step, start, rows, filler)
             if not filler:
                 total += losses.sum()
-        self.end(private, step)
         return total
 
-    def _halve(self, private: PrivateStep) -> None:
-        """Go on with half as many examples at a time, since memory has run out.
 
-        Raises:
-            UserError: there is no less, or other processes wait for this one.
-        """
-        if private.in_shards:
-            raise UserError(f"Microbatches of {self.size} do not fit into memory: use a smaller microbatch.")
-        if self.size == 1:
-            raise UserError("One example does not fit into memory: use a smaller model.")
-        self.forget()
-        if private.device.type == "cuda":
-            private.clear()
-            torch.cuda.empty_cache()  # pieces that halves do not fit into
-        self.size //= 2
-        print(f"warning: memory ran out; going on with {self.size} examples at once.", file=sys.stderr)
+class TaskSums(Microbatches):
+    """Clipped sums of batches of a task.
+
+    Args:
+        task: whose examples are read and whose losses are computed.
+        size: examples at once, at most.
+        graphs: what microbatches are recorded with, if they are.
+    """
+
+    def __init__(self, task: Task, size: int, graphs: MicrobatchGraphs | None = None) -> None:
+        super().__init__(size)
+        self.task, self.graphs = task, graphs
+
+    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
+        """This process's part of the batch in the task's order, so that every replica has as much to do."""
+        return ranks.share(self.task.order(drawn))
+
+    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
+        """See `Microbatches`."""
+        with nullcontext() if self.graphs is None else self.graphs.running():
+            return super().add(private, step, drawn)
+
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
+        """See `Microbatches`."""
+        if self.graphs is not None:
+            return self.graphs.run(private, rows)
+        return private.clip(self.task.losses_of, rows, filler)  # type: ignore[arg-type]  # rows are numbers
+
+    def forget(self) -> None:
+        """See `Microbatches`."""
+        if self.graphs is not None:
+            self.graphs.forget()
+
+
+CHECKED = 5
+"""Examples that are compared with a loop over single ones before training."""
+
+
+def examples_to_trace(ordered: Sequence[int] | np.ndarray, most: int = 6) -> list[int]:
+    """Of examples in the order of their sizes the first, the last, and some evenly spaced between them."""
+    places = np.linspace(0, len(ordered) - 1, min(most, len(ordered))).round().astype(int).tolist()
+    return [int(ordered[place]) for place in dict.fromkeys([*places[:1], *places[-1:], *places[1:-1]])]

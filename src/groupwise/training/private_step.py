@@ -26,7 +26,7 @@ from groupwise.privacy import (
     release_gradients,
     secret_randomness,
 )
-from groupwise.privacy.noise import SecurePoissonSampler
+from groupwise.privacy.secure_noise import SecurePoissonSampler
 from groupwise.training.arithmetic import products
 from groupwise.training.guards import StepGuard
 from groupwise.training.ranks import Alone, Ranks
@@ -44,6 +44,9 @@ class Sampler(Protocol):
 
 class BatchSums(Protocol):
     """Forms the clipped sums of drawn batches."""
+
+    size: int
+    """Examples at once, at most."""
 
     def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
         """Add the clipped sums of this process's share of a batch to the parameters' .grad, which `private.clear` has
@@ -117,10 +120,14 @@ class PrivateStep:
         if given is not None:
             self.sampler = given
 
+    @property
+    def process(self) -> int:
+        """The number of this process."""
+        return self.ranks.replica * self.ranks.stages + self.ranks.stage
+
     def use_key(self, noise: NoiseSource) -> None:
         """Draw batches, masks and noise from this source from now on."""
-        processes = self.ranks.replicas * self.ranks.stages
-        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device, processes)
+        self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
         if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         self.sampler = sampler_of(self.plan, noise)
@@ -136,8 +143,9 @@ class PrivateStep:
         Raises:
             UserError: a step inside of a step; what `StepGuard` and `ClippingEngine.clip` refuse.
         """
+        self.reshard()
         if self.running:
-            raise UserError("A private step was begun inside another one: take it when that has ended.")
+            raise UserError("A private step began inside of another one: take it after that has ended.")
         self.running = True
         try:
             return self._step(self.executed)
@@ -169,8 +177,8 @@ class PrivateStep:
     @contextmanager
     def microbatch(self, step: int, start: int) -> Iterator[None]:
         """Inside, masks are those of the microbatch that begins at `start` in this process's share, and secret."""
-        process = self.ranks.replica * self.ranks.stages + self.ranks.stage
-        with secret_randomness(self.noise, step, start, process=process, device=self.device) as self._rewind:
+        generators = secret_randomness(self.noise, step, start, process=self.process, device=self.device)
+        with generators as self._rewind:
             yield
         self._rewind = None
 
@@ -240,32 +248,77 @@ class PrivateStep:
         groups = () if self.engine is None else self.engine.groups
         return [sum(parameter.numel() for parameter in group.parameters) for group in groups]
 
-    # -- the state ------------------------------------------------------------------------------------
+    def named_thresholds(self) -> dict[str, float]:
+        """Group -> C_k that will clip the next batch; {} unclipped."""
+        if self.engine is None or self.thresholds is None:
+            return {}
+        names = [group.name for group in self.engine.groups]
+        return dict(zip(names, self.thresholds.clip_thresholds.tolist(), strict=True))
+
+    # -- the state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plans, key and thresholds; with the weights, the optimiser and the step, all that the next step needs."""
-        return {
-            "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
-            "noise_key": self.noise.key,
-            "noise_is_secret": self.noise.is_secret,
-            "noise_secure": self.noise.secure,
-            "noise_drawn": self.noise.drawn,
-            "plan": self.plan.to_dict(),
-            "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
-        }
+        """All that the next step depends on, the key of the noise included; all processes of a run call it together.
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Go back to after `step` steps (plan and key are the caller's)."""
+        Of a model in shards every tensor is whole, and on the CPU.
+        """
+        self.reshard()
+        state = {
+            "step": self.executed,
+            "plan": self.plan.to_dict(),
+            **self.noise.state_dict(),
+            "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
+            "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
+            "microbatches": self.ranks.gather(self.sums.size),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        return self._whole(state)
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state alone, as `state_dict` has it."""
+        self.reshard()
+        return self._whole(self.model.state_dict())
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not self.in_shards:
+            return state
+        from groupwise.training.shards import whole
+
+        return whole(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where `state_dict` was taken; the plan and the key are the caller's."""
+        if self.in_shards:
+            from groupwise.training.shards import in_shards
+
+            self.reshard()
+            state = in_shards(state, self.model, self.trainable)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         if self.thresholds is not None:
             self.thresholds.load_state_dict(state["thresholds"])
         if self.engine is not None:
             self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
-        self.executed = step
+        self.sums.size = state["microbatches"][self.process]  # masks belong to microbatches
+        self.executed = state["step"]
+
+    def reshard(self) -> None:
+        """Put whole parameters that a forward pass without a backward pass has left behind into shards again."""
+        if self.in_shards:
+            from groupwise.training.shards import reshard
+
+            reshard(self.model)
 
 
 def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
     """Was `fully_shard` called on the model of these parameters?"""
     return any(hasattr(parameter, "to_local") for parameter in parameters)
+
+
+def agreed_noise(noise: NoiseSource, ranks: Alone | Ranks) -> NoiseSource:
+    """The main process's source, in all processes."""
+    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.generator)))
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:

@@ -12,7 +12,7 @@ class Progress:
     """A bar on a terminal, and elsewhere (a log file, a cluster) a line now and then.
 
     ``epsilon`` maps executed steps to the budget spent so far (``PrivacyPlan.progress``); None shows none.
-    ``start`` is the step that a resumed run goes on from. Use it as a context manager.
+    ``start`` is the step after which a resumed run begins. Use it as a context manager.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def usable_cores() -> int:
 
 def device_name(device: torch.device) -> str:
     """The device in words: a GPU's model, or the processor's architecture."""
-    import torch  # not above: a sweep is checked, and a mistake told, without it
+    import torch  # not above: a sweep is checked without it
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 

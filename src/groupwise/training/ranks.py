@@ -4,8 +4,9 @@ A run has D replicas of a pipeline of S stages, D·S processes; process r = d·S
 alone is D = S = 1, and then nothing here costs anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class Alone:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by process: this one alone."""
+        """Every process's value, in their order: this one alone."""
         return [value]
 
     def barrier(self) -> None:
@@ -95,19 +96,20 @@ class Ranks:
 
         Each replica passes tensors of the same shapes in the same order.
         """
-        if self.replicas > 1:
-            for bucket in _buckets(tensors):
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-                dist.all_reduce(flat, group=self.data)
-                _spread(flat, bucket)
+        self._in_buckets(tensors, lambda flat: dist.all_reduce(flat, group=self.data))
 
     def copy_(self, tensors: Sequence[Tensor]) -> None:
         """Give every replica the first one's values, in place."""
-        if self.replicas > 1:
-            for bucket in _buckets(tensors):
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-                dist.broadcast(flat, group_src=0, group=self.data)
-                _spread(flat, bucket)
+        self._in_buckets(tensors, lambda flat: dist.broadcast(flat, group_src=0, group=self.data))
+
+    @torch.no_grad()
+    def _in_buckets(self, tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
+        """Send few large messages: tensors of one kind in row-major order, whatever their memory layout."""
+        for bucket in _buckets(tensors) if self.replicas > 1 else ():
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            send(flat)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     def share(self, examples: np.ndarray) -> np.ndarray:
         """This replica's part of a drawn batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,); all parts together are the batch.
@@ -123,7 +125,7 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by process, to every process; for small things, seldom."""
+        """Every process's value, in their order, to all; for small things."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
@@ -141,26 +143,19 @@ def _group_of(lines: np.ndarray, rank: int, timeout: timedelta | None) -> dist.P
     return next(group for line, group in zip(lines, groups, strict=True) if rank in line)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one dtype and device each, of `BUCKET` bytes together, or one larger tensor alone."""
-    buckets: list[list[Tensor]] = []
-    filling: dict[
-        tuple[torch.dtype, torch.device], tuple[list[Tensor], int]
-    ] = {}  # by kind, with the room that is left
-    for tensor in tensors:
-        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        bucket, room = filling.get(kind, ([], 0))
-        if size > room:
-            bucket, room = [], max(BUCKET, size)
-            buckets.append(bucket)
-        bucket.append(tensor)
-        if size <= BUCKET:
-            filling[kind] = (bucket, room - size)
-    return buckets
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device, of `BUCKET` bytes together, or one larger tensor alone."""
+    for _, same in groupby(sorted(tensors, key=_kind), key=_kind):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in same:
+            if bucket and size + tensor.nbytes > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
 
 
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the entries of `flat` back, in row-major order whatever the tensors' memory layout."""
-    with torch.no_grad():
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device}"

@@ -76,7 +76,7 @@ class RunRecord:
 
     @property
     def resumable(self) -> bool:
-        """Is there a checkpoint to go on from, other than one that overwrite=true will throw away?"""
+        """Is there a checkpoint to resume from, other than one that overwrite=true will remove?"""
         return bool(self._checkpoints()) and not (self.config.overwrite and self._lock is None)
 
     def git(self) -> dict[str, Any]:
@@ -91,10 +91,10 @@ class RunRecord:
         """The flat row of a finished run."""
         return self._read("result.json")
 
-    def begin(self, taken_up: Path | None = None) -> None:
+    def begin(self, resumed_from: Path | None = None) -> None:
         """Make the folder, take its lock, and write the configuration and where the code came from.
 
-        Without a checkpoint, what an interrupted run left is cleared. ``taken_up`` is the checkpoint that was
+        Without a checkpoint, what an interrupted run left is cleared. ``resumed_from`` is the checkpoint that was
         loaded; if that is the one before the last, the last one is no good and makes way for it. Raises `UserError`
         when the folder cannot be written, or when another process is, or was just now, at the same configuration.
         """
@@ -106,8 +106,8 @@ class RunRecord:
                 raise UserError(f"another process was at {self.folder} just now: give the same command again.")
             if self.config.overwrite or not self.resumable:
                 self._clear()
-            if taken_up == previous(self.checkpoint):
-                os.replace(taken_up, self.checkpoint)
+            if resumed_from == previous(self.checkpoint):
+                os.replace(resumed_from, self.checkpoint)
             (self.folder / SUMS).unlink(missing_ok=True)
             for left in self.folder.glob(".*.partial"):  # by a process that was killed as it wrote
                 left.unlink()
@@ -130,7 +130,7 @@ class RunRecord:
     def write_data(self, description: Mapping[str, Any]) -> None:
         """Write data.json; raises `UserError` when a resumed run had other data."""
         written = json.loads(json.dumps(description))
-        if self.resumable and (self.folder / "data.json").is_file() and self._read("data.json") != written:
+        if self.resumable and self._read_if_there("data.json") not in ({}, written):
             raise UserError(
                 f"the data are not those that the run in {self.folder} began with: bring those back, or "
                 "start afresh with overwrite=true."
@@ -145,7 +145,7 @@ class RunRecord:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without one that was cut off as it was written.
 
-        Raises `UserError` when somebody else has been at it.
+        Raises `UserError` when something else has changed it.
         """
         path = self.folder / "metrics.jsonl"
         try:
@@ -166,8 +166,8 @@ class RunRecord:
             write_text(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept.values()))
 
     def replayed(self, start: int) -> int:
-        """Steps of this run that were or will be run again, now that it goes on after step ``start``."""
-        before = self._read("privacy.json").get("replayed_steps", 0) if (self.folder / "privacy.json").is_file() else 0
+        """Steps of this run that were or will be run again, now that it resumes after step ``start``."""
+        before = self._read_if_there("privacy.json").get("replayed_steps", 0)
         return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
 
     def finish(
@@ -181,27 +181,23 @@ class RunRecord:
         """
         self.write("system", system)
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
-        row |= {
-            key: value
-            for key, value in flat_config(self.config).items()
-            if key not in ("resume", "overwrite", "explain", "export")
-        }
+        asked = ("resume", "overwrite", "explain", "export")
+        row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
         git = {key: value for key, value in self.git().items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self._read("environment.json")}
-        if (self.folder / "seeds.json").is_file():
-            parts["seeds"] = self._read("seeds.json")
-        data = self._read("data.json") if (self.folder / "data.json").is_file() else {}
-        for key, value in flatten({**parts, **row_of_data(data)}).items():
+        parts["seeds"] = self._read_if_there("seeds.json")
+        data = row_of_data(self._read_if_there("data.json"))
+        for key, value in flatten({**parts, **data}).items():
             row.setdefault(key, value)
         row |= metrics
         self.write("result", row)
         with self._writing():
             write_sums(self.folder)
-        self.seal()
+        self.mark_done()
         self.close()
         return row
 
-    def seal(self) -> None:
+    def mark_done(self) -> None:
         """Of a run that is `finished`: remove checkpoints, which hold the noise's key, and write DONE if it is not
         there, as when the process was killed between the two."""
         with self._writing():
@@ -214,6 +210,9 @@ class RunRecord:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _read_if_there(self, name: str) -> dict[str, Any]:
+        return self._read(name) if (self.folder / name).is_file() else {}
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -230,13 +229,13 @@ class RunRecord:
         return [path for path in (self.checkpoint, previous(self.checkpoint)) if path.is_file()]
 
     def _state(self) -> list[tuple[str, int]]:
-        """What tells whether another process has been here."""
+        """Which checkpoints and ends there are, and since when: what another process would change."""
         ends = [path for path in (self.folder / "DONE", self.folder / SUMS) if path.is_file()]
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A disk that refuses is the user's to fix."""
+        """An error of the disk inside becomes a `UserError`."""
         try:
             yield
         except OSError as error:
@@ -266,9 +265,8 @@ class RunRecord:
             code = (git["sha"], diff) != (before["sha"], patch.read_text("utf-8") if patch.is_file() else "")
             if code or here["versions"] != self._read("environment.json").get("versions"):
                 print(
-                    f"warning: the run goes on under other {'code' if code else 'libraries'} than before, so steps "
-                    "since its checkpoint may come out otherwise with the same noise: publish nothing that was shown "
-                    "of them.",
+                    f"warning: the run resumes with other {'code' if code else 'libraries'} than before, so steps "
+                    "since its checkpoint may differ and have the same noise: publish nothing of what these showed.",
                     file=sys.stderr,
                 )
         write_json(self.folder / "git.json", git)
@@ -298,26 +296,26 @@ def provenance_of(
     Args:
         private: whether ε is a guarantee.
         git: of the record.
-        description: of the data; told in full only where no noise was added, as the weights then give them away anyhow.
-        metrics: the final ones. With noise those on held-out examples alone are told, and with `data.holdout`, where
+        description: of the data; included only where no noise was added, as the weights then show as much.
+        metrics: the final ones. With noise only those on held-out examples are included, and with `data.holdout`, where
             these are a part of the training set, only those on the test set.
     """
-    told: dict[str, Any] = {
+    provenance: dict[str, Any] = {
         "hash": config_hash(config),
         "config": stable_config(config),
         "git": {key: git[key] for key in ("sha", "dirty")},
         "privacy": {"private": private, "neighbours_differ_by": neighbours_of(config), **plan.to_dict()},
     }
     if plan.noise_multiplier == 0.0:
-        return {**told, "data": dict(description), "metrics": dict(metrics)}
+        return {**provenance, "data": dict(description), "metrics": dict(metrics)}
     elsewhere = HELD_OUT[1:] if config.data.holdout else HELD_OUT
-    return {**told, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
+    return {**provenance, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
 
 
 def _unwritable(folder: Path, reason: str) -> str:
     return (
-        f"the results folder {folder} cannot be written ({reason}): mend that, and the same command goes on, or give "
-        "another folder with paths.results=<folder>."
+        f"the results folder {folder} cannot be written ({reason}): fix that and run the same command again, "
+        "or give another folder with paths.results=<folder>."
     )
 
 

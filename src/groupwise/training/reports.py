@@ -1,4 +1,4 @@
-"""Tells what a run reached: metrics in its files and by one tracker while it trains, and lines at its end."""
+"""Reports what a run reached: metrics in its files and to a tracker while it trains, and lines at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from groupwise.atomic import write_text
 from groupwise.config.identity import flat_config
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 from groupwise.privacy.plan import WIDTH
 from groupwise.rows import METRICS
 from groupwise.training.record import RunRecord
@@ -60,11 +60,11 @@ class FilesTracker:
             act(self._beside)
         except Exception as error:
             name, self._beside = type(self._beside).__name__, None
-            warnings.warn(f"{name} failed ({_one_line(error)}) and is dropped; the files keep everything", stacklevel=3)
+            warnings.warn(f"{name} failed ({reason(error)}) and is dropped; the files keep everything", stacklevel=3)
 
 
 class WandbTracker:
-    """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run goes on there, and one
+    """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run continues it, and one
     that began again (overwrite=true) is another.
 
     The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
@@ -88,7 +88,7 @@ class WandbTracker:
             )
         except Exception as error:  # wandb raises of its own, of requests and of the service's kinds
             raise UserError(
-                f"tracker=wandb cannot start in mode {config.tracker.mode} ({_one_line(error)}): "
+                f"tracker=wandb cannot start in mode {config.tracker.mode} ({reason(error)}): "
                 "use tracker.mode=offline, or tracker=files."
             ) from error
 
@@ -115,7 +115,7 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError(
-                f"tracker=tensorboard is not installed ({_one_line(error)}): pip install tensorboard, or "
+                f"tracker=tensorboard is not installed ({reason(error)}): pip install tensorboard, or "
                 "use tracker=files."
             ) from error
         self._writer = SummaryWriter(str(record.folder / "tensorboard"), purge_step=step + 1 if step else None)
@@ -133,10 +133,6 @@ def _budget(config: RunConfig) -> str:
     return f"sigma {config.privacy.noise_multiplier:g}" if epsilon is None else f"eps {epsilon:g}"
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def result_lines(row: Mapping[str, Any]) -> list[str]:
     """The lines that a run ends with, from its result row (`RunRecord.finish`); a run that trained nothing spent
     nothing."""
@@ -145,8 +141,8 @@ def result_lines(row: Mapping[str, Any]) -> list[str]:
         for key, value in row.items()
         if key.startswith(METRICS) and isinstance(value, int | float) and "loss" not in key and "nll" not in key
     ]
-    told = "  ".join([*figures, f"in\xa0{row['system.wall_seconds']:.0f}\xa0s"])
-    reached = textwrap.fill(told, WIDTH, subsequent_indent="  ").replace("\xa0", " ")
+    text = "  ".join([*figures, f"in\xa0{row['system.wall_seconds']:.0f}\xa0s"])
+    reached = textwrap.fill(text, WIDTH, subsequent_indent="  ").replace("\xa0", " ")
     return [*_spent(row), *reached.splitlines()]
 
 
@@ -156,5 +152,5 @@ def _spent(row: Mapping[str, Any]) -> list[str]:
     if not row["plan.noise_multiplier"]:
         return ["Spent: no noise was added; this model has no privacy guarantee"]
     stamp = " (as published, not a guarantee)" if row["seeds.noise_is_secret"] else " (NOT PRIVATE)"
-    told = f"epsilon {row['plan.spent_epsilon']:.4g} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
-    return [f"Spent: {told}{'' if row['plan.private'] else stamp}"]
+    text = f"epsilon {row['plan.spent_epsilon']:.4g} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
+    return [f"Spent: {text}{'' if row['plan.private'] else stamp}"]

@@ -5,7 +5,6 @@ into shards; the clipped sums are added up over the replicas on their way there.
 from a stream of its own, so that together they add one noise to the whole gradient.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from groupwise.clipping import ClippingEngine, per_block
 from groupwise.config.schema import ClipConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 from groupwise.training.from_config import make_engine
-from groupwise.training.step import Trainer
-from groupwise.training.task import Split
+from groupwise.training.ranks import Alone, Ranks
 
 
 def shard(
@@ -34,9 +33,9 @@ def shard(
     Raises:
         UserError: layers that share parameters or have no rule, or groups of several layers that are not ghost's.
     """
-    blocks = [group.name for group in per_block(model) if all(_inside(layer, group.name) for layer in group.layers)]
+    groups = per_block(model)
+    blocks = [group.name for group in groups if all(layer.startswith(f"{group.name}.") for layer in group.layers)]
     if engine is not None:
-        _check(engine)
         engine.detach()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for name in blocks:
@@ -45,10 +44,43 @@ def shard(
     sum_gradients(model)
     if engine is None:
         return None
-    sharded_engine = make_engine(model, clip, direct=True)
+    try:
+        sharded_engine = make_engine(model, clip, direct=True)
+    except UserError as error:
+        raise UserError(
+            f"parallel.kind=fsdp cannot clip this model: {reason(error)}; untie tied layers (model.untie=true for the "
+            "head of a language model), give clip=adaptive_layer, fixed_layer or ghost, or use parallel.kind=ddp."
+        ) from error
     assert sharded_engine is not None
     sharded_engine.plan = engine.plan
     return sharded_engine
+
+
+def use_shards(model: nn.Module, ranks: Alone | Ranks) -> Callable[[], None]:
+    """Have the gradients of a model that a user has sharded summed, until what is returned is called.
+
+    Raises:
+        UserError: shards whose sums are not those of all processes in the parameters' own precision.
+    """
+    if not isinstance(model, FSDPModule):
+        raise UserError("Parts of the model are in shards and the whole is not: call fully_shard on the model, last.")
+    for name, parameter in model.named_parameters():
+        shard: Any = parameter
+        if not hasattr(shard, "to_local") or any(not place.is_shard() for place in shard.placements):
+            raise UserError(f"Parameter {name!r} is whole in every process: put all parameters into shards, or none.")
+        if shard.device_mesh.ndim != 1 or shard.device_mesh.size() != ranks.replicas:
+            raise UserError(
+                f"Parameter {name!r} is in shards over a mesh of shape {tuple(shard.device_mesh.shape)}, and ranks has "
+                f"{ranks.replicas} replicas: shard over all processes in one dimension, and give ranks=Ranks()."
+            )
+    for module in sharded(model):
+        policy: Any = module._get_fsdp_state()._mp_policy
+        if policy.param_dtype is not None or policy.reduce_dtype is not None:
+            raise UserError(
+                "The shards have a MixedPrecisionPolicy, which would round clipped sums: leave mp_policy out, and use "
+                "torch.autocast for speed."
+            )
+    return sum_gradients(model)
 
 
 def sum_gradients(model: nn.Module) -> Callable[[], None]:
@@ -74,56 +106,6 @@ def sum_gradients(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _inside(layer: str, block: str) -> bool:
-    return layer.startswith(f"{block}.")
-
-
-def _check(engine: ClippingEngine) -> None:
-    """Refuse what a layer that is whole only while it works cannot clip, in the words of the configuration."""
-    for group in engine.groups:
-        uses = Counter(place for member in group.members for place in member.places if place is not None)
-        tied = [member.name for member in group.members if any(uses[p] > 1 for p in member.places if p is not None)]
-        if tied:
-            raise UserError(
-                f"Layer {tied[0]!r} shares a parameter with another, which parallel.kind=fsdp cannot clip: untie them "
-                "(model.untie=true for the head of a language model), or use parallel.kind=ddp."
-            )
-        if len(group.members) > 1 and engine.norms != "ghost":
-            raise UserError(
-                f"Group {group.name!r} has several layers, and with parallel.kind=fsdp none is whole for long enough "
-                "to wait for the others: use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
-            )
-
-
-class ShardedTrainer(Trainer):
-    """A `Trainer` of a model that `shard` has sharded.
-
-    Evaluation and checkpoints gather parameters from all replicas.
-    """
-
-    def evaluate(
-        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
-    ) -> dict[str, float]:
-        """The task's own metrics, which the replicas work out together, all of them on the same examples."""
-        found = super().evaluate(split, batch_size, limit, final)
-        reshard(self.task.model)
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `Trainer.state_dict`, every tensor whole and on the CPU."""
-        return whole_state(super().state_dict())
-
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Go back to where `state_dict` was taken; every replica has the whole of it."""
-        super().load_state_dict(state_in_shards(state, self.task.model, self.private.trainable), step)
-
-    def _check_update(self, step: int) -> None:
-        """Nothing: what the task remembers are parameters from before they were sharded."""
-
-    def _model_state(self) -> dict[str, Any]:
-        return whole_state(super()._model_state())
-
-
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """The modules that `fully_shard` was called on."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -135,13 +117,13 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def whole_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with every tensor whole and on the CPU; every process asks at the same time."""
-    return _mapped(state, _whole)
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with every tensor whole and on the CPU; every process asks at the same time, in the same order."""
+    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
 
 
-def state_in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """What `whole_state` made, with each tensor of the model's and the optimiser's cut as its parameter is.
+def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """What `whole` made, with each tensor of the model's and the optimiser's cut as its parameter is.
 
     Args:
         trainable: the parameters that the optimiser moves, in its order.
@@ -155,25 +137,9 @@ def state_in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence
     return {**state, "model": weights, "optimizer": {**state["optimizer"], "state": moments}}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor from all its shards; every replica asks for the same ones in the same order."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
-
-
 def _like(value: Any, parameter: nn.Parameter | None) -> Any:
     """This replica's shard of a whole tensor, where it belongs to a parameter in shards."""
-    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
-        whole = value.to(parameter.device)
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return value
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of dicts and lists with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(part, change) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_mapped(part, change) for part in value]
-    return value
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape):
+        return value
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
-from groupwise.privacy import AdaptiveThresholds, EpsilonReport, FixedThresholds, NoiseSource, PrivacyPlan
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
-from groupwise.training.graphs import MicrobatchGraphs
 from groupwise.training.memory import halve_on_oom
-from groupwise.training.microbatches import Microbatches
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Split, Task
@@ -69,44 +66,6 @@ class WeightAverage:
             average.copy_(value)
 
 
-class TaskSums(Microbatches):
-    """Clipped sums of batches of a task.
-
-    Args:
-        task: whose examples are read and whose losses are computed.
-        size: examples at once, at most.
-        graphs: what microbatches are recorded with, if they are.
-    """
-
-    def __init__(self, task: Task, size: int, graphs: MicrobatchGraphs | None = None) -> None:
-        super().__init__(size)
-        self.task, self.graphs = task, graphs
-
-    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
-        """This process's part of the batch in the task's order, so that every replica has as much to do."""
-        return ranks.share(self.task.order(drawn))
-
-    def losses_of(self, rows: Sequence[int]) -> Tensor:
-        """The task's losses, (n,)."""
-        return self.task.losses_of(rows)
-
-    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
-        """See `Microbatches`."""
-        with nullcontext() if self.graphs is None else self.graphs.running():
-            return super().add(private, step, drawn)
-
-    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
-        """See `Microbatches`."""
-        if self.graphs is not None:
-            return self.graphs.run(private, rows)
-        return super().run(private, step, start, rows, filler)
-
-    def forget(self) -> None:
-        """See `Microbatches`."""
-        if self.graphs is not None:
-            self.graphs.forget()
-
-
 @dataclass
 class Trainer:
     """A task and the private step that trains it; `state_dict` and the step number are all that a resumed run needs.
@@ -124,8 +83,7 @@ class Trainer:
     @property
     def microbatch(self) -> int:
         """Examples that a step computes at once, at most."""
-        size: int = self.private.sums.size  # type: ignore[attr-defined]  # of all that a run makes
-        return size
+        return self.private.sums.size
 
     @property
     def engine(self) -> ClippingEngine | None:
@@ -141,10 +99,6 @@ class Trainer:
     def plan(self) -> PrivacyPlan:
         """What was promised."""
         return self.private.plan
-
-    def spent(self) -> EpsilonReport:
-        """What the steps that were released cost, those before a resumption included."""
-        return self.plan.spent(self.private.executed)
 
     @property
     def noise(self) -> NoiseSource:
@@ -182,27 +136,18 @@ class Trainer:
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
     def _check_update(self, step: int) -> None:
-        self.task.check_update(step)
+        if not self.private.in_shards:  # what the task remembers are parameters from before they were sharded
+            self.task.check_update(step)
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on."""
-        return {
-            "model": self._model_state(),
-            "optimizer": self.private.optimizer.state_dict(),
-            "microbatch": self.microbatch,
-            **({} if self.average is None else {"average": self.average.state_dict()}),
-            **self.private.state_dict(),
-        }
+        return self.private.state_dict() | ({} if self.average is None else {"average": self.average.state_dict()})
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Go back to where `state_dict` was taken, after `step` steps (noise and plan are the caller's)."""
-        optimizer = self.private.optimizer
-        self.task.model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        self.schedule.last_epoch = step
-        self.schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
-        self.private.load_state_dict(state, step)
-        self.private.sums.size = state["microbatch"]  # type: ignore[attr-defined]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where `state_dict` was taken (noise and plan are the caller's)."""
+        self.private.load_state_dict(state)
+        self.schedule.last_epoch = state["step"]
+        self.schedule._last_lr = [group["lr"] for group in self.private.optimizer.param_groups]
         if self.average is not None:
             self.average.load_state_dict(state["average"])
 
@@ -218,40 +163,30 @@ class Trainer:
         with self._averaged():
             return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
 
-    def outputs(self) -> dict[str, list[dict[str, Any]]]:
-        """Texts that the last final evaluation made."""
-        return self.task.outputs()
-
     def named_thresholds(self) -> dict[str, float]:
         """Group -> C_k; {} unclipped."""
-        if self.engine is None or self.thresholds is None:
-            return {}
-        names = [group.name for group in self.engine.groups]
-        return dict(zip(names, self.thresholds.clip_thresholds.tolist(), strict=True))
+        return self.private.named_thresholds()
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, with the main process's `extra`, and keep the one before it."""
         state = self.state_dict()
         if self.ranks.main:
             save_checkpoint(path, {**state, **extra}, keep=previous(path))
-        self.ranks.barrier()  # nobody leaves while it is being written: whoever watches would end all
+        self.ranks.barrier()  # a process that ended meanwhile would end the run
 
-    def load(self, path: Path, state: dict[str, Any], step: int) -> None:
-        """Go on after `step` steps, from `state`, which was read from `path`."""
-        self.load_state_dict(state, step)
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        """Go on from `state`, which was read from `path`."""
+        self.load_state_dict(state)
 
     def save_model(self, path: Path) -> None:
         """Write the weights alone."""
         with self._averaged():
-            state = self._model_state()
+            state = self.private.weights()
             if self.ranks.main:
                 save_checkpoint(path, state)
 
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.average is None else self.average.applied()
-
-    def _model_state(self) -> dict[str, Any]:
-        return self.task.model.state_dict()
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Write the model for other programs."""

@@ -7,7 +7,7 @@ agreed on once a step, together with the sums that the step reports; the main pr
 import io
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     """Train from step `start` to the end, write the record as it goes, evaluate, account and close it.
 
     Args:
-        record: on the main process it has begun; the others only read from it where it lies.
+        record: begun on the main process; the others only read where it is.
         state: the checkpoint that `trainer` was loaded from; empty for a new run.
 
     Returns:
@@ -43,17 +43,17 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     plan, ranks, headline = trainer.plan, trainer.ranks, trainer.task.headline
     private = plan.is_private and trainer.noise.is_secret
     replayed = _begin(record, trainer, start, state, private) if ranks.main else 0
-    tracker = make_tracker(config, record, start) if ranks.main else _Silent()
+    trackers = [make_tracker(config, record, start)] if ranks.main else []
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
     there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
     kept = kept_steps(config, plan) - ranks.broadcast(there)  # what is out is not shown again: a replay may round
 
-    def save(step: int) -> None:
+    def save() -> None:
         seconds = elapsed + time.monotonic() - began
-        extra = {"step": step, "seconds": seconds, "evaluation_seconds": evaluating}
-        trainer.save(record.checkpoint, {**extra, "examples": examples})
+        times = {"seconds": seconds, "evaluation_seconds": evaluating}
+        trainer.save(record.checkpoint, {**times, "examples": examples})
 
     def measure(final: bool) -> dict[str, float]:
         """Metrics now, and the seconds of training until now."""
@@ -70,7 +70,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
         _stop_flag() as stop,
     ):
         if start == 0:
-            save(0)  # the key of the noise is safe before the first release
+            save()  # the key of the noise is safe before the first release
             if 0 in kept:
                 trainer.save_model(record.folder / kept_name(0))
         for step in range(start, plan.steps):
@@ -83,10 +83,11 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
             metrics = trainer.report(totals) | found
             drawn = int(metrics["nonprivate/batch_size"])
             examples += drawn
-            tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
+            for tracker in trackers:
+                tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
             if due or stopping or step + 1 == plan.steps:  # what comes then may fail, and is tried again alone
-                save(step + 1)
+                save()
                 saved = time.monotonic()
             if stopping:
                 raise KeyboardInterrupt
@@ -94,23 +95,13 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     seconds = elapsed + time.monotonic() - began
     with _signals_to(_interrupt):
         final = measure(final=True)
-    tracker.log(plan.steps, final)
+    for tracker in trackers:
+        tracker.log(plan.steps, final)
+        tracker.finish()
     del final["seconds"]  # of the curve; the row has those of the whole run
-    outputs = trainer.outputs()
     if ranks.main:
-        record.write_outputs(outputs)
-    tracker.finish()
+        record.write_outputs(trainer.task.outputs())
     return _close(record, trainer, final, private, replayed, seconds, throughput)
-
-
-class _Silent:
-    """The tracker of a process that writes nothing."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing is kept."""
-
-    def finish(self) -> None:
-        """Nothing is open."""
 
 
 def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], private: bool) -> int:
@@ -176,7 +167,7 @@ def _close(
     """Account for the steps that were released, write the result, and leave weights without the noise key behind."""
     plan, main = trainer.plan, trainer.ranks.main
     thresholds, machine = trainer.named_thresholds(), trainer.machine()
-    report = trainer.spent()
+    report = plan.spent(trainer.private.executed)
     if report.executed_steps != plan.steps:
         raise UserError(
             f"The run released {report.executed_steps} steps where its plan has {plan.steps}: do not use it; start "
@@ -212,7 +203,7 @@ def _close(
 
 
 def export(record: RunRecord, trainer: Trainer, final: dict[str, float], private: bool) -> None:
-    """Write the model to `export=FOLDER` for other programs, with what may be told of where it came from."""
+    """Write the model to `export=FOLDER` for other programs, with its provenance."""
     folder = Path(str(record.config.export)).expanduser()
     if not trainer.ranks.main:
         trainer.export(folder, {})

@@ -94,10 +94,6 @@ class LayerRule(ABC):
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         """The layer's output and what its backward needs, in a tuple whose positions mean the same at every call."""
 
-    def keep(self, saved: Saved, context: RuleContext) -> Saved:
-        """What of `saved` is worth its memory until the backward pass; None in the place of the rest."""
-        return saved
-
     # -- the backward pass ----------------------------------------------------------------------------------------
 
     def arrange(self, saved: Saved, g: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
 from groupwise.clipping.gram import norms_from_products, self_products
-from groupwise.clipping.norm_methods import Sizes
+from groupwise.clipping.norm_methods import Sizes, are_kept
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import (
     LONGEST_SUM,
@@ -173,8 +173,9 @@ class ConvRule(LayerRule):
 
     def _sizes(self, inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
         t, p, k = out[2:].numel(), out[1], math.prod(self._filter())
-        reused = not context.save_memory and (context.own_group or p * k <= p * t + inputs[1:].numel())
-        return Sizes(t, k, p, reused, self.geometry.products_work(inputs[1], inputs[2:], out[2:]))
+        fits = are_kept(inputs[0] * p * k, out.numel() + inputs.numel())
+        reused = not context.save_memory and (context.own_group or fits)
+        return Sizes(inputs[0], t, k, p, reused, self.geometry.products_work(inputs[1], inputs[2:], out[2:]))
 
     def _gram_norms(self, x: Tensor, g: Tensor) -> Tensor:
         """Squared norms (B,) of the weight's gradients from XXᵀ and GGᵀ, of a few examples at a time."""

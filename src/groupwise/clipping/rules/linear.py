@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import dropped_examples, without_rows
 from groupwise.clipping.gram import OuterProducts, gram_terms
-from groupwise.clipping.norm_methods import Sizes
+from groupwise.clipping.norm_methods import Sizes, are_kept
 from groupwise.clipping.norm_terms import OneRowTerms, Terms, squares_together
 from groupwise.clipping.precision import (
     LONGEST_SUM,
@@ -166,8 +166,8 @@ class HFConv1DRule(LinearRule):
 
 def _sizes(inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
     t, d, p = inputs[1:-1].numel(), inputs[-1], out[-1]
-    reused = not context.save_memory and (context.own_group or d * p <= t * (d + p))
-    return Sizes(t, d, p, reused)
+    reused = not context.save_memory and (context.own_group or are_kept(inputs[0] * d * p, inputs[0] * t * (d + p)))
+    return Sizes(inputs[0], t, d, p, reused)
 
 
 def _as_rows(t: Tensor) -> Tensor:

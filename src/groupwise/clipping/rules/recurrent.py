@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_map
 
 from groupwise.clipping.per_example import PerExample, in_place_of, refuse_unbatched
 from groupwise.clipping.products import late
@@ -37,6 +38,8 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
     Raises:
         UserError: an input without a batch, or without a step; one that all examples share.
     """
+    if isinstance(input, PerExample):
+        return _of_all_examples(module, input, hx)
     sizes: Tensor | None = None
     if isinstance(input, PackedSequence):
         x, lengths = pad_packed_sequence(input, batch_first=True)
@@ -46,7 +49,7 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
         x, lengths = input if module.batch_first else input.transpose(0, 1), None
         data = input
     given, last = _initial(module, x, hx), list[State]()
-    module.check_forward_args(data, hx_like(module, given), sizes)
+    module.check_forward_args(data, _hx(module, given), sizes)
     if x.shape[1] == 0:
         raise UserError(f"{type(module).__name__} got sequences of no step at all: leave them out, or pad them.")
     alive = None
@@ -62,10 +65,31 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
         if layer < module.num_layers - 1 and module.dropout > 0:
             x = F.dropout(x, module.dropout, module.training)
-    states = hx_like(module, tuple(torch.stack(parts) for parts in zip(*last, strict=True)))
+    states = _hx(module, tuple(torch.stack(parts) for parts in zip(*last, strict=True)))
     if isinstance(input, PackedSequence):
         return _pack_as(x, input), states
     return x if module.batch_first else x.transpose(0, 1), states
+
+
+def _of_all_examples(module: nn.RNNBase, input: PerExample, hx: Any) -> tuple[Any, Any]:
+    """One sequence that all examples share, such as learned tokens: one for each of them, which look like one."""
+    axis = 0 if module.batch_first else 1
+    _refuse_shared(module, input, input.dim() != 3 or input.shape[axis] != 1 or hx is not None)
+    rows = input.rows.squeeze(axis + 1)
+    y, states = recurrent(module, rows if module.batch_first else rows.transpose(0, 1))
+
+    def as_one(t: Tensor, axis: int) -> PerExample:
+        return PerExample.of_rows(t.movedim(axis, 0).unsqueeze(axis + 1), input.origin)
+
+    return as_one(y, axis), tree_map(lambda t: as_one(t, 1), states)
+
+
+def _refuse_shared(module: nn.RNNBase, x: Tensor, refused: bool) -> None:
+    if refused:
+        raise UserError(
+            f"{type(module).__name__} got a sequence of shape {tuple(x.shape)} that is the same for all examples: "
+            "expand it to the batch."
+        )
 
 
 def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor | None) -> tuple[Tensor, State]:
@@ -76,10 +100,8 @@ def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor
 
     by_input = F.linear(x, *parameters("ih"))
     if isinstance(by_input, PerExample):
-        raise UserError(
-            f"{type(module).__name__} got a sequence of shape {tuple(x.shape)} that is the same for all examples: "
-            "expand it to the batch."
-        )
+        _refuse_shared(module, x, not by_input.origin.traces)
+        by_input = by_input.like
     by_input, step, first = by_input.to(state[0].dtype), STEPS[module.mode], state[0]
     apart = module.mode == "GRU"  # which has no sum of the two maps
     hidden = Late(*parameters("hh"), by_input, None if apart else by_input)
@@ -185,7 +207,7 @@ def _initial(module: nn.RNNBase, x: Tensor, hx: Any) -> State:
     return tuple(x.new_zeros(count, len(x), size) for size in sizes)
 
 
-def hx_like(module: nn.RNNBase, states: State) -> Any:
+def _hx(module: nn.RNNBase, states: State) -> Any:
     """States as the module takes and gives them: a pair for an LSTM, else one tensor."""
     return states if module.mode == "LSTM" else states[0]
 

@@ -1,0 +1,175 @@
+"""Forms the clipped sums of batches of a dataset; what the dataset draws at random follows the key of the noise."""
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
+
+from groupwise.clipping.unchanged import Generators
+from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource, secret_randomness
+from groupwise.private.data import Loading
+from groupwise.training.microbatches import Microbatches
+from groupwise.training.private_step import LossesOf, PrivateStep
+from groupwise.training.ranks import Alone, Ranks
+
+Place = tuple[int, int, Sequence[int]]
+"""Of a microbatch: its step, where it begins in this process's share of the batch, and its examples."""
+
+Order = Callable[[np.ndarray], np.ndarray]
+"""The numbers of a batch's examples, (n,), to the same numbers in the order in which they share microbatches."""
+
+
+class DatasetSums(Microbatches):
+    """Clipped sums of batches that are drawn from a dataset.
+
+    Args:
+        model: whose losses are computed.
+        data: N examples by number.
+        losses: (model, batch) -> one loss for each of the batch's examples, (b,).
+        loading: how examples become a batch.
+        order: the numbers of this process's examples of a batch, (n,), in the order in which they share microbatches.
+        size: examples at once, at most.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        losses: Callable[[nn.Module, Any], Tensor],
+        loading: Loading,
+        order: Order | None,
+        size: int,
+    ) -> None:
+        super().__init__(size)
+        self.data, self.losses, self.loading, self.order = data, losses, loading, order
+        self._model = model
+        self._batches: Iterator[Any] | None = None
+        """What worker processes have read ahead."""
+        self._step = -1
+        """The step that these batches have come to."""
+
+    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
+        """This process's examples, in order: shared first, as orders may differ between processes.
+
+        Raises:
+            UserError: the order has other examples than were drawn, or no integers.
+        """
+        share = ranks.share(drawn)
+        if self.order is None:
+            return share
+        ordered = np.asarray(self.order(share))
+        if ordered.shape != share.shape or not np.array_equal(np.sort(ordered), share):
+            raise UserError(
+                "order gave other examples than were drawn, which no account of epsilon covers: return the numbers "
+                "that it is given, each once."
+            )
+        if ordered.size and ordered.dtype.kind not in "iu":
+            raise UserError(
+                f"order gave numbers of type {ordered.dtype}: return the integers that it is given, each once."
+            )
+        return ordered
+
+    def losses_of(self, rows: Sequence[int]) -> LossesOf:
+        """The losses of some of these examples, which are read once, when they are asked for, past the generators: each
+        is the same in all passes, and so are the masks of the model."""
+
+        @cache
+        def items() -> dict[int, Any]:
+            with Generators(()).kept():
+                return dict(zip(map(int, rows), self._items(rows), strict=True))
+
+        def losses_of(some: Sequence[int]) -> Tensor:
+            return self.losses(self._model, self.loading.collate_fn([_own(items()[int(row)]) for row in some]))
+
+        return losses_of
+
+    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
+        """See `Microbatches`; worker processes end with a step that fails, as they have read what it did not take."""
+        try:
+            return super().add(private, step, drawn)
+        except BaseException:
+            self.forget()
+            raise
+
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
+        """See `Microbatches`; a batch may be read once more, to be traced."""
+        batch = self._batch(private, step, start, rows)
+        again = self.losses_of(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
+
+        def losses_of(some: Any) -> Tensor:
+            return self.losses(self._model, _own(batch)) if some is rows else again(some)
+
+        return private.clip(losses_of, rows, filler)  # type: ignore[arg-type]
+
+    def forget(self) -> None:
+        """End the worker processes."""
+        self._batches = None
+
+    def _batch(self, private: PrivateStep, step: int, start: int, rows: np.ndarray) -> Any:
+        reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
+        if not self.loading.num_workers:
+            return self._pinned(reader[step, start, rows.tolist()])
+        if self._batches is None or (start == 0 and self._step == step):  # a step that begins again
+            loader = DataLoader(
+                reader,
+                batch_size=None,
+                sampler=self._places(private, step),
+                collate_fn=_identity,
+                num_workers=self.loading.num_workers,
+                pin_memory=self.loading.pin_memory,
+                generator=torch.Generator(),  # else the loader draws its workers' seeds from the caller's
+            )
+            self._batches = iter(loader)
+        self._step = step
+        return next(self._batches)
+
+    def _pinned(self, batch: Any) -> Any:
+        if not (self.loading.pin_memory and torch.cuda.is_available()):
+            return batch
+        return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
+
+    def _places(self, private: PrivateStep, first: int) -> Iterator[Place]:
+        for step in range(first, private.plan.steps):
+            drawn = private.sampler.indices(step)
+            for start, rows, _ in self.parts(private, self.share(drawn, private.ranks), drawn):
+                yield step, start, rows.tolist()
+
+    def _read(self, rows: Sequence[int]) -> Any:
+        return self.loading.collate_fn(self._items(rows))
+
+    def _items(self, rows: Sequence[int]) -> list[Any]:
+        if hasattr(self.data, "__getitems__"):
+            return list(self.data.__getitems__(list(rows)))
+        return [self.data[row] for row in rows]
+
+
+@dataclass(frozen=True)
+class _Reader(Dataset[Any]):
+    """Reads a microbatch by its place; default generators are the key's meanwhile, in worker processes too."""
+
+    read: Callable[[Sequence[int]], Any]
+    noise: NoiseSource
+    """Not the one of the model's masks: an augmentation must not repeat them."""
+    process: int
+
+    def __getitem__(self, place: Place) -> Any:
+        step, start, rows = place
+        with secret_randomness(self.noise, step, start, process=self.process):
+            return self.read(rows)
+
+
+def _own(value: Any) -> Any:
+    """A copy of a dict or list, from which labels may be taken out."""
+    return copy(value) if isinstance(value, MutableMapping | list) else value
+
+
+def _identity(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,112 @@
+"""How clipped sums reach .grad, and that no other gradient does."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping.gradients import ClippedGradients
+from groupwise.errors import UserError
+from tests.clipping.traced import clip, clip_batch
+
+
+def filters_last() -> nn.Conv2d:
+    return nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+
+
+def turned_weight() -> nn.Linear:
+    layer = nn.Linear(4, 6)
+    layer.weight = nn.Parameter(torch.randn(4, 6).t())
+    return layer
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(4, 6), (5, 3, 4)),
+    "turned weight": (turned_weight, (5, 3, 4)),
+    "thin linear": (lambda: nn.Linear(2, 600), (5, 3, 2)),
+    "convolution": (lambda: nn.Conv2d(4, 6, 3), (5, 4, 6, 6)),
+    "channels last": (filters_last, (5, 4, 6, 6)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3), (5, 4, 3, 3)),
+    "norm": (lambda: nn.LayerNorm(4), (5, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+@pytest.mark.parametrize("method", ["gram", "materialize"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_have_their_parameters_strides_and_memory_of_their_own(name, method, make_partition):
+    """As autograd's have: optimisers with foreach=True are slower otherwise."""
+    make, shape = LAYERS[name]
+    layer = make()
+    with attach(layer, make_partition(layer), 1.0, formula=method) as engine:
+        clip_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), torch.randn(shape))
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride() and not parameter.grad._is_view()
+
+
+@pytest.mark.parametrize("total", [torch.randn(3, 4).t(), torch.randn(5, 3)[:4], torch.randn(4, 3).double()])
+def test_a_sum_that_is_turned_or_a_view_or_wider_is_copied(total):
+    parameter = nn.Parameter(torch.zeros(4, 3))
+    gradients = ClippedGradients({"weight": parameter})
+    with gradients.collected():
+        gradients.add(parameter, total)
+    assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+    assert parameter.grad.stride() == (3, 1) and not parameter.grad._is_view()
+    torch.testing.assert_close(parameter.grad, total.float())
+    with gradients.collected():
+        gradients.add(parameter, total)
+        assert parameter.grad is None
+    torch.testing.assert_close(parameter.grad, 2 * total.float())
+
+
+@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("passes", range(4))
+def test_a_bypass_is_refused_in_any_backward_pass_and_is_not_in_grad(passes, norms):
+    """The graph is walked in the first two only; later the microbatch is clipped and counted, without its bypass."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(4, 3)
+
+    def losses_of(rows) -> Tensor:
+        return model(x[rows]).square().sum(1)
+
+    with attach(model, flat(model), 1.0, norms=norms) as engine:
+        engine.trace(losses_of, range(4))
+        for _ in range(passes):
+            clip(engine, losses_of, range(4))
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        penalty = model[0].weight.square().sum()  # inside of the losses it would be clipped
+        with pytest.raises(UserError, match=r"'0.weight' is used outside .* weight_decay"):
+            clip(engine, lambda rows: losses_of(rows) + penalty, range(4))
+        assert engine.examples == 4 * (passes + (passes >= 2))
+        for parameter, earlier in zip(model.parameters(), before, strict=True):
+            if passes < 2:
+                assert parameter.grad is None if earlier is None else torch.equal(parameter.grad, earlier)
+            else:
+                torch.testing.assert_close(parameter.grad, earlier * (passes + 1) / passes)
+        model.zero_grad()
+        clip(engine, losses_of, range(4))  # it goes on
+        for parameter, earlier in zip(model.parameters(), before, strict=True):
+            if earlier is not None:
+                torch.testing.assert_close(parameter.grad, earlier / passes)
+
+
+def test_a_backward_pass_that_fails_leaves_grad_as_it_was():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    x = torch.randn(4, 3)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ZeroDivisionError
+
+    with attach(model, per_layer(model), 1.0) as engine:
+        clip_batch(engine, lambda x: model(x).sum(1), x)
+        before = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(ZeroDivisionError):
+            clip_batch(engine, lambda x: model[1](Fails.apply(model[0](x))).sum(1), x)
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), before, strict=True))

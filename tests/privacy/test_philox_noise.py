@@ -1,0 +1,133 @@
+"""Noise by counting: Philox's known answers, the law, and the same draws in any layout, company or compiler."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from groupwise.privacy import NoiseSource, philox_noise
+from groupwise.privacy.noise import CHUNKS, COUNT_STREAM
+from groupwise.privacy.philox_noise import WORD, draw_on, normals, pairs, philox
+
+CPU = torch.device("cpu")
+SOURCE = NoiseSource.from_key(bytes(range(32)), generator="Philox")
+KNOWN = [  # Random123's kat_vectors, philox4x32 10: counter, key, answer
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([WORD] * 4, [WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def draw(*size: int, step: int = 0, stream: int = 0, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
+    return SOURCE.add_gaussian_(torch.zeros(size, dtype=dtype), std, step, stream)
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_philox_gives_its_known_answers(counter: list[int], key: list[int], answer: list[int]) -> None:
+    words = tuple(torch.tensor([word, 5]) for word in counter)
+    found = philox(words, (torch.tensor(key[0]), torch.tensor(key[1])))
+    assert [int(word[0]) for word in found] == answer
+
+
+def test_draws_are_the_box_muller_pairs_of_the_blocks() -> None:
+    words = [7 * 2**20, 3, 5, 11]
+    found = pairs(torch.tensor([2**33 + 7]), torch.tensor(words)).tolist()
+    counter = tuple(torch.tensor(word) for word in (7, 2, words[2], words[3]))
+    w = [int(word) for word in philox(counter, (torch.tensor(words[0]), torch.tensor(words[1])))]
+    radius = math.sqrt(-2 * math.log(((w[0] << 32) + w[1] + 0.5) / 2**64))
+    angle = 2 * math.pi * ((w[2] << 32) + w[3]) / 2**64
+    assert found == pytest.approx([radius * math.cos(angle), radius * math.sin(angle)], rel=1e-12)
+
+
+@pytest.mark.parametrize("place", range(16))
+def test_every_secret_byte_counts(place: int) -> None:
+    digest = bytearray(32)
+    first = normals(bytes(digest), 0, 100, CPU)
+    digest[place] ^= 0x80
+    assert not bool((normals(bytes(digest), 0, 100, CPU) == first).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_law(follows_normal_only, dtype: torch.dtype) -> None:
+    noise = draw(200_000, dtype=dtype, std=3.0).double().numpy()
+    follows_normal_only(noise, 3.0)
+    both = noise.reshape(-1, 2)
+    assert abs(np.corrcoef(both.T)[0, 1]) < 4 / math.sqrt(len(both))  # both of a pair, and their sizes
+    assert abs(np.corrcoef(np.abs(both).T)[0, 1]) < 4 / math.sqrt(len(both))
+    assert abs(np.corrcoef(noise[:-2], noise[2:])[0, 1]) < 4 / math.sqrt(len(noise))
+    beyond = np.abs(noise / 3.0) > 4  # 12.7 are expected, chance of more than 32 or fewer than 2 below 1e-5
+    assert 2 <= beyond.sum() <= 32
+
+
+@pytest.mark.parametrize(("words", "least", "most"), [((0, 0), 9.4, 9.5), ((WORD, WORD), 1e-9, 1e-7)])
+def test_a_radius_is_never_0_and_ends_beyond_what_single_words_reach(monkeypatch, words, least, most) -> None:
+    """32 bits would end at 6.8."""
+    first, second = (torch.tensor([word]) for word in words)
+    monkeypatch.setattr(philox_noise, "philox", lambda counter, key: (first, second, first * 0, first * 0))
+    assert least < float(pairs(torch.tensor([0]), torch.zeros(4, dtype=torch.int64))[0]) < most
+
+
+def test_steps_streams_and_keys_are_independent() -> None:
+    base = draw(20_000, dtype=torch.float64)
+    others = [
+        draw(20_000, step=1, dtype=torch.float64),
+        draw(20_000, stream=COUNT_STREAM, dtype=torch.float64),
+        NoiseSource.from_key(bytes(range(1, 33)), generator="Philox").add_gaussian_(base * 0, 1.0, 0, 0),
+        SOURCE.child("shard 0").add_gaussian_(base * 0, 1.0, 0, 0),
+    ]
+    for other in others:
+        assert stats.pearsonr(base.numpy(), other.numpy()).pvalue > 1e-5
+        assert not bool((base == other).any())
+
+
+@pytest.mark.parametrize(
+    "layout", [lambda t: t.contiguous(memory_format=torch.channels_last), lambda t: t.mT.contiguous().mT, lambda t: t]
+)
+@pytest.mark.parametrize("chunk", [2, 8, 64])
+def test_neither_layout_nor_chunks_change_a_draw(monkeypatch: pytest.MonkeyPatch, layout, chunk: int) -> None:
+    expected = draw(5, 3, 3, 7)
+    monkeypatch.setitem(CHUNKS, "Philox", chunk)
+    monkeypatch.setattr(philox_noise, "CHUNK", chunk)
+    assert torch.equal(SOURCE.add_gaussian_(layout(torch.zeros(5, 3, 3, 7)), 1.0, 0, 0), expected)
+
+
+@pytest.mark.slow
+def test_the_compiled_operations_draw_the_same() -> None:
+    blocks, secret = torch.arange(2**33 - 500, 2**33 + 500), torch.tensor([WORD, 1, 2**31, 3])
+    compiled = torch.compile(pairs, dynamic=True)
+    assert torch.allclose(compiled(blocks, secret), pairs(blocks, secret), rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [lambda *words: pairs(*words) * (1 + 1e-9), lambda *words: 1 / 0])
+def test_what_compiles_to_other_draws_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
+    class Cuda:
+        type = "cuda"
+
+    arange = torch.arange
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "arange", lambda *ends, device: arange(*ends))
+    for made, right in ((wrong, False), (lambda *words: pairs(*words), True)):
+        monkeypatch.setattr(torch, "compile", lambda function, dynamic, made=made: made)
+        if right:
+            assert draw_on.__wrapped__(Cuda()) is made
+        else:
+            with pytest.warns(UserWarning, match="longer to draw: (its draws differ|division by zero)"):
+                assert draw_on.__wrapped__(Cuda()) is pairs
+    monkeypatch.setattr(philox_noise, "COMPILED", False)
+    assert draw_on.__wrapped__(Cuda()) is draw_on(CPU) is pairs
+
+
+def test_known_answers_for_ever() -> None:
+    """A change here breaks the replay of runs that began before it, and so their guarantee."""
+    found = draw(5, step=3, dtype=torch.float64)
+    assert found.tolist() == pytest.approx(ANSWERS, rel=1e-13)
+
+
+ANSWERS = [-0.9137633015414579, 1.0694079047676832, -0.9959298146479297, -0.5946327217948796, -1.1620282407746099]
