@@ -295,7 +295,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "fallback_recurrent_reused": (Recurrent, _floats(3, 5)),
     "parametrized": (lambda: weight_norm(nn.ConvTranspose1d(3, 4, 2)), _floats(3, 5)),
     "weight_norm_conv": (lambda: weight_norm(nn.Conv2d(3, 4, 2, stride=2, padding=1)), _floats(3, 5, 4)),
-    "spectral_norm_conv": (lambda: _settled(nn.Conv1d(3, 4, 2, bias=False)), _floats(3, 5)),
     "std_conv": (lambda: StdConv2d(3, 4, 3, padding=1, stride=2, bias=False), _floats(3, 5, 6)),
     "std_conv_scaled": (lambda: ScaledStdConv2dSame(4, 6, (2, 3), groups=2), _floats(4, 3, 4)),
     "frozen_std_conv": (lambda: _freeze(ScaledStdConv2dSame(3, 4, 3), "gain", "bias"), _floats(3, 3, 4)),
@@ -313,11 +312,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         _floats(2, 5),
     ),
     "reused_weight_norm": (lambda: Twice(weight_norm(nn.Linear(5, 5))), _floats(3, 5)),
-    "spectral_norm_2d": (
+    "fallback_spectral_norm": (
         lambda: nn.Sequential(_settled(nn.Linear(5, 4)), nn.Tanh(), _settled(nn.Linear(4, 3, bias=False))),
         _floats(5),
     ),
-    "spectral_norm_3d": (lambda: _settled(nn.Linear(5, 6)), _floats(3, 5)),
     "blocks": (lambda: nn.Sequential(nn.Linear(5, 4), Residual(4), Residual(4), nn.Linear(4, 2)), _floats(3, 5)),
     "reused_linear": (lambda: Twice(nn.Linear(5, 5)), _floats(3, 5)),
     "reused_conv": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), _floats(3, 5, 5)),

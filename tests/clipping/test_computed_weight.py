@@ -1,4 +1,4 @@
-"""Linear layers with a computed weight, beside what every layer is held to: forms, refusals, sizes, rounding."""
+"""Layers under `weight_norm`, beside what every layer is held to: forms, refusals, sizes, rounding."""
 
 import copy
 from functools import partial
@@ -13,8 +13,6 @@ from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import find_rule
 from tests.clipping.largest import Largest
 from tests.clipping.traced import clip_batch, trace_batch
-
-KINDS = {"weight norm": weight_norm, "spectral norm": spectral_norm}
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -31,9 +29,8 @@ def assert_exact(model: nn.Module, x: Tensor, **options: str) -> None:
         torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_weight_and_what_it_is_computed_from_are_one_group(name):
-    model = nn.Sequential(KINDS[name](nn.Linear(5, 4)), nn.Linear(4, 3))
+def test_weight_and_what_it_is_computed_from_are_one_group():
+    model = nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Linear(4, 3))
     assert [group.layers for group in per_layer(model)] == [("0",), ("1",)]
     with attach(model, per_layer(model), 1.0) as engine:
         assert sorted(engine.groups[0].names) == sorted(n for n, _ in model.named_parameters() if n.startswith("0"))
@@ -45,7 +42,7 @@ def test_weight_and_what_it_is_computed_from_are_one_group(name):
         lambda: weight_norm(nn.Linear(5, 4), dim=1),
         lambda: weight_norm(nn.ConvTranspose2d(5, 4, 3)),
         lambda: weight_norm(nn.Linear(5, 4), dim=None),
-        lambda: spectral_norm(nn.Linear(5, 4), dim=1),
+        lambda: spectral_norm(nn.Linear(5, 4)),
         lambda: spectral_norm(weight_norm(nn.Linear(5, 4))),
         lambda: orthogonal(nn.Linear(5, 4)),
         lambda: weight_norm(nn.Linear(5, 4), "bias"),
@@ -57,13 +54,11 @@ def test_other_computations_have_no_rule(make):
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
-@pytest.mark.parametrize("name", KINDS)
-def test_a_computed_weight_that_the_model_reads_too_is_exact(name, norms, double):
+def test_a_computed_weight_that_the_model_reads_too_is_exact(norms, double):
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = KINDS[name](nn.Linear(5, 5))
-            self.layer.parametrizations.weight[0].eval()
+            self.layer = weight_norm(nn.Linear(5, 5))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) @ self.layer.weight
@@ -71,23 +66,8 @@ def test_a_computed_weight_that_the_model_reads_too_is_exact(name, norms, double
     assert_exact(Tied(), torch.randn(4, 5), norms=norms)
 
 
-def test_a_forward_pass_in_training_mode_moves_the_vectors_as_it_does_alone():
-    model = nn.Sequential(spectral_norm(nn.Linear(6, 4)))
-    alone, x = copy.deepcopy(model), torch.randn(3, 6)
-    with attach(model, flat(model), 1.0) as engine:
-        trace_batch(engine, partial(losses_of, model), x)
-        for _ in range(3):
-            with engine.forward(3):
-                y = model(x)
-            torch.testing.assert_close(y, alone(x))
-            engine.backward(y.sum(1))
-    assert torch.equal(model[0].parametrizations.weight[0]._u, alone[0].parametrizations.weight[0]._u)
-    assert torch.equal(model[0].parametrizations.weight[0]._v, alone[0].parametrizations.weight[0]._v)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_no_examples_gradient_is_formed_for_vectors(name):
-    model = nn.Sequential(KINDS[name](nn.Linear(40, 40)), nn.Tanh(), nn.Linear(40, 2)).eval()
+def test_no_examples_gradient_is_formed_for_vectors():
+    model = nn.Sequential(weight_norm(nn.Linear(40, 40)), nn.Tanh(), nn.Linear(40, 2)).eval()
     x = torch.randn(16, 40)
     for make_partition in (per_layer, flat):
         with attach(model, make_partition(model), 1.0) as engine:
@@ -99,11 +79,10 @@ def test_no_examples_gradient_is_formed_for_vectors(name):
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize("positions", [1, 4])
-@pytest.mark.parametrize("name", KINDS)
-def test_rounding_understates_no_norm_where_all_is_removed(name, positions, formula):
+def test_rounding_understates_no_norm_where_all_is_removed(positions, formula):
     """The output gradient leads along the weight itself, of which the map leaves almost nothing."""
     torch.manual_seed(0)
-    layer = KINDS[name](nn.Linear(8, 8, bias=False)).eval()
+    layer = weight_norm(nn.Linear(8, 8, bias=False)).eval()
     exact = copy.deepcopy(layer).double()
     for each in (layer, exact):
         for key, parameter in each.named_parameters():
@@ -131,13 +110,11 @@ def test_rounding_understates_no_norm_where_all_is_removed(name, positions, form
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize("order", ["sequences first", "two rows together", "one row after the other"])
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_of_every_layout(name, order, formula, double):
+def test_rows_of_every_layout(order, formula, double):
     class Rows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = KINDS[name](nn.Linear(5, 4))
-            self.layer.parametrizations.weight[0].eval()
+            self.layer = weight_norm(nn.Linear(5, 4))
 
         def forward(self, x: Tensor) -> Tensor:
             if order == "sequences first":

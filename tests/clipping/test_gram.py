@@ -15,7 +15,7 @@ from groupwise.clipping.gram import InputProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base, group_norm
 from groupwise.clipping.rules.base import chunk_floats, in_format_of, numbers
-from groupwise.clipping.rules.conv import _positions_first
+from groupwise.clipping.rules.conv import positions_first
 from groupwise.clipping.rules.geometry import Geometry
 from tests.clipping.conftest import BATCH, make_case
 from tests.clipping.traced import clip, clip_batch
@@ -211,7 +211,7 @@ def test_memory_formats_follow_the_input():
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_positions_of_output_gradients(memory):
     g = torch.randn(2, 6, 3, 4).to(memory_format=memory)
-    rows = _positions_first(g)
+    rows = positions_first(g)
     assert torch.equal(rows, g.flatten(2).mT)
     assert rows.data_ptr() == g.data_ptr(), "no copy"
 

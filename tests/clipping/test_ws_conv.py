@@ -1,21 +1,17 @@
-"""Norms of standardised convolutions from inner products: any gain, any precision, the output kept or not."""
+"""Standardised convolutions: norms of any gain, in any precision, by both methods."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from groupwise.clipping.cost_model import Choices
 from torch import Tensor, nn
 
-from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
+from groupwise.clipping import WSConv2d, attach, explain, flat, per_layer
+from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.reference import clipped_sums
-from groupwise.clipping.rules import ws_conv
 from groupwise.clipping.rules.base import RuleContext
-from groupwise.clipping.rules.ws_conv import WSConv2dRule
+from groupwise.clipping.rules.computed_weight import WSConv2dRule
 from tests.clipping.traced import clip_batch, trace_batch
-
-EVEN = Rates(matmul=1e10, gram=1e10, outer=1e10, kernel=1e10, bytes=1e10, calls=1e6)
 
 
 def saved_of(layer: WSConv2d, x: Tensor) -> tuple[Tensor | None, ...]:
@@ -24,29 +20,23 @@ def saved_of(layer: WSConv2d, x: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
-@pytest.mark.parametrize("filters", [4, 40])
 @pytest.mark.parametrize("gain", [None, 0.0, 1e-30, -2.0])
-def test_inner_products_serve_every_gain(gain, filters, norms, double, monkeypatch):
-    """Few filters: ŵ's output is made again in the backward pass; many: it is kept, but for ghost clipping."""
-    layer = WSConv2d(3, filters, 3, padding=1, gain=gain is not None)
+def test_inner_products_serve_every_gain(gain, norms, double, monkeypatch):
+    layer = WSConv2d(3, 4, 3, padding=1, gain=gain is not None)
     with torch.no_grad():
         if layer.gain is not None:
             layer.gain[1] = gain
         layer.bias.normal_()
     x = torch.randn(4, 3, 5, 5)
-    kept = (filters * 27 >= 25**2) and norms == "bookkeeping"
     partition = (per_layer if norms == "bookkeeping" else flat)(layer)
     norm = float(clipped_sums(layer, lambda i: layer(x[[i]]).square().sum(), range(4), partition, [1.0]).norms.median())
     truth = clipped_sums(layer, lambda i: layer(x[[i]]).square().sum(), range(4), partition, [norm])
-    convolved, real = [], WSConv2dRule._convolve
     monkeypatch.setattr(WSConv2dRule, "gradient_chunks", lambda *_: pytest.fail("gradients are formed"))
-    monkeypatch.setattr(WSConv2dRule, "_convolve", lambda *given: convolved.append(1) or real(*given))
     with attach(layer, partition, norm, formula="gram", norms=norms) as engine:
         trace_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), x)
-        convolved.clear()
         clip_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), x)
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-        assert "gram" in explain(engine) and len(convolved) == (1 if kept else 2)
+        assert "gram" in explain(engine)
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-9, atol=1e-12)
 
@@ -61,12 +51,12 @@ def aligned(layer: WSConv2d) -> tuple[Tensor, Tensor]:
     return 10 * torch.rand(count, 1, 1, 1) * x, torch.eye(count).view(count, count, 1, 1) * torch.rand(count, 1, 1, 1)
 
 
-def largest_sum(layer: WSConv2d, x: Tensor, directions: Tensor, formula: str, dtype: torch.dtype) -> float:
+def largest_sum(layer: WSConv2d, x: Tensor, directions: Tensor, dtype: torch.dtype, **options: str) -> float:
     """The longest clipped gradient of a single example, in thresholds."""
     longest = 0.0
     for row, direction in zip(x, directions, strict=True):
         layer.zero_grad()
-        with attach(layer, per_layer(layer), 1e-6, formula=formula) as engine:
+        with attach(layer, flat(layer), 1e-6, **options) as engine:
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), engine.forward(1):
                 y = layer(row.unsqueeze(0))
             engine.backward((y.float() * direction).flatten(1).sum(1))
@@ -75,31 +65,17 @@ def largest_sum(layer: WSConv2d, x: Tensor, directions: Tensor, formula: str, dt
     return longest
 
 
+@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gain", [False, True])
-def test_a_clipped_gradient_stays_below_its_threshold_in_low_precision(gain, dtype, formula):
+def test_a_clipped_gradient_stays_below_its_threshold_in_low_precision(gain, dtype, formula, norms):
     """Nearly all of G is what standardisation removes: ⟨G, ŵ⟩ from a bfloat16 output made sums of 10⁵ thresholds."""
     torch.manual_seed(0)
     layer = WSConv2d(32, 16, 3, gain=gain, bias=False)
     if layer.gain is not None:
         layer.gain.requires_grad_(False)
-    assert 0.8 < largest_sum(layer, *aligned(layer), formula, dtype) < 1 + 1e-6
-
-
-def test_an_output_of_a_fast_convolution_is_not_taken_for_inner_products():
-    """As TF32 is on by torch's default: what the forward pass rounds, the slack of float32 does not cover."""
-    layer = WSConv2d(3, 40, 3, padding=1, gain=True)
-    x = torch.randn(2, 3, 4, 4)
-    assert saved_of(layer, x)[5] is not None
-    setting: Any = torch.backends.mkldnn.conv
-    before = setting.fp32_precision
-    setting.fp32_precision = "tf32"
-    try:
-        assert saved_of(layer, x)[5] is None
-        assert saved_of(layer.double(), x.double())[5] is not None
-    finally:
-        setting.fp32_precision = before
+    assert 0.8 < largest_sum(layer, *aligned(layer), dtype, formula=formula, norms=norms) < 1 + 1e-6
 
 
 @pytest.mark.parametrize("gain", [False, True])
@@ -129,34 +105,18 @@ def test_autocast_lowers_filters_when_they_are_standardised(gain):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gain", [False, True])
 def test_the_output_is_the_layers_own(gain, bias, double):
-    for filters in (4, 40):
-        layer, x = WSConv2d(3, filters, 3, padding=1, stride=2, gain=gain, bias=bias), torch.randn(2, 3, 7, 7)
-        for parameter in layer.parameters():
-            nn.init.normal_(parameter)
-        parameters = (p if p is None else p.detach() for p in (layer.weight, layer.bias, layer.gain))
-        y, _ = WSConv2dRule(layer).forward(x, *parameters)
-        torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
+    layer, x = WSConv2d(3, 4, 3, padding=1, stride=2, gain=gain, bias=bias), torch.randn(2, 3, 7, 7)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    parameters = (p if p is None else p.detach() for p in (layer.weight, layer.bias, layer.gain))
+    y, _ = WSConv2dRule(layer).forward(x, *parameters)
+    torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
 
 
-def test_inner_products_cost_a_convolution_more_where_the_output_was_not_kept():
-    layer, x = WSConv2d(3, 40, 3, padding=1), torch.randn(2, 3, 4, 4)
-    rule, saved, g = WSConv2dRule(layer), saved_of(layer, x), torch.randn(2, 40, 4, 4)
-    work = []
-    for output in (saved[5], None):
-        context = RuleContext(own_group=True, choices=Choices("gram", EVEN))
-        rule.squared_norms((*saved[:5], output), g, (True, False, False), context)
-        work.append(context.choices[context.choices.last].work["gram"])
-    assert work[1].matmul - work[0].matmul == 2 * 2 * 40 * 16 * 27
-    assert rule.keep(saved, RuleContext(choices=Choices("gram", EVEN)))[5] is saved[5]
-    for context in (RuleContext(choices=Choices("materialize", EVEN)), RuleContext(save_memory=True)):
-        assert rule.keep(saved, context)[5] is None
-
-
-@pytest.mark.parametrize("cached", [("cpu",), ()])
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize("wanted", [(True, False, False), (True, False, True), (False, False, True)])
-def test_three_sums_of_a_gradient_give_its_norm(wanted, cached, double, monkeypatch):
+def test_only_what_trains_counts(wanted, formula, double):
     """For a filter of the least deviation, too, whose scale does not depend on it."""
-    monkeypatch.setattr(ws_conv, "CACHED", cached)
     layer, x = WSConv2d(3, 4, 3, padding=1, gain=True), torch.randn(5, 3, 4, 4)
     with torch.no_grad():
         layer.weight[1] = 0.3 + 1e-4 * torch.randn(3, 3, 3)
@@ -170,27 +130,8 @@ def test_three_sums_of_a_gradient_give_its_norm(wanted, cached, double, monkeypa
             strict=True,
         ):
             expected[i] += float(gradient.square().sum()) if counts else 0
-    context = RuleContext(choices=Choices("materialize", EVEN))
+    context = RuleContext(methods=NormMethods(formula))
     torch.testing.assert_close(rule.squared_norms(saved, g, wanted, context), expected, rtol=1e-11, atol=0)
-
-
-@pytest.mark.parametrize("cached", [("cpu",), ()])
-def test_a_norm_of_sums_that_cancel_is_not_under_stated(cached, monkeypatch):
-    """Gradients that are a filter's multiple, or its mean's, but for a millionth, in float32."""
-    monkeypatch.setattr(ws_conv, "CACHED", cached)
-    torch.manual_seed(0)
-    layer = WSConv2d(32, 16, 3, bias=False)
-    rule, x = WSConv2dRule(layer), torch.randn(1, 32, 3, 3)
-    saved = saved_of(layer, x)
-    directions, scale, _ = rule._scales(saved)
-    standard = directions[:, 0]
-    for direction in (standard, torch.full_like(standard, 288**-0.5)):
-        rows = direction + 1e-6 * torch.randn(64, *standard.shape)
-        exact, filters = rows.double(), standard.double()
-        along, mean = (exact * filters).sum(2, keepdim=True), exact.mean(2, keepdim=True)
-        truth = (scale.double().unsqueeze(1) * (exact - mean - along * filters)).square().sum((1, 2))
-        found = rule.measure(saved, (True, False, False))(rows)
-        assert bool((found >= truth).all()) and bool((found < 1e-3 * scale.double().square().sum()).all())
 
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])

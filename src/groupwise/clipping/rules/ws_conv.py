@@ -1,10 +1,4 @@
-"""Standardises the weights of a convolution, and clips it: norms go through the standardisation in closed form.
-
-For a filter w with K weights let ŵ = s·(w - mean w), s = max(Σ(w - mean w)², eps)^(-½), and let G be one example's
-gradient for the filter used, gain·ŵ. Then the gradient for w is gain·s·(G - mean G - a·⟨G, ŵ⟩·ŵ) and that for the gain
-is ⟨G, ŵ⟩, where a is 1, or 0 where eps holds s fixed. As ŵ has mean 0 (and norm 1 where a = 1), the squared norm is
-(gain·s)²·(‖G‖² - (ΣG)²/K - a·⟨G, ŵ⟩²): three numbers a filter, and the map is linear, so sums go through it once.
-"""
+"""A convolution whose filters are standardised before use; `computed_weight.py` clips it."""
 
 from typing import Any
 
@@ -13,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STANDARDIZATION_EPS = 1e-4
-CACHED = ("cpu",)
-"""Devices with a chunk of gradients in a cache: there, reading it again for ΣG beats a product with two rows."""
 
 
 def standardize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
