@@ -15,7 +15,7 @@ from tests.clipping.conftest import BATCH, CASES, make_case
 from tests.clipping.traced import clip_batch, trace_batch
 from tests.clipping.turns import in_turn
 
-FALLBACKS = [name for name in CASES if name.startswith(("fallback", "parametrized"))]
+FALLBACKS = [name for name in CASES if name.startswith(("fallback", "parametrized", "reused_rms_norm"))]
 
 
 @pytest.mark.parametrize("make_partition", [pytest.param(flat, marks=pytest.mark.slow), per_layer])
