@@ -93,16 +93,17 @@ def attention(
 
 def _project(inputs: tuple[Tensor, ...], weight: Any, bias: Tensor | None) -> list[Tensor]:
     """Queries, keys and values (B, ..., E), with one linear map for those next to each other that are one tensor."""
-    size, projected = len(weight) // 3, list[Tensor]()
+    size, projected = inputs[0].shape[2], list[Tensor]()
     for _, same in groupby(inputs, key=id):
         start, [x, *more] = len(projected) * size, same
         stop = start + (1 + len(more)) * size
-        projected += F.linear(x.transpose(0, 1), weight[start:stop], _rows(bias, start, stop)).split(size, 2)
+        rows = weight if len(more) == 2 else weight[start:stop]
+        projected += F.linear(x.transpose(0, 1), rows, _rows(bias, start, stop)).split(size, 2)
     return projected
 
 
 def _rows(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if bias is None else bias[start:stop]
+    return bias if bias is None or stop - start == len(bias) else bias[start:stop]
 
 
 def _mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
