@@ -26,7 +26,6 @@ from groupwise.clipping.precision import (
     raised,
     rounding_slack,
     second_product_slack,
-    slack_of,
     squared_row_norms,
     upcast,
 )
@@ -80,25 +79,26 @@ class FilterRule(LayerRule):
     # -- norms and sums -------------------------------------------------------------------------------------------
 
     def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
-        """Never those of w: three sums of G give their norm, which is less work."""
-        return False
+        return super().materializes(saved, g, _of_used(wanted), context)
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
         x, weight, _, scale, _, length = saved
         assert x is not None and weight is not None and scale is not None and length is not None
-        used = _of_used(wanted)
-        if not used[0]:
-            return super().squared_norms(saved, g, used, context)
+        if not _of_used(wanted)[0]:
+            return super().squared_norms(saved, g, _of_used(wanted), context)
         positions = (g.shape[2:] if isinstance(self, ConvRule) else g.shape[1:-1]).numel()
-        forms = super().materializes(saved, g, used, context)
-        step = self.chunk(g, wanted) if forms else max(1, chunk_floats(g) // (4 * positions**2))
-        parts = (self.examples(saved, g, slice(i, i + step)) for i in range(0, len(g), step))
-        norms = self._norms_of_gradients if forms else self._norms_of_sides
-        squares = torch.cat([norms(*part, wanted) for part in parts])
-        if not forms and positions <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
-            return squares
+        if self.materializes(saved, g, wanted, context):
+            found = LayerRule.squared_norms(self, saved, g, wanted, context)
+            assert isinstance(found, Tensor)
+            squares = found
+        else:
+            step = max(1, chunk_floats(g) // (4 * positions**2))
+            parts = (self.examples(saved, g, slice(i, i + step)) for i in range(0, len(g), step))
+            squares = torch.cat([self._norms_of_sides(*part, wanted) for part in parts])
+            if positions <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+                return squares
         taps = torch.Size(getattr(self.module, "kernel_size", ())).numel()
-        slack = taps**0.5 * second_product_slack(x, g, positions)
+        slack = taps**0.5 * second_product_slack(x, g, max(positions, weight[0].numel()))
         return raised(squares, slack * (scale.abs().amax() + length.abs().amax()).double())  # the map's norm is less
 
     def weighted_sum(
@@ -117,34 +117,21 @@ class FilterRule(LayerRule):
         """From gradients (n, p, …) of the filters used, which may be changed, to those of w and the gain."""
         if weight is None:
             return None, None
-        rows = weight.flatten(2)
+        rows, gain = weight.flatten(2), self.values()[2]
         direction, scale, taken, length = (upcast(t).to(rows.dtype) for t in saved[2:] if t is not None)
-        along, gain = _along(rows, direction).unsqueeze(2), self.values()[2]
-        gains = (along * length).view(-1, *gain.shape) if gain is not None and wanted[2] else None
+        directions, shares = direction.unsqueeze(1), taken.unsqueeze(2)
+        if self.centred:  # the mean is the part along another direction
+            directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
+            shares = torch.cat([shares, torch.ones_like(shares)], 2)
+        by_filter = rows.transpose(0, 1)
+        along = torch.bmm(by_filter, directions.mT)
+        gains = None
+        if gain is not None and wanted[2]:
+            gains = (along[:, :, 0] * length).t().reshape(-1, *gain.shape)
         if not wanted[0]:
             return None, gains
-        if self.centred:
-            rows -= rows.mean(2, keepdim=True)
-        return rows.addcmul_(along * taken, direction, value=-1).mul_(scale).view(weight.shape), gains
-
-    def _norms_of_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        """Squared norms (n,) from gradients of the filters used, raised by their rounding."""
-        weight, bias = super().per_example_gradients(saved[:2], g, (True, wanted[1]))  # type: ignore[safe-super]
-        assert weight is not None
-        rows = weight.flatten(2)
-        direction, scale, taken, length = (upcast(t).to(rows.dtype) for t in saved[2:] if t is not None)
-        along = _along(rows, direction).double().square()
-        squares = along.new_zeros(len(along)) if bias is None else squared_row_norms(bias)
-        if wanted[2]:
-            squares = squares + along @ length.flatten().double().square()
-        if wanted[0]:
-            whole = squared_row_norms(rows.flatten(0, 1)).view(along.shape)
-            whole *= 1 + slack_of(rows.shape[2], rows.dtype, rows.device)
-            removed = along * (taken * (2 - taken)).flatten()
-            if self.centred:
-                removed += rows.sum(2).double().square() / rows.shape[2]
-            squares = squares + at_least_zero((whole - removed) @ scale.flatten().double().square())
-        return squares
+        by_filter.baddbmm_(along * shares, directions, alpha=-1).mul_(scale.unsqueeze(2))
+        return rows.view(weight.shape), gains
 
     def _norms_of_sides(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """Squared norms (n,) from inner products, each moved by its rounding towards the larger norm."""
@@ -263,13 +250,6 @@ def _centred(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Filters (p, K) less their means, and the sums of their squares (p, 1)."""
     rows = rows - rows.mean(1, keepdim=True)
     return rows, rows.square().sum(1, keepdim=True)
-
-
-def _along(rows: Tensor, direction: Tensor) -> Tensor:
-    """Inner products (n, p) of rows (n, p, K) and directions (p, K)."""
-    if rows.device.type == "cpu":
-        return torch.linalg.vecdot(rows, direction)
-    return torch.bmm(rows.transpose(0, 1), direction.unsqueeze(2)).squeeze(2).t()
 
 
 def _of_used(wanted: Wanted) -> Wanted:
