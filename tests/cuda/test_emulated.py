@@ -239,6 +239,7 @@ device, gpu, last = torch.device("cuda", 0), EmulatedGPU(), torch.channels_last
 prepare = lambda some: normalize(some, (0.5,) * 3, (0.25,) * 3).contiguous(memory_format=last)
 PrivateStep.microbatch = lambda self, step, start: nullcontext()  # a GPU's generators are not emulated
 torch.cuda.is_current_stream_capturing = lambda: True  # nor asked where they stand
+torch.cuda.default_generators = (None,)
 
 def make_task(place):
     model = wide_resnet(depth=10, width=1, block_order="deepmind", weight_standardization=True).to(memory_format=last)

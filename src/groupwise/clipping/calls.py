@@ -68,7 +68,7 @@ class LayerCalls:
             UntracedCall: the plan does not know it.
             UserError: it is inside of `torch.func`, or x is nested or sparse.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if _hides_batch():
             _refuse_transforms(label)
         if x.is_nested or x.layout is not torch.strided:
             _refuse_layout(label, x)
@@ -174,7 +174,9 @@ class LayerCalls:
         """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
-        if self.passes.forward_pass.examples == 1 and _lacks_batch(member.rule, x):  # squeezed away, as it is one
+        if (
+            self.passes.forward_pass.examples == 1 and _lacks_batch(member.rule, x) and not _hides_batch()
+        ):  # squeezed away
             return self.run(group, member, x.unsqueeze(0), values, Layout()).squeeze(0)
         layout = layout or self.find(member.label, x)
         if layout.shared:
@@ -272,6 +274,12 @@ def _lacks_batch(rule: LayerRule, x: Tensor) -> bool:
     if rule.features_last:
         return x.dim() == 1 and x.is_floating_point()
     return rule.has_batch(x.dim() + 1) and not rule.has_batch(x.dim())
+
+
+def _hides_batch() -> bool:
+    """Whether tensors are those of `torch.func` or of `torch.autograd.forward_ad`, which show fewer axes."""
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _refuse_transforms(label: str) -> NoReturn:

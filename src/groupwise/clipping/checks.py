@@ -8,6 +8,7 @@ from typing import Any, NoReturn, get_args
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping.autograd import DirectFunction, GroupFunction
 from groupwise.clipping.gradients import refuse_bypass
@@ -33,6 +34,19 @@ def check_options(norms: str, partition: Partition, formula: str) -> None:
         )
     if formula not in get_args(Formula):
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that runs in several copies of itself.
+
+    Raises:
+        UserError: naming its type.
+    """
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise UserError(
+            f"The model is wrapped in {type(model).__name__}, which would not add up the clipped sums: attach to "
+            "model.module, and add up .grad over processes."
+        )
 
 
 def check_losses(losses: Any, examples: int, traced: bool = False) -> None:

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from groupwise.clipping.autograd import run_backward, run_norms, total_squares
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.checks import Attached, Leaves, check_groups, check_losses, check_options, check_paths
+from groupwise.clipping.checks import (
+    Attached,
+    Leaves,
+    check_groups,
+    check_losses,
+    check_model,
+    check_options,
+    check_paths,
+)
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
 from groupwise.clipping.forward_pass import Note
@@ -70,6 +78,7 @@ class ClippingEngine(ThresholdsAndCounts):
         direct: bool = False,
     ) -> None:
         check_options(norms, partition, formula)
+        check_model(model)
         layers = find_layers(model)
         check_partition(layers, partition)
         context = RuleContext(save_memory=norms == "ghost", methods=NormMethods(formula, rates))
