@@ -29,7 +29,7 @@ NORMS_gradnorm_cifar := --examples 32
 NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layers '*word_embeddings' '*value' '*out_proj'
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-slurm test-versions test-kernels bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
+.PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
 	figure-throughput figure-runtime_breakdown gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust goldens api notebook coverage lint format types clean
 
 help: ## print this list
@@ -63,12 +63,6 @@ test-versions: ## the library's tests with other versions: make test-versions TO
 		pytest hypothesis torch==$(TORCH) transformers==$(TRANSFORMERS)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-versions/bin/python -m pytest -q -m "not slow" \
 		tests/clipping tests/privacy tests/test_private.py tests/test_private_misuse.py tests/tasks/test_text_generation.py
-
-test-kernels: $(STAMP) ## the kernels for GPUs, by Triton's interpreter and compiler (285 MB): no GPU is needed
-	$(PYTHON) -m venv --clear $(VENV)-triton
-	$(VENV)-triton/bin/python -m pip install --quiet --disable-pip-version-check triton
-	@echo "$(CURDIR)/$$(echo $(VENV)/lib/python3*/site-packages)" > "$$(echo $(VENV)-triton/lib/python3*/site-packages)/suite.pth"
-	PYTHONPATH=src OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(VENV)-triton/bin/python -m pytest -q -p no:cacheprovider tests/clipping/test_group_norm_kernels.py
 
 bench: $(STAMP) ## speed and memory, ours and Opacus's, against non-private: hours
 	$(BIN)/python -m benchmarks.throughput $(BENCH)
@@ -189,5 +183,5 @@ gpu-kit: $(STAMP) ## what a GPU machine without a network needs, in results/gpu-
 	$(BIN)/python -m scripts.gpu.make_kit data=$(DATA) $(KIT)
 
 clean: ## remove caches and .venv; results stay
-	rm -rf $(VENV) $(VENV)-versions $(VENV)-triton build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV)-versions build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

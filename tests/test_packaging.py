@@ -57,14 +57,9 @@ def imported(files: list[Path]) -> set[str]:
     return found - set(sys.stdlib_module_names) - OURS
 
 
-WITH_TORCH = {"triton"}
-"""What torch brings where it is built for CUDA, and the package does without elsewhere."""
-
-
 def undeclared(packages: set[str], distributions: set[str]) -> set[str]:
     """Those of `packages` that none of `distributions` brings."""
     known = distributions_of_packages()
-    packages = packages - WITH_TORCH
     return {name for name in packages if not {canonicalize_name(d) for d in known.get(name, [name])} & distributions}
 
 

@@ -10,11 +10,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.emulated import group_norm as emulated_kernels
 from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
 from benchmarks.workloads import TINY_TOKENS, WORKLOADS, build
 from groupwise.clipping import ClipPlan, Rates, attach, flat, per_layer
-from groupwise.clipping.rules import base, group_norm
+from groupwise.clipping.rules import base
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, philox_noise, release_gradients
 
 RATES = Rates(product=4e13, gram=1.1e13, outer=2.5e13, bytes=2.2e12, starts=2.5e5)
@@ -65,7 +64,6 @@ def _draw(blocks: Tensor, secret: Tensor) -> Tensor:
 
 
 @patch.object(philox_noise, "draw_on", lambda device: _draw if device.type == "cuda" else philox_noise.pairs)
-@patch.object(group_norm, "kernels_of", lambda device: emulated_kernels if device.type == "cuda" else None)
 @patch.object(base, "device_memory", lambda kind, index: MEMORY)
 def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU]:
     """One step, with the counts of its forward and backward pass, and of the rest: a row.

@@ -22,7 +22,6 @@ apidoc_modules = [
         "destination": "modules",
         "separate_modules": True,
         "module_first": True,
-        "exclude_patterns": ["**/group_norm_kernels.py"],  # imports triton, which comes with torch for CUDA alone
     },
 ]
 autodoc_member_order = "bysource"

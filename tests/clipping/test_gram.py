@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from groupwise.clipping import attach, flat, gram, norm_terms, per_layer, shared_parameters
 from groupwise.clipping.gram import InputProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
-from groupwise.clipping.rules import base, group_norm
+from groupwise.clipping.rules import base
 from groupwise.clipping.rules.base import chunk_floats, in_format_of, numbers
 from groupwise.clipping.rules.conv import positions_first
 from groupwise.clipping.rules.geometry import Geometry
@@ -104,7 +104,6 @@ class TestInputProducts:
 
 CHUNKED = {
     "gram": (gram, "linear_3d", {"formula": "gram"}, 2 * 9),
-    "group norm": (group_norm, "group_norm_4d", {}, 2 * 54),
     "tied, materialised": (shared_parameters, "tied_conv1d", {}, 2 * 48),
     "tied, one at a time": (shared_parameters, "tied_conv1d", {}, 1),
 }
@@ -139,16 +138,6 @@ def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, 
         truth = (g.mT @ x).square().sum((1, 2)) + (g.sum(1).square().sum(1) if bias else 0)
         torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
         assert seen == sizes
-
-
-@pytest.mark.parametrize(("floats", "rows"), [(2 * 12, 2), (11, 1), (10**6, 5)])
-def test_group_norm_writes_products_into_a_buffer_of_a_few_examples(monkeypatch, floats, rows):
-    monkeypatch.setattr(group_norm, "CHUNK_FLOATS", floats)
-    made, real = [], torch.empty_like
-    monkeypatch.setattr(group_norm.torch, "empty_like", lambda t: made.append(len(t)) or real(t))
-    g, x = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
-    torch.testing.assert_close(group_norm._channel_products(g, x), (g * x).sum(2))
-    assert made == [rows]
 
 
 def test_how_far_rounding_may_have_gone():

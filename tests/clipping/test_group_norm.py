@@ -1,4 +1,4 @@
-"""GroupNorm in one piece, as a GPU has it: the same numbers as a loop over single examples."""
+"""GroupNorm in both memory layouts: the same numbers as a loop over single examples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tests.clipping.traced import clip_batch, trace_batch
 
 
 @pytest.fixture(params=[None, 6])
-def in_one_piece(monkeypatch, request) -> None:
-    """The GPU's way on this CPU; where a grid takes six groups, three calls make the batch."""
-    monkeypatch.setattr(group_norm, "in_one_piece", lambda x: True)
+def grid(monkeypatch, request) -> None:
+    """Where a GPU's grid takes six groups, three calls make the batch."""
     if request.param is not None:
         monkeypatch.setattr(group_norm, "LARGEST_GRID", request.param)
 
@@ -45,7 +44,7 @@ MODELS = {
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("groups", [flat, per_layer])
-def test_equal_to_single_examples(in_one_piece, name, layout, groups) -> None:
+def test_equal_to_single_examples(grid, name, layout, groups) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     for parameter in model.parameters():
@@ -66,7 +65,7 @@ def test_equal_to_single_examples(in_one_piece, name, layout, groups) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_outputs_and_input_gradients_keep_the_layout(in_one_piece, layout) -> None:
+def test_outputs_and_input_gradients_keep_the_layout(grid, layout) -> None:
     torch.manual_seed(0)
     norm = nn.GroupNorm(2, 6)
     nn.init.normal_(norm.weight)
@@ -85,11 +84,11 @@ def test_outputs_and_input_gradients_keep_the_layout(in_one_piece, layout) -> No
         _, saved = rule.forward(x, norm.weight, norm.bias)
         found = rule.input_gradient(saved, rule.arrange(saved, 2 * again))
     assert found is not None
+    assert found.is_contiguous(memory_format=layout)
     assert torch.allclose(found, expected, atol=2e-4)
 
 
-def test_half_precision_is_measured_in_float32(monkeypatch) -> None:
-    monkeypatch.setattr(group_norm, "in_one_piece", lambda x: True)
+def test_half_precision_is_measured_in_float32() -> None:
     torch.manual_seed(0)
     norm = nn.GroupNorm(2, 6, dtype=torch.bfloat16)
     rule, x = group_norm.GroupNormRule(norm), torch.randn(5, 6, 4, 4, dtype=torch.bfloat16)

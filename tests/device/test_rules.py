@@ -1,10 +1,8 @@
 """Every layer rule on a device equals a float64 loop: in both memory layouts, in float32 and bfloat16 autocast."""
 
 import copy
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.factors import LARGE, add_weighed_rows
 from groupwise.clipping.reference import clipped_sums
-from groupwise.clipping.rules import group_norm
 from groupwise.training.arithmetic import arithmetic, products
 from tests.clipping.conftest import BATCH, CASES, make_case
 
@@ -88,12 +85,3 @@ def test_large_rows_are_weighed_without_those_left_out(device: torch.device) -> 
     assert float((found - expected).norm() / expected.norm()) < 1e-6
     nothing = add_weighed_rows(torch.ones(3, 7001, device=device), torch.zeros_like(factors), there[[5] * 96])
     assert bool((nothing == 1).all())
-
-
-def test_triton_kernels_are_used_where_triton_is(device: torch.device) -> None:
-    if device.type != "cuda" or find_spec("triton") is None:
-        pytest.skip("Triton's kernels are for GPUs, with the torch that is built for them")
-    group_norm.kernels_of.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # they would warn that they are not used
-        assert group_norm.kernels_of(device) is not None

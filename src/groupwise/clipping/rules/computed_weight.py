@@ -117,15 +117,21 @@ class FilterRule(LayerRule):
         """From gradients (n, p, …) of the filters used, which may be changed, to those of w and the gain."""
         if weight is None:
             return None, None
-        rows = weight.flatten(2)
+        rows, gain = weight.flatten(2), self.values()[2]
         direction, scale, taken, length = (upcast(t).to(rows.dtype) for t in saved[2:] if t is not None)
-        along, gain = torch.linalg.vecdot(rows, direction).unsqueeze(2), self.values()[2]
-        gains = (along * length).view(-1, *gain.shape) if gain is not None and wanted[2] else None
+        directions, shares = direction.unsqueeze(1), taken.unsqueeze(2)
+        if self.centred:  # the mean is the part along another direction
+            directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
+            shares = torch.cat([shares, torch.ones_like(shares)], 2)
+        by_filter = rows.transpose(0, 1)
+        along = torch.bmm(by_filter, directions.mT)
+        gains = None
+        if gain is not None and wanted[2]:
+            gains = (along[:, :, 0] * length).t().reshape(-1, *gain.shape)
         if not wanted[0]:
             return None, gains
-        if self.centred:
-            rows -= rows.mean(2, keepdim=True)
-        return rows.addcmul_(along * taken, direction, value=-1).mul_(scale).view(weight.shape), gains
+        by_filter.baddbmm_(along * shares, directions, alpha=-1).mul_(scale.unsqueeze(2))
+        return rows.view(weight.shape), gains
 
     def _norms_of_sides(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """Squared norms (n,) from inner products, each moved by its rounding towards the larger norm."""

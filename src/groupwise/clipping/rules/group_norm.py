@@ -1,16 +1,11 @@
 """Clips GroupNorm and InstanceNorm, which is a GroupNorm of one channel a group.
 
-One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g over all positions of a channel. Both come from
-per-channel sums of g and g∘x, without the normalised input. A CPU forms them a few examples at a time, in a core's own
-cache. On a GPU torch's kernel has them on its way to the input gradient; as it takes contiguous tensors only,
-channels_last has kernels of its own (`group_norm_kernels.py`), where there is Triton.
+One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g over all positions of a channel. Torch's kernel has
+both on its way to the input gradient, and adds them up over its batch: so it is told of one example with the channels
+of all. It takes contiguous tensors only. On a CPU, channels_last stays, and sums of g and g∘x serve instead.
 """
 
 import math
-import warnings
-from functools import cache
-from itertools import product
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -23,8 +18,6 @@ from groupwise.errors import UserError
 
 LARGEST_GRID = 65_535
 """Groups of all examples together that CUDA's backward kernel takes: a block each, on a grid's second axis."""
-CHUNK_FLOATS = 1 << 18
-"""Numbers in the buffer of `_channel_products`: it stays in a core's own cache."""
 
 
 @register_rule
@@ -45,13 +38,9 @@ class GroupNormRule(LayerRule):
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
-        if (kernels := self._kernels(x)) is not None:
-            y, mean, rstd = kernels.forward(x, weight, bias, self._groups(), self.module.eps)
-            return y, (x, weight, mean, rstd, None, None)
-        last = _channels_last(x) or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d))
-        whole = x if last and not in_one_piece(x) else x.contiguous()
-        y, mean, rstd = torch.native_group_norm(whole, weight, bias, *self._sizes(x), self.module.eps)
-        return in_format_of(x, y) if last else y, (whole, weight, mean, rstd, None, None)
+        x = x if _stays_channels_last(x) else x.contiguous()
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *self._sizes(x), self.module.eps)
+        return y, (x, weight, mean, rstd, None, None)
 
     def arrange(self, saved: Saved, g: Tensor) -> Tensor:
         assert saved[0] is not None
@@ -61,67 +50,40 @@ class GroupNormRule(LayerRule):
         return self.begin_backward(saved, g, True)[0]
 
     def begin_backward(self, saved: Saved, g: Tensor, needs_input: bool) -> tuple[Tensor | None, Saved]:
+        """The input gradient, and in the place of the rest the gradients (B, C) of weight and bias."""
         x, weight, mean, rstd = saved[:4]
         assert x is not None and mean is not None and rstd is not None
-        if not in_one_piece(x):
-            backward = torch.ops.aten.native_group_norm_backward
-            rest = mean, rstd, weight, *self._sizes(x), [True, False, False]
-            return backward(g, x, *rest)[0] if needs_input else None, saved
-        if (kernels := self._kernels(x)) is not None:
-            gx, weights, biases = kernels.backward(x, g, weight, mean, rstd, needs_input)
-        else:
-            wide = upcast(x), upcast(g), None if weight is None else upcast(weight), upcast(mean), upcast(rstd)
-            gx, weights, biases = self._backward_whole(*wide)
-        return gx.to(x.dtype) if needs_input else None, (None, None, None, None, weights, biases)
+        kernel, (b, c, space, groups) = torch.ops.aten.native_group_norm_backward, self._sizes(x)
+        if _stays_channels_last(x):
+            masks = [needs_input, False, False]
+            gx = kernel(g, x, mean, rstd, weight, b, c, space, groups, masks)[0] if needs_input else None
+            wide, g = upcast(x), upcast(g)
+            biases = g.sum((2, 3))
+            centred = (g * wide).sum((2, 3)).view(b, groups, -1) - biases.view(b, groups, -1) * mean.unsqueeze(2)
+            return gx, (None, None, None, None, (centred * rstd.unsqueeze(2)).view(b, c), biases)
+        scales = (x.new_ones(c) if weight is None else weight).expand(b, c)
+        parts, step = [], max(1, LARGEST_GRID // groups)
+        for i in range(0, b, step):
+            n = min(step, b - i)
+            given = (*(upcast(t[i : i + n]) for t in (g, x)), *(upcast(t[i : i + n]) for t in (mean, rstd, scales)))
+            rows = [t.reshape(1, -1) for t in given[2:4]]
+            parts.append(
+                kernel(*given[:2], *rows, given[4].flatten(), 1, n * c, space, n * groups, [needs_input, True, True])
+            )
+        gx, weights, biases = (
+            part[0] if len(part) == 1 or part[0] is None else torch.cat([t.flatten() for t in part])
+            for part in zip(*parts, strict=True)
+        )
+        gx = None if gx is None else gx.view(x.shape).to(x.dtype)
+        return gx, (None, None, None, None, weights.view(b, c), biases.view(b, c))
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        if saved[0] is not None and in_one_piece(saved[0]):
-            _, saved = self.begin_backward(saved, g, False)
-        x, _, mean, rstd, weight, bias = saved
-        if x is None:
-            return weight if wanted[0] else None, bias if wanted[1] else None
-        assert mean is not None and rstd is not None
-        x, g = upcast(x), upcast(g)
-        space = tuple(range(2, x.dim()))
-        bias = g.sum(space) if space else g
-        if not wanted[0]:
-            return None, bias
-        product = _channel_products(g, x) if space else g * x
-        return self._weights(product, bias, mean, rstd), bias if wanted[1] else None
+        if saved[0] is not None:
+            saved = self.begin_backward(saved, g, False)[1]
+        return saved[4] if wanted[0] else None, saved[5] if wanted[1] else None
 
     def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
         return x.shape[0], x.shape[1], math.prod(x.shape[2:]), self._groups()
-
-    def _weights(self, products: Tensor, biases: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-        """Σ g∘x̂ (B, C) from Σ g∘x and Σ g, (B, C) each, mean and 1/deviation (B, groups)."""
-        grouped = (len(products), self._groups(), -1)
-        centred = products.view(grouped) - biases.view(grouped) * mean.unsqueeze(-1)
-        return (centred * rstd.unsqueeze(-1)).view(products.shape)
-
-    # -- on a GPU -------------------------------------------------------------------------------------------------
-
-    def _kernels(self, x: Tensor) -> ModuleType | None:
-        """What computes x (B, C, H, W) in channels_last in one kernel, if anything does."""
-        kernels = kernels_of(x.device) if _channels_last(x) else None
-        return kernels if kernels is not None and kernels.tile(x, self._groups()) is not None else None
-
-    def _backward_whole(
-        self, x: Tensor, g: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients for the input, and per example for weight and bias, (B, C) each, from one call of torch's kernel.
-
-        It adds up weight gradients over its batch, so it is told of one example with the channels of all.
-        """
-        b, c, space, groups = self._sizes(x)
-        scales = (x.new_ones(c) if weight is None else weight).expand(b, c)
-        parts = []
-        for some in torch.arange(b).split(max(1, LARGEST_GRID // groups)):
-            here, n = slice(int(some[0]), int(some[-1]) + 1), len(some)
-            rows = (1, n * c, space, n * groups, [True, True, True])
-            sums = mean[here].reshape(1, -1), rstd[here].reshape(1, -1), scales[here].reshape(-1)
-            parts.append(torch.ops.aten.native_group_norm_backward(g[here], x[here], *sums, *rows))
-        gx, weights, biases = (torch.cat([part.flatten() for part in each]) for each in zip(*parts, strict=True))
-        return gx.view(x.shape), weights.view(b, c), biases.view(b, c)
 
 
 @register_rule
@@ -148,67 +110,7 @@ class InstanceNormRule(GroupNormRule):
         return x
 
 
-def in_one_piece(x: Tensor) -> bool:
-    """Whether one kernel on all examples beats several on few: on a GPU, which no core's cache helps."""
-    return x.device.type != "cpu"
-
-
-@cache
-def kernels_of(device: torch.device) -> ModuleType | None:
-    """The kernels for a GPU, compiled when they are first asked for; None: torch's serve.
-
-    They are used only if they agree with torch's on a few numbers, which no generator draws.
-    """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    try:
-        from groupwise.clipping.rules import group_norm_kernels
-    except ImportError:  # torch brings Triton where it is built for CUDA on Linux
-        return None
-    try:
-        if agrees(group_norm_kernels, device):
-            return group_norm_kernels
-        reason = "they differ from torch's"
-    except Exception as error:  # a compiler's, of whatever kind: torch's are as right
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-    warnings.warn(f"The kernels of GroupNorm are not used, so it takes longer: {reason}.", stacklevel=2)
-    return None
-
-
-SEEN = ((2, 32, 5, 7, 4), (1, 16, 32, 32, 1))
-"""B, C, H, W and groups that kernels are compared on: uneven, and the most that a program holds."""
-
-
-def agrees(kernels: ModuleType, device: torch.device) -> bool:
-    """Whether kernels compute what torch's do, in float32 and bfloat16."""
-    for (b, c, h, w, groups), (dtype, allowed) in product(SEEN, ((torch.float32, 1e-4), (torch.bfloat16, 0.02))):
-        module = nn.GroupNorm(groups, c).to(device)
-        plain = torch.arange(b * h * w * c, device=device).double()
-        both = torch.stack([(plain * 0.7).sin(), (plain * 1.3 + 1).cos()]).to(dtype).view(2, b, h, w, c)
-        x, g = (t.permute(0, 3, 1, 2) for t in both.unbind())
-        weight, bias = ((plain[: 2 * c].cos() + 2).float().view(2, c)).unbind()
-        whole, gradient = x.float().contiguous(), g.float().contiguous()
-        y, mean, rstd = torch.native_group_norm(whole, weight, bias, b, c, h * w, groups, module.eps)
-        expected = y, mean, rstd, *GroupNormRule(module)._backward_whole(whole, gradient, weight, mean, rstd)
-        y, mean, rstd = kernels.forward(x, weight, bias, groups, module.eps)
-        found = y, mean, rstd, *kernels.backward(x, g, weight, mean, rstd, True)
-        for one, other in zip(found, expected, strict=True):
-            most = allowed * float(other.abs().max())
-            if one is None or not float((one.float() - other).abs().max()) <= most:  # also where one is no number
-                return False
-    return True
-
-
-def _channels_last(x: Tensor) -> bool:
-    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-
-
-def _channel_products(g: Tensor, x: Tensor) -> Tensor:
-    """Σ g∘x over space, (B, C), a few examples at a time: a product of full size would only be written to be read."""
-    step = max(1, min(len(g), CHUNK_FLOATS // g[0].numel()))
-    buffer = torch.empty_like(g[:step])
-    space, sums = tuple(range(2, g.dim())), []
-    for start in range(0, len(g), step):
-        part = slice(start, start + step)
-        sums.append(torch.mul(g[part], x[part], out=buffer[: len(g[part])]).sum(space))
-    return torch.cat(sums)
+def _stays_channels_last(x: Tensor) -> bool:
+    """Whether the kernel takes x (B, C, H, W) as it is, in channels_last."""
+    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return last and x.device.type == "cpu"
