@@ -315,7 +315,7 @@ def test_a_process_that_looked_while_another_was_at_it_does_not_go_on(config: Ru
         save_checkpoint(first.checkpoint, {"step": 2}, keep=previous(first.checkpoint))
         first.close()
     before = {path: path.read_bytes() for path in first.folder.iterdir()}
-    with pytest.raises(UserError, match="just now: give the same command again"):
+    with pytest.raises(UserError, match="just now: run the same command again"):
         second.begin()
     assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
 

@@ -132,7 +132,7 @@ def make_private(
         engine = make_engine(model, config, sharded, partition=partition)
         assert engine is not None
         undo.callback(engine.detach)
-        agreed = resolve_plan(
+        made = resolve_plan(
             config,
             dataset_size,
             len(engine.groups),
@@ -145,7 +145,7 @@ def make_private(
             batch_size=batch_size,
             accountant=accountant,
         )
-        if not agreed.noise_multiplier:
+        if not made.noise_multiplier:
             warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
         source = noise_source or NoiseSource.fresh()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -168,8 +168,8 @@ def make_private(
         core = PrivateStep(
             model=model,
             engine=engine,
-            thresholds=make_thresholds(config, agreed),
-            plan=agreed,
+            thresholds=make_thresholds(config, made),
+            plan=made,
             noise=agreed_noise(source, ranks),
             allocation=noise,
             optimizer=optimizer,

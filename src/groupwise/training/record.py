@@ -1,4 +1,4 @@
-"""Keeps a run's folder, `results/runs/<hash>`: what lies in it, when it is finished, and what of it may go out."""
+"""Keeps the folder of a run, `results/runs/<hash>`: its files, whether it is finished, and what may be exported."""
 
 from __future__ import annotations
 
@@ -65,26 +65,26 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Is this run done already, with no wish to overwrite it?"""
+        """Whether this run is done and is not to be overwritten."""
         ended = (self.folder / "DONE").is_file() or ((self.folder / SUMS).is_file() and not self._checkpoints())
         return ended and not self.config.overwrite
 
     @property
     def checkpoint(self) -> Path:
-        """Where the checkpoint lies, or will; the one before it is `previous` of it."""
+        """The path of the checkpoint; the one before it is `previous` of it."""
         return self.folder / "checkpoint.pt"
 
     @property
     def resumable(self) -> bool:
-        """Is there a checkpoint to resume from, other than one that overwrite=true will remove?"""
+        """Whether there is a checkpoint to resume from that overwrite=true will not remove."""
         return bool(self._checkpoints()) and not (self.config.overwrite and self._lock is None)
 
     def git(self) -> dict[str, Any]:
-        """Where the code came from: sha, dirty and more."""
+        """The state of the code: sha, dirty and more."""
         return self._read("git.json")
 
     def privacy(self) -> dict[str, Any]:
-        """What was promised, and what was spent of it."""
+        """The plan, and what was spent."""
         return self._read("privacy.json")
 
     def result(self) -> dict[str, Any]:
@@ -94,22 +94,22 @@ class RunRecord:
     def begin(self, resumed_from: Path | None = None) -> None:
         """Make the folder, take its lock, and write the configuration and where the code came from.
 
-        Without a checkpoint, what an interrupted run left is cleared. ``resumed_from`` is the checkpoint that was
-        loaded; if that is the one before the last, the last one is no good and makes way for it. Raises `UserError`
-        when the folder cannot be written, or when another process is, or was just now, at the same configuration.
+        Without a checkpoint, what an interrupted run left is removed. ``resumed_from`` is the checkpoint that was
+        loaded; if it is the one before the last, it replaces the last, which is damaged. Raises `UserError`
+        when the folder cannot be written, or when another process runs, or just ran, the same configuration.
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             if self._state() != self._found:
                 self.close()
-                raise UserError(f"another process was at {self.folder} just now: give the same command again.")
+                raise UserError(f"another process was writing to {self.folder} just now: run the same command again.")
             if self.config.overwrite or not self.resumable:
                 self._clear()
             if resumed_from == previous(self.checkpoint):
                 os.replace(resumed_from, self.checkpoint)
             (self.folder / SUMS).unlink(missing_ok=True)
-            for left in self.folder.glob(".*.partial"):  # by a process that was killed as it wrote
+            for left in self.folder.glob(".*.partial"):  # by a process that was killed while writing
                 left.unlink()
             write_text(self.folder / "config.yaml", save_config(self.config))
             write_text(self.folder / "config.hash", self.hash + "\n")
@@ -225,11 +225,11 @@ class RunRecord:
         return content
 
     def _checkpoints(self) -> list[Path]:
-        """The last one and the one before it, as far as they are there."""
+        """The last one and the one before it, if they exist."""
         return [path for path in (self.checkpoint, previous(self.checkpoint)) if path.is_file()]
 
     def _state(self) -> list[tuple[str, int]]:
-        """Which checkpoints and ends there are, and since when: what another process would change."""
+        """Checkpoints and marks of the end with their times, which another process would change."""
         ends = [path for path in (self.folder / "DONE", self.folder / SUMS) if path.is_file()]
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
 
@@ -250,7 +250,7 @@ class RunRecord:
             )
 
     def _clear(self) -> None:
-        (self.folder / "DONE").unlink(missing_ok=True)  # first: what is half cleared is not done
+        (self.folder / "DONE").unlink(missing_ok=True)  # first, so that a half-cleared run is not done
         for entry in self.folder.iterdir():
             if entry.name != ".lock":
                 remove(entry)
