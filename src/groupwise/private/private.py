@@ -9,23 +9,19 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.private.arguments import check_parameters
+from groupwise.private.arguments import PRIVATE_MODULES, check_parameters
 from groupwise.private.checksum import check_state, with_checksum
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
-
-PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
-"""Modules that are in a private training."""
 
 
 @dataclass(frozen=True)
