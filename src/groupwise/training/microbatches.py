@@ -47,10 +47,12 @@ class Microbatches(ABC):
         share, engine = self.share(drawn, private.ranks), private.engine
 
         def sums(size: int) -> Tensor:
-            if size != self.size:
+            private.clear()
+            if size != self.size:  # memory ran out
                 self.forget()
                 self.size = size
-            private.clear()
+                if private.device.type == "cuda":
+                    torch.cuda.empty_cache()
             return self._run_all(private, step, share, drawn)
 
         if engine is not None:

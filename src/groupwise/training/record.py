@@ -79,17 +79,19 @@ class RunRecord:
         """Whether there is a checkpoint to resume from that overwrite=true will not remove."""
         return bool(self._checkpoints()) and not (self.config.overwrite and self._lock is None)
 
-    def git(self) -> dict[str, Any]:
-        """The state of the code: sha, dirty and more."""
-        return self._read("git.json")
+    def read(self, name: str) -> dict[str, Any]:
+        """The content of ``<name>.json``: git, privacy, data, or result, the flat row of a finished run.
 
-    def privacy(self) -> dict[str, Any]:
-        """The plan, and what was spent."""
-        return self._read("privacy.json")
-
-    def result(self) -> dict[str, Any]:
-        """The flat row of a finished run."""
-        return self._read("result.json")
+        Raises `UserError` when it is not as a run left it.
+        """
+        path = self.folder / f"{name}.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(_altered(path)) from error
+        if not isinstance(content, dict):
+            raise UserError(_altered(path))
+        return content
 
     def begin(self, resumed_from: Path | None = None) -> None:
         """Make the folder, take its lock, and write the configuration and where the code came from.
@@ -130,7 +132,7 @@ class RunRecord:
     def write_data(self, description: Mapping[str, Any]) -> None:
         """Write data.json; raises `UserError` when a resumed run had other data."""
         written = json.loads(json.dumps(description))
-        if self.resumable and self._read_if_there("data.json") not in ({}, written):
+        if self.resumable and self._read_if_there("data") not in ({}, written):
             raise UserError(
                 f"the data are not those that the run in {self.folder} began with: bring those back, or "
                 "start afresh with overwrite=true."
@@ -167,7 +169,7 @@ class RunRecord:
 
     def replayed(self, start: int) -> int:
         """Steps of this run that were or will be run again, now that it resumes after step ``start``."""
-        before = self._read_if_there("privacy.json").get("replayed_steps", 0)
+        before = self._read_if_there("privacy").get("replayed_steps", 0)
         return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
 
     def finish(
@@ -183,10 +185,10 @@ class RunRecord:
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
         asked = ("resume", "overwrite", "explain", "export")
         row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
-        git = {key: value for key, value in self.git().items() if key != "untracked"}
-        parts = {"git": git, "plan": plan, "system": system, **self._read("environment.json")}
-        parts["seeds"] = self._read_if_there("seeds.json")
-        data = row_of_data(self._read_if_there("data.json"))
+        git = {key: value for key, value in self.read("git").items() if key != "untracked"}
+        parts = {"git": git, "plan": plan, "system": system, **self.read("environment")}
+        parts["seeds"] = self._read_if_there("seeds")
+        data = row_of_data(self._read_if_there("data"))
         for key, value in flatten({**parts, **data}).items():
             row.setdefault(key, value)
         row |= metrics
@@ -203,7 +205,7 @@ class RunRecord:
         with self._writing():
             forget_checkpoints(self.folder)
             if not (self.folder / "DONE").is_file():
-                write_text(self.folder / "DONE", self.result()["finished_at"] + "\n")
+                write_text(self.folder / "DONE", self.read("result")["finished_at"] + "\n")
 
     def close(self) -> None:
         """Give the lock back; the end of the process does it too."""
@@ -212,17 +214,7 @@ class RunRecord:
             self._lock = None
 
     def _read_if_there(self, name: str) -> dict[str, Any]:
-        return self._read(name) if (self.folder / name).is_file() else {}
-
-    def _read(self, name: str) -> dict[str, Any]:
-        path = self.folder / name
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(_altered(path)) from error
-        if not isinstance(content, dict):
-            raise UserError(_altered(path))
-        return content
+        return self.read(name) if (self.folder / f"{name}.json").is_file() else {}
 
     def _checkpoints(self) -> list[Path]:
         """The last one and the one before it, if they exist."""
@@ -259,11 +251,11 @@ class RunRecord:
         git = git_state()
         diff, here = git.pop("diff"), environment()
         if (self.folder / "git.json").is_file():
-            before = self._read("git.json")
+            before = self.read("git")
             git["started_from"] = before.get("started_from") or before["sha"]
             patch = self.folder / "diff.patch"
             code = (git["sha"], diff) != (before["sha"], patch.read_text("utf-8") if patch.is_file() else "")
-            if code or here["versions"] != self._read("environment.json").get("versions"):
+            if code or here["versions"] != self.read("environment").get("versions"):
                 print(
                     f"warning: the run resumes with other {'code' if code else 'libraries'} than before, so steps "
                     "since its checkpoint may differ and have the same noise: publish nothing of what these showed.",

@@ -188,10 +188,9 @@ class Trainer:
         return nullcontext() if self.average is None else self.average.applied()
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write the model for other programs."""
-        if self.ranks.main:
-            with self._averaged():
-                self.task.export(folder, provenance)
+        """Write the model for other programs, on the main process."""
+        with self._averaged():
+            self.task.export(folder, provenance)
 
     def machine(self) -> dict[str, Any]:
         """What the row says of the machine, beside the main process's own."""

@@ -183,10 +183,10 @@ def _close(
         promised = {"plan": plan.to_dict(), "neighbours_differ_by": neighbours}
         record.write("privacy", {**promised, "thresholds": thresholds, "spent": spent, **steps, "private": private})
     trainer.save_model(record.folder / "model.pt")
-    if record.config.export is not None:
-        export(record, trainer, final, private)
     if not main:
         return {}
+    if record.config.export is not None:
+        export(record, trainer, final, private)
     row = record.finish(
         final,
         plan={
@@ -205,11 +205,8 @@ def _close(
 def export(record: RunRecord, trainer: Trainer, final: dict[str, float], private: bool) -> None:
     """Write the model to `export=FOLDER` for other programs, with its provenance."""
     folder = Path(str(record.config.export)).expanduser()
-    if not trainer.ranks.main:
-        trainer.export(folder, {})
-        return
     description = trainer.task.describe_data()
-    trainer.export(folder, provenance_of(record.config, trainer.plan, private, record.git(), description, final))
+    trainer.export(folder, provenance_of(record.config, trainer.plan, private, record.read("git"), description, final))
     print(f"Exported: {folder}")
 
 
