@@ -23,7 +23,7 @@ from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
 from groupwise.private.data import fingerprint
-from groupwise.private.make import MODES, resolve_clip
+from groupwise.private.settings import MODES, resolve_clip
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
 from groupwise.training.task import Task

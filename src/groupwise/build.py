@@ -24,7 +24,7 @@ from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
-from groupwise.training.graphs import MicrobatchGraphs, recorder_of
+from groupwise.training.graphs import GraphSums, recorder_of
 from groupwise.training.memory import choose_microbatch, halve_on_oom
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
 from groupwise.training.private_step import BatchSums, PrivateStep, agreed_noise
@@ -72,10 +72,9 @@ def build_trainer(
 
             engine = shard(task.model, engine, config.clip, device)
     optimizer = make_optimizer(task.model.parameters(), config.optim)
-    graphs = MicrobatchGraphs(task, engine, recorder_of(device)) if config.train.cuda_graph else None
-    sums = TaskSums(task, microbatch or 1, graphs)
+    size = microbatch or 1
+    sums = GraphSums(task, size, recorder_of(device)) if config.train.cuda_graph else TaskSums(task, size)
     private = _private_step(config, task.model, engine, plan, noise, optimizer, device, ranks, sums)
-    private.keeps_gradients = graphs is not None
     return Trainer(
         task=task,
         private=private,
@@ -95,7 +94,7 @@ def _private_step(
     ranks: Alone | Ranks,
     sums: BatchSums,
 ) -> PrivateStep:
-    """The private step on what this process hosts: the whole model, a replica or a stage, with its engine's groups."""
+    """The private step of this process: of the whole model, of a replica or of a stage."""
     return PrivateStep(
         model=model,
         engine=engine,
@@ -111,7 +110,7 @@ def _private_step(
 
 
 def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
-    """Refuse a checkpoint that was made under another plan, or holds something else."""
+    """Refuse a checkpoint of another plan, or of something else."""
     if state is None:
         return
     if not {"plan", "step", "noise_key", "noise_is_secret", "microbatches"} <= state.keys():

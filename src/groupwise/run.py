@@ -53,7 +53,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     if finished and not config.explain:
         if ranks.main:
             record.mark_done()
-        row = record.result()
+        row = record.read("result")
         if ranks.main and row.get("paths.data") not in (None, config.paths.data):
             message = f"paths.data was {row['paths.data']} in that run: data of another folder are not looked at."
             warnings.warn(message, stacklevel=2)
@@ -133,12 +133,12 @@ def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) 
     task = make_task(config, torch.device("cpu"))
     _check_exports(config, task)
     start_from(task.model, str(record.folder))
-    privacy = record.privacy()
+    privacy = record.read("privacy")
     metrics = {key: value for key, value in row.items() if key.startswith(METRICS)}
     plan = PrivacyPlan.from_dict(privacy["plan"])
     described = task.describe_data()
     folder = Path(str(config.export)).expanduser()
-    task.export(folder, provenance_of(config, plan, privacy["private"], record.git(), described, metrics))
+    task.export(folder, provenance_of(config, plan, privacy["private"], record.read("git"), described, metrics))
     print(f"Exported: {folder}")
 
 

@@ -15,7 +15,7 @@ from groupwise.privacy import NoiseSource, make_plan
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
-from groupwise.training.graphs import MicrobatchGraphs, recorder_of
+from groupwise.training.graphs import GraphSums, recorder_of
 from groupwise.training.memory import choose_microbatch
 from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
@@ -206,15 +206,13 @@ def test_memory_that_runs_out_halves_and_changes_nothing(
 def recorded(made: Trainer) -> Trainer:
     if made.device.type != "cuda":
         pytest.skip("CUDA graphs are of a GPU")
-    graphs = MicrobatchGraphs(made.task, made.engine, recorder_of(made.device))
-    made.private.sums = TaskSums(made.task, made.microbatch, graphs)
-    made.private.keeps_gradients = True
+    made.private.sums = GraphSums(made.task, made.microbatch, recorder_of(made.device))
     return made
 
 
-def graphs_of(made: Trainer) -> MicrobatchGraphs:
-    assert isinstance(made.private.sums, TaskSums) and made.private.sums.graphs is not None
-    return made.private.sums.graphs
+def graphs_of(made: Trainer) -> GraphSums:
+    assert isinstance(made.private.sums, GraphSums)
+    return made.private.sums
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -237,11 +235,11 @@ def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.devic
     def sums(start: int) -> Tensor:
         private.clear()
         with private.microbatch(0, start):
-            graphs.run(private, examples)
+            graphs.run(private, 0, start, examples, False)
         return torch.cat([p.grad.flatten() for p in made.task.model.parameters() if p.grad is not None]).clone()
 
     graphs = graphs_of(made)
-    with arithmetic(device), graphs.running():
+    with arithmetic(device), graphs._recorder.running():
         [sums(0) for _ in range(3)]
         assert len(graphs) == 1
         first, other, again = sums(0), sums(8), sums(0)

@@ -15,7 +15,7 @@ from groupwise.errors import UserError
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
-from groupwise.training.graphs import WARM_UP, MicrobatchGraphs, recorder_of
+from groupwise.training.graphs import WARM_UP, GraphSums, recorder_of
 from groupwise.training.ranks import Alone
 from tests.checked import only_traced
 from tests.tapes import Tape
@@ -27,8 +27,7 @@ CPU = torch.device("cpu")
 
 def recorded(trainer, tape=None):
     """The same trainer, whose microbatches a tape holds."""
-    trainer.private.sums.graphs = MicrobatchGraphs(trainer.task, trainer.engine, tape or Tape())
-    trainer.private.keeps_gradients = True
+    trainer.private.sums = GraphSums(trainer.task, trainer.microbatch, tape or Tape())
     return trainer
 
 
@@ -45,7 +44,7 @@ def scaled(trainer, factor):
 
 
 def graphs_of(trainer):
-    return trainer.private.sums.graphs
+    return trainer.private.sums
 
 
 def state(trainer):

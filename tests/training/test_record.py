@@ -82,7 +82,7 @@ def test_a_finished_run_says_so_and_keeps_its_row(config: RunConfig) -> None:
     row = json.loads((finished(config).folder / "result.json").read_text())
     again = RunRecord.open(config)
     assert again.finished
-    assert again.result() == row
+    assert again.read("result") == row
 
 
 def test_overwrite_starts_afresh(config: RunConfig) -> None:
@@ -315,7 +315,7 @@ def test_a_process_that_looked_while_another_was_at_it_does_not_go_on(config: Ru
         save_checkpoint(first.checkpoint, {"step": 2}, keep=previous(first.checkpoint))
         first.close()
     before = {path: path.read_bytes() for path in first.folder.iterdir()}
-    with pytest.raises(UserError, match="just now: give the same command again"):
+    with pytest.raises(UserError, match="just now: run the same command again"):
         second.begin()
     assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
 
@@ -339,7 +339,7 @@ def test_a_result_that_is_cut_off_is_a_users_mistake(config: RunConfig) -> None:
     record = finished(config)
     (record.folder / "result.json").write_text('{"hash": ')
     with pytest.raises(UserError, match=r"result\.json is not as a run left it"):
-        RunRecord.open(config).result()
+        RunRecord.open(config).read("result")
 
 
 def test_replayed_steps_add_up_over_kills_between_two_checkpoints(config: RunConfig) -> None:

@@ -60,9 +60,9 @@ def test_sums_without_masks_are_those_with_them_or_spoiled(partition, norms, bad
 class Masking(TaskSums):
     """Masks rows from the beginning."""
 
-    def _through(self, private, *given):
+    def _run_all(self, private, *given):
         private.engine.masks_rows = True
-        return super()._through(private, *given)
+        return super()._run_all(private, *given)
 
 
 @on_a_gpu

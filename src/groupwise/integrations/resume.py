@@ -1,7 +1,7 @@
-"""Keeps what a private training needs to resume beside transformers' checkpoints, and the key of the noise out of them.
+"""Saves what a private training needs to resume in transformers' checkpoints, and the key of the noise elsewhere.
 
-A checkpoint's folder may be published, pushed or tracked: its `privacy.pt` holds plan, thresholds and steps, but no
-key. The key lies beside ``output_dir``, which some trackers upload whole, in a file that its owner alone reads.
+The folder of a checkpoint may be published: its `privacy.pt` has the plan, thresholds and steps, but not the key. The
+key lies beside ``output_dir``, which some trackers upload whole, in a file that only its owner can read.
 """
 
 import json
@@ -22,7 +22,7 @@ STATE = "privacy.pt"
 
 
 def key_path(folder: Path) -> Path:
-    """Where the key of the run in ``folder`` lies: out -> out.noise_key.pt, beside the folder itself, never in it."""
+    """The file with the key of the run in ``folder``, beside the folder: out -> out.noise_key.pt."""
     whole = folder.resolve()
     return whole.parent / f"{whole.name}.noise_key.pt"
 

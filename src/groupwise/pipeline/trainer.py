@@ -38,6 +38,8 @@ class StageSums:
         one_group: all stages together are one group (flat); else each stage has groups of its own.
     """
 
+    keeps_gradients = False
+
     def __init__(self, runner: StageRunner, feed: Feed, size: int, one_group: bool) -> None:
         self.runner, self.feed, self.size, self.one_group = runner, feed, size, one_group
 

@@ -1,11 +1,14 @@
-"""Says of which kind the arguments of `make_private` are, and what is meant by names that are none of them."""
+"""Checks the arguments of `make_private` that need no other: their types, the model, the optimiser, unknown names."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from numbers import Real
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from groupwise.clipping import Group
@@ -14,6 +17,9 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.training.ranks import Alone, Ranks
+
+PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
+"""Modules that are in a private training."""
 
 KINDS: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "a torch.nn.Module"),
@@ -73,8 +79,49 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             )
 
 
-def unknown_setting(name: str, known: Iterable[str]) -> UserError:
-    """The error for a setting that does not exist, with what was probably meant."""
-    ours = OURS.get(name, name)
-    hint = f": {INSTEAD[ours]}" if ours in INSTEAD else did_you_mean(ours, known)
-    return UserError(f"make_private knows no setting {name!r}{hint}.")
+def check_settings(given: Iterable[str], arguments: Iterable[str]) -> None:
+    """Refuse settings that are no fields of `ClipConfig`.
+
+    Args:
+        given: names of settings. arguments: of `make_private`, which may have been meant.
+
+    Raises:
+        UserError: naming the first, and what was probably meant.
+    """
+    known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
+    for name in given:
+        if name not in known:
+            ours = OURS.get(name, name)
+            hint = f": {INSTEAD[ours]}" if ours in INSTEAD else did_you_mean(ours, (*arguments, *known))
+            raise UserError(f"make_private knows no setting {name!r}{hint}.")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser that a private step cannot use, with a `UserError`."""
+    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        raise UserError(
+            f"The optimizer is wrapped in {type(optimizer).__name__}, which may step by itself: give the one inside, "
+            "optimizer.optimizer."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UserError("SparseAdam takes sparse gradients alone, and clipped ones are dense: use Adam.")
+
+
+def check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
+    """Refuse a model that is wrapped or in a private training already, with a `UserError`."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise UserError(
+            f"The model is wrapped in {type(model).__name__}, which averages gradients before the noise: give "
+            "model.module, and ranks=Ranks() for replicas."
+        )
+    if ranks.stages > 1:
+        raise UserError(
+            f"ranks has pipelines of {ranks.stages} stages, which run.py alone trains: use Ranks(stages=1)."
+        )
+    if any(module in PRIVATE_MODULES for module in model.modules()):
+        raise UserError(
+            "The model, or a part of it, is in a private training already, and a second would noise it twice: "
+            "private.detach() ends the first."
+        )

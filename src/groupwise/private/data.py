@@ -1,4 +1,4 @@
-"""Checks what `make_private` is given as data, and says how it is read."""
+"""Checks the data that `make_private` is given, and how they are to be read."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from groupwise.training.microbatches import examples_to_trace
 
 
 def length_of(data: Any) -> int:
-    """N, of a dataset whose examples have numbers.
+    """The number of examples, N.
 
     Raises:
         UserError: a table, columns of examples, or anything without a length and numbered examples.
@@ -55,7 +55,7 @@ class Loading:
 
 
 def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any) -> None:
-    """Refuse what no loader takes.
+    """Refuse values that no loader takes.
 
     Raises:
         UserError: naming the argument.
@@ -69,11 +69,11 @@ def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any
 
 
 def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
-    """A dataset, and how it is read: as given, else as the DataLoader that stands in its place.
+    """The dataset, and how it is read: as given, else as the DataLoader does.
 
     Args:
-        data: a dataset, or a loader of one, whose sampler and batch size are not used.
-        given: fields of `Loading`; None where nothing was given.
+        data: a dataset, or a DataLoader, whose sampler and batch size are not used.
+        given: fields of `Loading`, None for those that were not given.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
@@ -88,12 +88,11 @@ def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
 
 
 SAMPLE = 12
-"""Examples among which those to be traced are chosen."""
+"""How many examples are looked at to choose those that are traced."""
 
 
 def choose_examples(data: Any, size: int) -> list[int]:
-    """Numbers of some examples from all over a dataset of N for the trace, the largest first: it pads their batches
-    alike.
+    """Indices of examples for the trace, from all over the dataset, the largest first.
 
     Raises:
         UserError: there is one alone.
@@ -112,10 +111,10 @@ def _numel(leaf: Any) -> int:
 
 
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:
-    """A digest of the first, middle and last example, by which processes see whether they hold the same data.
+    """A digest of the first, middle and last example, to compare the data of several processes.
 
-    Default generators are the key's meanwhile. None where an example is another each time that it is read, or holds
-    something else than numbers, texts and arrays of numbers.
+    The default generators follow the key meanwhile. None if an example differs each time it is read, or holds anything
+    but numbers, texts and arrays of numbers.
     """
     rows = (0, len(data) // 2, len(data) - 1)
     digests = set()

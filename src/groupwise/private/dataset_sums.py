@@ -1,4 +1,4 @@
-"""Forms the clipped sums of batches of a dataset; what the dataset draws at random follows the key of the noise."""
+"""Forms the clipped sums of batches of a dataset; its random augmentation follows the key of the noise."""
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
@@ -21,21 +21,21 @@ from groupwise.training.private_step import LossesOf, PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 
 Place = tuple[int, int, Sequence[int]]
-"""Of a microbatch: its step, where it begins in this process's share of the batch, and its examples."""
+"""A microbatch: its step, where it begins in this process's share of the batch, and its examples."""
 
 Order = Callable[[np.ndarray], np.ndarray]
-"""The numbers of a batch's examples, (n,), to the same numbers in the order in which they share microbatches."""
+"""Indices of the examples of a batch, (n,) -> the same indices in the order in which they are put into microbatches."""
 
 
 class DatasetSums(Microbatches):
     """Clipped sums of batches that are drawn from a dataset.
 
     Args:
-        model: whose losses are computed.
-        data: N examples by number.
+        model: what `losses` gets.
+        data: the dataset, with `len` and `[]`.
         losses: (model, batch) -> one loss for each of the batch's examples, (b,).
         loading: how examples become a batch.
-        order: the numbers of this process's examples of a batch, (n,), in the order in which they share microbatches.
+        order: sorts the examples of this process's share before it is cut into microbatches; None leaves them.
         size: examples at once, at most.
     """
 
@@ -52,12 +52,12 @@ class DatasetSums(Microbatches):
         self.data, self.losses, self.loading, self.order = data, losses, loading, order
         self._model = model
         self._batches: Iterator[Any] | None = None
-        """What worker processes have read ahead."""
+        """Of the worker processes, which read ahead."""
         self._step = -1
-        """The step that these batches have come to."""
+        """The step of the last microbatch."""
 
     def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
-        """This process's examples, in order: shared first, as orders may differ between processes.
+        """This process's examples, in order. They are divided first, as `order` may differ between processes.
 
         Raises:
             UserError: the order has other examples than were drawn, or no integers.
@@ -78,8 +78,11 @@ class DatasetSums(Microbatches):
         return ordered
 
     def losses_of(self, rows: Sequence[int]) -> LossesOf:
-        """The losses of some of these examples, which are read once, when they are asked for, past the generators: each
-        is the same in all passes, and so are the masks of the model."""
+        """A function of some of these examples that returns their losses.
+
+        The examples are read once, on the first call, and reading them leaves the generators as they were: so examples
+        and dropout masks are the same in every call.
+        """
 
         @cache
         def items() -> dict[int, Any]:
@@ -100,7 +103,7 @@ class DatasetSums(Microbatches):
             raise
 
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
-        """See `Microbatches`; a batch may be read once more, to be traced."""
+        """See `Microbatches`; a microbatch that has to be traced is read once more."""
         batch = self._batch(private, step, start, rows)
         again = self.losses_of(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
@@ -117,7 +120,7 @@ class DatasetSums(Microbatches):
         reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
         if not self.loading.num_workers:
             return self._pinned(reader[step, start, rows.tolist()])
-        if self._batches is None or (start == 0 and self._step == step):  # a step that begins again
+        if self._batches is None or (start == 0 and self._step == step):  # the step begins again
             loader = DataLoader(
                 reader,
                 batch_size=None,
@@ -139,7 +142,7 @@ class DatasetSums(Microbatches):
     def _places(self, private: PrivateStep, first: int) -> Iterator[Place]:
         for step in range(first, private.plan.steps):
             drawn = private.sampler.indices(step)
-            for start, rows, _ in self.parts(private, self.share(drawn, private.ranks), drawn):
+            for start, rows, _ in self.split(private, self.share(drawn, private.ranks), drawn):
                 yield step, start, rows.tolist()
 
     def _read(self, rows: Sequence[int]) -> Any:
@@ -153,11 +156,11 @@ class DatasetSums(Microbatches):
 
 @dataclass(frozen=True)
 class _Reader(Dataset[Any]):
-    """Reads a microbatch by its place; default generators are the key's meanwhile, in worker processes too."""
+    """Reads a microbatch; the default generators follow the key meanwhile, in worker processes too."""
 
     read: Callable[[Sequence[int]], Any]
     noise: NoiseSource
-    """Not the one of the model's masks: an augmentation must not repeat them."""
+    """Another than that of the model's masks, which an augmentation must not repeat."""
     process: int
 
     def __getitem__(self, place: Place) -> Any:

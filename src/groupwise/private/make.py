@@ -1,48 +1,33 @@
 """Makes a private training out of a model, an optimiser and a dataset, in one call."""
 
 import inspect
-import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping import Partition, verify
-from groupwise.config.checks import validate_clipping
-from groupwise.config.idle import why_idle
 from groupwise.config.schema import ClipConfig
-from groupwise.errors import UserError, did_you_mean
+from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_kinds, check_parameters, unknown_setting
+from groupwise.private.arguments import check_kinds, check_model, check_optimizer, check_parameters, check_settings
 from groupwise.private.data import check_loading, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums, Order
-from groupwise.private.private import PRIVATE_MODULES, Private
-from groupwise.training.from_config import make_engine, make_thresholds, plan_of
+from groupwise.private.private import Private
+from groupwise.private.settings import resolve_clip, resolve_plan
+from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.guards import optimizers_blocked
 from groupwise.training.memory import choose_microbatch, halve_on_oom
 from groupwise.training.microbatches import CHECKED
 from groupwise.training.plain import plain
 from groupwise.training.private_step import PrivateStep, agreed_noise, are_shards
 from groupwise.training.ranks import Alone, Ranks
-
-MODES: dict[str, dict[str, Any]] = {
-    "flat": {"grouping": "flat", "policy": "fixed"},
-    "ghost": {"grouping": "flat", "norms": "ghost", "policy": "fixed"},
-    "fixed_layer": {"grouping": "layer", "policy": "fixed"},
-    "fixed_block": {"grouping": "block", "policy": "fixed"},
-    "adaptive_flat": {"grouping": "flat", "policy": "adaptive", "rescale": False},
-    "adaptive_layer": {"grouping": "layer", "policy": "adaptive"},
-    "adaptive_block": {"grouping": "block", "policy": "adaptive"},
-}
-"""The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
 
 
 def make_private(
@@ -108,10 +93,11 @@ def make_private(
     Raises:
         UserError: what cannot be clipped, accounted for or trained, in one sentence.
     """
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     check_kinds(locals())
+    check_settings(settings, inspect.signature(make_private).parameters)
     ranks = ranks or Alone()
-    _check_model(model, ranks)
+    check_model(model, ranks)
     check_parameters(model, optimizer)
     for group in optimizer.param_groups:
         group.update(plain(group))  # a learning rate of numpy's, which files do not keep
@@ -132,7 +118,7 @@ def make_private(
         engine = make_engine(model, config, sharded, partition=partition)
         assert engine is not None
         undo.callback(engine.detach)
-        agreed = resolve_plan(
+        made = resolve_plan(
             config,
             dataset_size,
             len(engine.groups),
@@ -145,7 +131,7 @@ def make_private(
             batch_size=batch_size,
             accountant=accountant,
         )
-        if not agreed.noise_multiplier:
+        if not made.noise_multiplier:
             warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
         source = noise_source or NoiseSource.fresh()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -168,8 +154,8 @@ def make_private(
         core = PrivateStep(
             model=model,
             engine=engine,
-            thresholds=make_thresholds(config, agreed),
-            plan=agreed,
+            thresholds=make_thresholds(config, made),
+            plan=made,
             noise=agreed_noise(source, ranks),
             allocation=noise,
             optimizer=optimizer,
@@ -178,148 +164,3 @@ def make_private(
             ranks=ranks,
         )
         return Private(core, undo.pop_all())
-
-
-def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
-    """The clipping that is meant by a mode's name, a configuration of it, or a partition of one's own.
-
-    Args:
-        clip: as `make_private` has it. threshold: C. settings: other fields of `ClipConfig`.
-
-    Raises:
-        UserError: an unknown mode or setting, one that is out of range or changes nothing; no clipping at all.
-    """
-    threshold, settings = plain(threshold), plain(settings)
-    given = settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
-    if isinstance(clip, ClipConfig):
-        if given:
-            raise UserError("clip is a whole ClipConfig, so its settings are given twice: put them into it alone.")
-        if clip.grouping == "none":
-            raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
-        config = clip
-    elif isinstance(clip, str) and clip not in MODES:
-        raise UserError(
-            f"clip={clip!r} is no clipping mode{did_you_mean(clip, MODES)}: choose one of {', '.join(MODES)}, or give "
-            "a partition."
-        )
-    else:
-        known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
-        for name in settings:
-            if name not in known:
-                raise unknown_setting(name, (*inspect.signature(make_private).parameters, *known))
-        mode = {"name": clip, **MODES[clip]} if isinstance(clip, str) else {"name": "custom", "grouping": "custom"}
-        config = ClipConfig(**{"threshold": threshold, **mode, **settings})
-    checked = config
-    if config.grouping == "custom" and not config.mapping:  # the layers are the partition's
-        one = {"grouping": "flat", "rescale": False} if config.norms == "ghost" else {"grouping": "layer"}
-        checked = replace(config, **one)  # type: ignore[arg-type]
-    try:
-        validate_clipping(checked)
-    except UserError as error:
-        raise UserError(str(error).replace("clip.", "")) from error
-    for name, value in given.items():
-        if why := why_idle(name, config):
-            raise UserError(f"{name}={value} changes nothing: {why.replace('clip.', '')}")
-    return config
-
-
-def resolve_plan(
-    clip: ClipConfig,
-    dataset_size: int,
-    num_groups: int,
-    *,
-    epsilon: float | None,
-    noise_multiplier: float | None,
-    plan: PrivacyPlan | None,
-    delta: float | None,
-    epochs: float | None,
-    steps: int | None,
-    batch_size: float | None,
-    accountant: str,
-) -> PrivacyPlan:
-    """The plan of N examples and K groups: a new one, or the given one if it fits.
-
-    Raises:
-        UserError: too few or too many of the arguments; values out of range; a plan for something else.
-    """
-    given = [epsilon is not None, noise_multiplier is not None, plan is not None]
-    if sum(given) != 1:
-        raise UserError(
-            f"{sum(given)} of epsilon, noise_multiplier and plan were given: give exactly one of the three."
-        )
-    if plan is not None:
-        if any(value is not None for value in (delta, epochs, steps, batch_size)):
-            raise UserError(
-                "plan says delta, steps and batch_size already: leave delta, epochs, steps, batch_size out."
-            )
-        _check_plan(plan, dataset_size, num_groups, adaptive=clip.policy == "adaptive")
-        return plan
-    if batch_size is None:
-        raise UserError("batch_size is missing: give the number of examples that a step draws in expectation.")
-    if (epochs is None) == (steps is None):
-        how = "neither" if steps is None else "both"
-        raise UserError(f"{how} of epochs and steps was given: give one, as epsilon depends on the number of steps.")
-    if not 0 < batch_size <= dataset_size:
-        raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
-    if steps is None and not 0 < epochs < math.inf:  # type: ignore[operator]  # one of the two was given
-        raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
-    return plan_of(
-        clip,
-        dataset_size=dataset_size,
-        batch_size=batch_size,
-        epochs=epochs,
-        steps=steps,
-        delta=delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        num_groups=num_groups,
-        accountant=accountant,
-    )
-
-
-def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive: bool) -> None:
-    """Refuse a plan whose noise is that of other data, groups or releases."""
-    if plan.sampling != "poisson":
-        raise UserError(
-            f"the plan is for sampling={plan.sampling!r}, which guarantees nothing: make one for 'poisson'."
-        )
-    for name, planned, there in (
-        ("dataset_size", plan.dataset_size, dataset_size),
-        ("num_groups", plan.num_groups, num_groups),
-    ):
-        if planned != there:
-            raise UserError(f"the plan is for {name}={planned}, and here it is {there}: make a plan for this run.")
-    if (plan.quantile_budget > 0) != adaptive:
-        raise UserError(
-            f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
-            f"{'adaptive' if adaptive else 'fixed'} thresholds: they need {'some of the budget' if adaptive else '0'}."
-        )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        raise UserError(
-            f"The optimizer is wrapped in {type(optimizer).__name__}, which may step by itself: give the one inside, "
-            "optimizer.optimizer."
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UserError("SparseAdam takes sparse gradients alone, and clipped ones are dense: use Adam.")
-
-
-def _check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise UserError(
-            f"The model is wrapped in {type(model).__name__}, which averages gradients before the noise: give "
-            "model.module, and ranks=Ranks() for replicas."
-        )
-    if ranks.stages > 1:
-        raise UserError(
-            f"ranks has pipelines of {ranks.stages} stages, which run.py alone trains: use Ranks(stages=1)."
-        )
-    if any(module in PRIVATE_MODULES for module in model.modules()):
-        raise UserError(
-            "The model, or a part of it, is in a private training already, and a second would noise it twice: "
-            "private.detach() ends the first."
-        )

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.private.arguments import check_parameters
+from groupwise.private.arguments import PRIVATE_MODULES, check_parameters
 from groupwise.private.checksum import check_state, with_checksum
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
@@ -24,17 +23,14 @@ from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
 
-PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
-"""Modules of the models that are private now."""
-
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gave; all but `nonprivate` may be shown.
+    """What a step reports; all but `nonprivate` may be published.
 
     Args:
         number: how many steps were taken, this one included.
-        plan: what was promised.
+        plan: of the training.
         examples_per_second: B by the seconds that the step took.
         nonprivate: "loss", the mean over the examples that were drawn, "batch_size", "clipped", the share of them that
             was clipped, by group, and "nonfinite", how many were left out: straight from the data, without noise.
@@ -71,7 +67,7 @@ class Steps:
 
 
 class Private:
-    """What `make_private` returns: the one way in which its model may learn from its data.
+    """A private training: what `make_private` returns.
 
     Example::
 
@@ -83,17 +79,17 @@ class Private:
     def __init__(self, core: PrivateStep, undo: ExitStack) -> None:
         assert core.engine is not None and isinstance(core.sums, DatasetSums), "make_private makes no other"
         self.core, self.engine, self._sums = core, core.engine, core.sums
-        self._undo = undo
-        """Gives the model back as it was."""
+        self._restore = undo
+        """Restores the model."""
         self._hook = core.optimizer.register_step_pre_hook(self._before_optimizer)
         self._modes = {module: module.training for module in core.model.modules()}
         self._closed = self._agreed = False
         self._process = os.getpid()
-        self._moved = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
+        self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         PRIVATE_MODULES.update(core.model.modules())
 
     def __repr__(self) -> str:
-        """What it is, and how far."""
+        """The model, and how many steps were taken."""
         kind = type(self.model).__name__
         return f"<private training of a {kind}: {self.executed} of {self.plan.steps} steps, {self.plan.epsilon:g}-DP>"
 
@@ -106,12 +102,12 @@ class Private:
 
     @property
     def plan(self) -> PrivacyPlan:
-        """What was promised; it sets all noise scales."""
+        """The privacy plan, which sets all scales of noise."""
         return self.core.plan
 
     @property
     def executed(self) -> int:
-        """Steps that were released, those with an empty batch included."""
+        """Steps that were taken, those with an empty batch included."""
         return self.core.executed
 
     @property
@@ -124,11 +120,11 @@ class Private:
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """C_k that will clip the next batch, by the group's name; they are released."""
+        """C_k that will clip the next batch, by the name of the group; they are private."""
         return self.core.named_thresholds()
 
     def statement(self) -> str:
-        """The plan in words, and what was spent of it."""
+        """The plan in words, and what was spent."""
         secret = "" if self.core.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
         spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
         return f"{self.plan.statement()}{secret}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps."
@@ -182,7 +178,7 @@ class Private:
                 "plan more epochs or steps in make_private."
             )
         core = self.core
-        if {id(p) for group in core.optimizer.param_groups for p in group["params"]} != self._moved:
+        if {id(p) for group in core.optimizer.param_groups for p in group["params"]} != self._optimized:
             check_parameters(core.model, core.optimizer)
         if length_of(self._sums.data) != self.plan.dataset_size:
             raise UserError(
@@ -200,7 +196,7 @@ class Private:
             )
 
     def _check_agreed(self) -> None:
-        """Refuse processes that would draw other batches or noise than each other, or from other data."""
+        """Refuse processes whose keys, steps, plans or data differ."""
         if self._agreed:
             return
         core, ranks = self.core, self.core.ranks
@@ -273,11 +269,11 @@ class Private:
             save_checkpoint(path, state)
 
     def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote."""
+        """Resume from what `save` wrote."""
         self.load_state_dict(load_checkpoint(Path(path), self.core.device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, to the same bits; before the first step. The microbatch is that of then.
+        """Resume where `state_dict` was taken, to the same bits, before the first step. It sets the microbatch too.
 
         Raises:
             UserError: after a step; a state of another plan, of something else, altered, or whose tensors trained on.
@@ -318,6 +314,6 @@ class Private:
             self._closed = True
             self._sums.forget()
             self._hook.remove()
-            self._undo.close()
+            self._restore.close()
             for module in self.core.model.modules():
                 PRIVATE_MODULES.discard(module)

@@ -27,14 +27,15 @@ from groupwise.clipping import ClippingEngine
 from groupwise.clipping.unchanged import kept_buffers
 from groupwise.errors import UserError, reason
 from groupwise.training.memory import is_oom
+from groupwise.training.microbatches import TaskSums
 from groupwise.training.plain import PLAIN
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.task import Task
 
 WARM_UP = 2
-"""Microbatches of a shape that run eagerly first: libraries choose kernels, and what is kept for a shape is made."""
-MOST = 64
-"""Graphs at once; microbatches of other shapes run eagerly. All take their memory from one pool."""
+"""Microbatches of a shape that run eagerly first, while libraries choose their kernels."""
+MAX_GRAPHS = 64
+"""Microbatches of further shapes run eagerly. All graphs share one pool of memory."""
 
 Inputs = dict[str, Any]
 """What a task's losses are computed from: tensors on the device, and plain arguments of the model."""
@@ -44,17 +45,17 @@ class Recorder(Protocol):
     """Records what runs on a device."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Inside, work is queued where it can be recorded, after what was queued outside and before what will be."""
+        """Inside, work runs on a stream that can be recorded, in order with the work outside."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do the work once; what is returned does it again, on the same memory, without the host's part of it."""
+        """Do the work once; returns a function that does it again, on the same memory, without the host."""
 
     def forget(self) -> None:
-        """Nothing that was recorded is launched any more."""
+        """Give up what was recorded."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs on a stream of its own, which all work of the same gradients must be on."""
+    """Records CUDA graphs on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -70,7 +71,7 @@ class CudaRecorder:
         outer.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`; while it is recorded nothing runs, so the graph is launched once."""
+        """See `Recorder`; recording runs nothing, so the graph is launched once."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
@@ -78,13 +79,13 @@ class CudaRecorder:
         return graph.replay
 
     def forget(self) -> None:
-        """See `Recorder`; a pool that has lost its graphs takes no others."""
+        """See `Recorder`; a pool whose graphs are gone takes no others."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass
 class Recorded:
-    """A microbatch's work, the memory that it reads, and where its losses and its groups' squared norms are."""
+    """A recorded microbatch: the memory that it reads, and where its losses and its groups' squared norms are."""
 
     inputs: Inputs
     launch: Callable[[], None]
@@ -93,32 +94,33 @@ class Recorded:
     launches: int = 0
 
 
-class MicrobatchGraphs:
-    """Adds the clipped sums of microbatches to the gradients, from the third of a shape on by a graph.
-
-    Gradients should stay in their memory between steps (zeros take the place of what was released): a graph writes
-    where they were, and where they are no more it is not used.
+class GraphSums(TaskSums):
+    """Clipped sums of batches of a task, from the third microbatch of a shape on by a CUDA graph.
 
     Args:
-        task: whose inputs are read here and whose losses are recorded.
-        engine: attached to its model; None without clipping.
+        task: whose inputs are read and whose losses are recorded.
+        size: examples at once, at most.
         recorder: of the device.
     """
 
-    def __init__(self, task: Task, engine: ClippingEngine | None, recorder: Recorder) -> None:
-        self._task, self._engine, self._recorder = task, engine, recorder
+    keeps_gradients = True
+
+    def __init__(self, task: Task, size: int, recorder: Recorder) -> None:
+        super().__init__(task, size)
+        self._recorder = recorder
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._recorded: dict[tuple[Any, ...], Recorded] = {}
-
-    def running(self) -> AbstractContextManager[None]:
-        """All microbatches of a step run inside."""
-        return self._recorder.running()
 
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def run(self, private: PrivateStep, examples: np.ndarray) -> Tensor:
-        """Clip the losses (n,) of these examples, or launch what did so for n others of the same shapes; returns them.
+    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
+        """See `Microbatches`."""
+        with self._recorder.running():
+            return super().add(private, step, drawn)
+
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
+        """See `Microbatches`.
 
         Raises:
             UserError: the work cannot be recorded.
@@ -126,38 +128,45 @@ class MicrobatchGraphs:
 
         def add(inputs: Inputs) -> Tensor:
             def losses_of(some: Any) -> Tensor:
-                given = inputs if some is examples else self._task.read(some, even=True)
-                return self._task.losses(self._task.model, given)
+                return self.task.losses(self.task.model, inputs if some is rows else self.task.read(some, even=True))
 
-            return private.clip(losses_of, examples)  # type: ignore[arg-type]  # an array is a sequence of numbers
+            return private.clip(losses_of, rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
-        inputs = self._task.read(examples, even=True)
-        key = self._key(inputs)
+        engine, inputs = private.engine, self.task.read(rows, even=True)
+        key = self._key(inputs, engine)
         if key is None:
             return add(inputs)
         if (known := self._recorded.get(key)) is not None:
             self._launch(known, inputs)
-            if self._engine is not None:
-                self._engine.squared_norms = known.squared_norms
-                self._engine.repeated(len(examples))
-        elif self._seen[key] < WARM_UP or len(self) >= MOST:
+            if engine is not None:
+                engine.squared_norms = known.squared_norms
+                engine.repeated(len(rows))
+        elif self._seen[key] < WARM_UP or len(self) >= MAX_GRAPHS:
             self._seen[key] += 1
             return add(inputs)
         else:
-            known = self._recorded[key] = self._record(inputs, add)
+            losses, launch, inputs = self._record(inputs, add)
+            known = Recorded(inputs, launch, losses, {} if engine is None else engine.squared_norms)
+            self._recorded[key] = known
         return known.losses
 
+    def forget(self) -> None:
+        """Free the graphs and their memory; microbatches warm up again."""
+        self._recorded.clear()
+        self._seen.clear()
+        self._recorder.forget()
+
     def _launch(self, known: Recorded, inputs: Inputs) -> None:
-        """Do the work on these inputs; now and then its losses are compared with an eager forward pass.
+        """Launch a graph on these inputs; after 1, 2, 4, 8, … launches compare its losses with an eager forward pass.
 
         Raises:
-            UserError: they are others, from the same inputs and masks.
+            UserError: they differ, on the same inputs and masks.
         """
         for name, value in tensors(inputs).items():
             known.inputs[name].copy_(value)
         known.launches += 1
         power_of_two = known.launches & (known.launches - 1) == 0
-        expected = self._losses_again(inputs) if power_of_two else None
+        expected = self._eager_losses(inputs) if power_of_two else None
         known.launch()
         if expected is not None and not torch.allclose(known.losses, expected, rtol=0.05, atol=1e-3, equal_nan=True):
             raise UserError(
@@ -166,14 +175,14 @@ class MicrobatchGraphs:
                 "that is changed in place, or leave the option out."
             )
 
-    def _key(self, inputs: Inputs) -> tuple[Any, ...] | None:
-        """What a graph holds for: shapes, plain arguments, masked rows, training mode, and where the model's tensors
-        and their gradients lie; None as long as there are no gradients, or sparse ones.
+    def _key(self, inputs: Inputs, engine: ClippingEngine | None) -> tuple[Any, ...] | None:
+        """What a graph is valid for: shapes, plain arguments, masked rows, modes, and the addresses of the model's
+        tensors and gradients; None while there are no gradients, or sparse ones.
 
         Raises:
             UserError: an input that is neither on the device nor plain.
         """
-        model = self._task.model
+        model = self.task.model
         device = next(model.parameters()).device
         for name, value in inputs.items():
             if not (value.device == device if isinstance(value, Tensor) else isinstance(value, PLAIN)):
@@ -188,14 +197,15 @@ class MicrobatchGraphs:
             (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, value)
             for name, value in inputs.items()
         )
-        places = tuple(t.data_ptr() for t in (*gradients, *model.parameters(), *model.buffers()) if t is not None)
+        addresses = tuple(t.data_ptr() for t in (*gradients, *model.parameters(), *model.buffers()) if t is not None)
         modes = tuple(module.training for module in model.modules())
-        return self._engine is not None and self._engine.masks_rows, shown, places, modes
+        return engine is not None and engine.masks_rows, shown, addresses, modes
 
-    def _record(self, inputs: Inputs, add: Callable[[Inputs], Tensor]) -> Recorded:
+    def _record(self, inputs: Inputs, add: Callable[[Inputs], Tensor]) -> tuple[Tensor, Callable[[], None], Inputs]:
+        """The losses of a microbatch, what launches its graph, and the inputs that the graph reads."""
         inputs = inputs | {name: value.clone() for name, value in tensors(inputs).items()}
         self._check_repeats(inputs)
-        before, made = self._draws_of_the_host(), list[Tensor]()
+        before, made = self._host_generators(), list[Tensor]()
 
         def work() -> None:
             made[:] = [add(inputs)]
@@ -212,49 +222,43 @@ class MicrobatchGraphs:
                 "train.cuda_graph=true: this model, or what its inputs go through, waits for the GPU or copies to it "
                 f"inside of a microbatch, which cannot be recorded ({reason(first)}): leave the option out."
             ) from error
-        if self._draws_of_the_host() != before:
+        if self._host_generators() != before:
             raise UserError(
                 "train.cuda_graph=true: this model draws random numbers on the host (layers that it leaves out, say), "
                 "which would be the same ones at each launch: leave the option out."
             )
-        return Recorded(inputs, launch, made[0], {} if self._engine is None else self._engine.squared_norms)
+        return made[0], launch, inputs
 
-    def _losses_again(self, inputs: Inputs) -> Tensor:
+    def _eager_losses(self, inputs: Inputs) -> Tensor:
         """The losses (n,) by a forward pass past the engine that leaves generators and buffers as they were.
 
         It is one with gradients, as attention without may draw other masks.
         """
-        model = self._task.model
+        model = self.task.model
         device = next(model.parameters()).device
         drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with kept_buffers(model), drawn, torch.enable_grad():
-            return self._task.losses(model, inputs).detach()
+            return self.task.losses(model, inputs).detach()
 
     def _check_repeats(self, inputs: Inputs) -> None:
-        """Refuse losses that are others when they are computed again from the same inputs, masks and buffers."""
-        first, second = self._losses_again(inputs), self._losses_again(inputs)
+        """Refuse losses that differ when they are computed again from the same inputs, masks and buffers."""
+        first, second = self._eager_losses(inputs), self._eager_losses(inputs)
         if not torch.allclose(first, second, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise UserError(
                 "train.cuda_graph=true: this model has other losses for the same inputs and masks each time (a number "
                 "or generator of its own on the host), which would stand still: leave the option out."
             )
 
-    def _draws_of_the_host(self) -> list[Any]:
-        """Where the generators stand that a graph does not draw from."""
-        device = next(self._task.model.parameters()).device
+    def _host_generators(self) -> list[Any]:
+        """The states of the generators that a graph does not draw from."""
+        device = next(self.task.model.parameters()).device
         of_numpy = np.random.get_state()
         of_torch = torch.get_rng_state().tolist() if device.type != "cpu" else []
         return [random.getstate(), of_numpy[1].tolist(), of_numpy[2], of_torch]  # type: ignore[index]
 
-    def forget(self) -> None:
-        """Give the graphs and their memory back; microbatches warm up again."""
-        self._recorded.clear()
-        self._seen.clear()
-        self._recorder.forget()
-
 
 def tensors(inputs: Inputs) -> dict[str, Tensor]:
-    """Those of the inputs that are tensors, by name."""
+    """The inputs that are tensors, by name."""
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 

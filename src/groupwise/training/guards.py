@@ -1,4 +1,4 @@
-"""Refuses what would release clipped sums without noise, or change them past the clipping, while a step runs."""
+"""Refuses, while a step runs, what would release clipped sums without noise or change them after clipping."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -16,14 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from groupwise.errors import UserError
 
 T = TypeVar("T")
-PROBE = 2
-"""Examples of the forward pass that is measured."""
+MEASURED = 2
+"""Examples in the forward pass whose activations are measured."""
 OVERHEAD = 3.0
-"""Peak over saved activations: output gradients that book-keeping holds, and temporaries."""
+"""Peak memory over saved activations, with output gradients and temporaries."""
 GPU_SHARE = 0.6
 CPU_BUDGET = 2 << 30
 CPU_MOST = 256
-"""More examples at once leave the caches and make a CPU no faster."""
+"""More examples at once make a CPU no faster."""
 
 
 def choose_microbatch(
@@ -50,7 +50,7 @@ def choose_microbatch(
     most = most or len(examples)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
-    def weigh(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             held[storage.data_ptr()] = storage.nbytes()
@@ -58,9 +58,9 @@ def choose_microbatch(
 
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        saved_tensors_hooks(weigh, lambda t: t),
+        saved_tensors_hooks(note, lambda t: t),
     ):
-        losses = losses_of(examples[:PROBE])
+        losses = losses_of(examples[:MEASURED])
     per_example = max(sum(held.values()) / losses.shape[0], 1.0)
     if device.type == "cuda":
         budget, limit = gpu_budget(model, device), most
@@ -85,9 +85,9 @@ _LARGEST_INT = (1 << 31) - 1
 def keep_freed_blocks() -> bool:
     """Let this process keep the memory that a step frees, where the C library is glibc; returns whether it is.
 
-    By default a freed block of 32 MiB and more goes back to the system, which fills the next one with zeros page by
-    page: a fifth of a private step of a small network on a CPU. Blocks of 2 GiB and more still go back. It cannot be
-    undone, so it is for a process whose work is a run.
+    By default a freed block of 32 MiB or more returns to the system, which fills the next one with zeros: a fifth of a
+    private step of a small network on a CPU. Blocks of 2 GiB and more still return. It cannot be undone, so it is for
+    processes that do nothing but a run.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -97,7 +97,7 @@ def keep_freed_blocks() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_INT)) and bool(mallopt(_TRIM_THRESHOLD, _LARGEST_INT))
 
 
-WORDS = (
+OOM_MESSAGES = (
     "CUDA error: out of memory",
     "DefaultCPUAllocator",
     "could not create a primitive",
@@ -108,19 +108,18 @@ WORDS = (
 
 
 def is_oom(error: BaseException) -> bool:
-    """Is it a lack of memory, on a GPU or a CPU?"""
+    """Whether memory ran out, on a GPU or a CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS):
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in OOM_MESSAGES):
         return True
-    return error.__context__ is not None and is_oom(error.__context__)  # a recording that it ended fails once more
+    return error.__context__ is not None and is_oom(error.__context__)  # a failed recording raises another error
 
 
 def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating", alone: bool = False) -> T:
-    """What `work` returns for `size` examples at once, or for half as many, and so on, where memory runs out.
+    """Return `work(size)`, or with half the size, and so on, while memory runs out.
 
-    Not where processes work together, as others would wait for messages of the first try; `alone` says that it sends
-    none.
+    It is not tried again where several processes work together, unless `alone` says that `work` sends no messages.
     """
     while True:
         try:
@@ -128,15 +127,15 @@ def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating",
         except (RuntimeError, MemoryError) as error:
             if size == 1 or (dist.is_initialized() and not alone) or not is_oom(error):
                 raise
-        size //= 2  # once the error is gone, and what it held
+        size //= 2  # outside of `except`, which holds the memory of the failed try
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # pieces that halves do not fit into
+            torch.cuda.empty_cache()
         print(f"warning: memory ran out; {doing} with {size} examples at once.", file=sys.stderr)
 
 
 @contextmanager
 def oom_as_user_error() -> Iterator[None]:
-    """A lack of memory inside, where nothing can be halved, becomes a `UserError`."""
+    """An out-of-memory error inside becomes a `UserError`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -2,14 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
-from groupwise.training.graphs import MicrobatchGraphs
 from groupwise.training.memory import halve_on_oom, is_oom
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
@@ -17,11 +15,13 @@ from groupwise.training.task import Task
 
 
 class Microbatches(ABC):
-    """A `BatchSums` by microbatches, which follow each other.
+    """A `BatchSums` that runs one microbatch after the other.
 
     Args:
-        size: examples at once, at most. The update depends on it by rounding and masks alone.
+        size: examples at once, at most. It changes the update by rounding and dropout masks only.
     """
+
+    keeps_gradients = False
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,26 +35,28 @@ class Microbatches(ABC):
         """Add the clipped sums of the microbatch that begins at `start` in the share; returns its losses, (b,)."""
 
     def forget(self) -> None:  # noqa: B027 (most keep nothing)
-        """Release memory that is kept for microbatches of this size."""
+        """Release what is kept for microbatches of this size."""
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         """See `groupwise.training.private_step.BatchSums`.
 
-        Where memory runs out, the batch begins again with half as many examples at a time, and where an example has to
-        be left out and rows were not masked, with masks. Nothing has been released yet, and the step's noise is what it
-        would have been.
+        If memory runs out, the batch begins again with microbatches of half the size. If the norm of an example is not
+        finite and its rows were not masked, it begins again with masks. Nothing has been released by then, and the
+        noise of the step stays the same.
         """
         share, engine = self.share(drawn, private.ranks), private.engine
 
         def sums(size: int) -> Tensor:
-            if size != self.size:
+            private.clear()
+            if size != self.size:  # memory ran out
                 self.forget()
                 self.size = size
-            private.clear()
-            return self._through(private, step, share, drawn)
+                if private.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            return self._run_all(private, step, share, drawn)
 
         if engine is not None:
-            engine.masks_rows = private.in_shards  # others wait for messages: no batch begins again there
+            engine.masks_rows = private.in_shards  # where other processes wait, no batch can begin again
         try:
             loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
             if engine is not None and engine.spoiled:
@@ -63,28 +65,27 @@ class Microbatches(ABC):
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
-            few, smaller = (
-                ("One example does", "model") if self.size == 1 else (f"{self.size} examples do", "microbatch")
-            )
-            raise UserError(f"{few} not fit into memory at once: use a smaller {smaller}.") from error
+            if self.size == 1:
+                raise UserError("One example does not fit into memory: use a smaller model.") from error
+            raise UserError(f"{self.size} examples do not fit into memory: use a smaller microbatch.") from error
         return loss
 
-    def parts(
+    def split(
         self, private: PrivateStep, share: np.ndarray, drawn: np.ndarray
     ) -> Iterator[tuple[int, np.ndarray, bool]]:
         """The microbatches of a share: where each begins, its examples, and whether it is a filler.
 
-        In shards all processes run as many, as each needs the others' parts of the parameters; who has no more examples
-        takes the batch's first, as a filler.
+        In shards all processes run equally many, as each needs the parameters of the others; a process that has no more
+        examples takes the first of the batch as a filler.
         """
         most = -(-len(drawn) // private.ranks.replicas) if private.in_shards else len(share)
         for start in range(0, most, self.size):
             rows = share[start : start + self.size]
             yield start, rows if len(rows) else drawn[:1], not len(rows)
 
-    def _through(self, private: PrivateStep, step: int, share: np.ndarray, drawn: np.ndarray) -> Tensor:
+    def _run_all(self, private: PrivateStep, step: int, share: np.ndarray, drawn: np.ndarray) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=private.device)
-        for start, rows, filler in self.parts(private, share, drawn):
+        for start, rows, filler in self.split(private, share, drawn):
             with private.microbatch(step, start):
                 losses = self.run(private, step, start, rows, filler)
             if not filler:
@@ -98,32 +99,19 @@ class TaskSums(Microbatches):
     Args:
         task: whose examples are read and whose losses are computed.
         size: examples at once, at most.
-        graphs: what microbatches are recorded with, if they are.
     """
 
-    def __init__(self, task: Task, size: int, graphs: MicrobatchGraphs | None = None) -> None:
+    def __init__(self, task: Task, size: int) -> None:
         super().__init__(size)
-        self.task, self.graphs = task, graphs
+        self.task = task
 
     def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
-        """This process's part of the batch in the task's order, so that every replica has as much to do."""
+        """This process's part of the batch in the task's order, so that all replicas have equally long examples."""
         return ranks.share(self.task.order(drawn))
-
-    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
-        """See `Microbatches`."""
-        with nullcontext() if self.graphs is None else self.graphs.running():
-            return super().add(private, step, drawn)
 
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
         """See `Microbatches`."""
-        if self.graphs is not None:
-            return self.graphs.run(private, rows)
         return private.clip(self.task.losses_of, rows, filler)  # type: ignore[arg-type]  # rows are numbers
-
-    def forget(self) -> None:
-        """See `Microbatches`."""
-        if self.graphs is not None:
-            self.graphs.forget()
 
 
 CHECKED = 5

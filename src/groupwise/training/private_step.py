@@ -1,7 +1,7 @@
-"""The one private step, Algorithm 1 from its sample to its account; whatever trains takes its steps through it.
+"""The private step: Algorithm 1, from the sample to the account.
 
-`run.py`, `groupwise.make_private`, transformers' Trainer, replicas, shards and stages of a pipeline differ in what a
-drawn batch is read from and how its clipped sums are formed (`BatchSums`), and in nothing else.
+All trainings take their steps through it: `run.py`, `groupwise.make_private`, transformers' Trainer, replicas, shards
+and stages of a pipeline. They differ only in how the clipped sums of a drawn batch are formed (`BatchSums`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ from groupwise.training.guards import StepGuard
 from groupwise.training.ranks import Alone, Ranks
 
 LossesOf = Callable[[Sequence[int]], Tensor]
-"""Numbers of examples -> one loss for each, (n,), of that example alone."""
+"""Indices of examples -> one loss for each, (n,), of that example alone."""
 
 
 class Sampler(Protocol):
@@ -47,21 +47,26 @@ class BatchSums(Protocol):
 
     size: int
     """Examples at once, at most."""
+    keeps_gradients: bool
+    """Whether gradients are set to zero between batches, and not to None: CUDA graphs write to their memory."""
 
     def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
-        """Add the clipped sums of this process's share of a batch to the parameters' .grad, which `private.clear` has
-        emptied; returns the sum of its losses, (), which is not private."""
+        """Add the clipped sums of this process's share of a batch to the parameters' .grad, which are empty or zero.
+
+        Returns:
+            The sum of its losses, (), which is not private.
+        """
 
 
 @dataclass(frozen=True)
 class Released:
-    """What one step released, and what is known of it; `drawn`, `counts`, `loss` and `nonfinite` are not private.
+    """What a step reports; only `noise_norm` may be published.
 
     Args:
-        drawn: examples in the logical batch, over all replicas.
-        counts: b̄_k, how many of them were not clipped, (K,); (0,) without clipping.
+        drawn: size of the batch, over all replicas.
+        counts: b̄_k, how many examples were not clipped, (K,); (0,) without clipping.
         loss: the sum of this process's losses.
-        nonfinite: examples here that were left out, as a norm of theirs was not finite.
+        nonfinite: examples of this process that were left out because a norm was not finite.
         noise_norm: expected ℓ2 norm of the noise in the update; None without clipping.
     """
 
@@ -74,22 +79,21 @@ class Released:
 
 @dataclass(kw_only=True)
 class PrivateStep:
-    """Everything that a private step reads or changes.
+    """A model, its data and its privacy mechanism, and the steps that they take.
 
     Args:
-        model: whose trainable parameters are released.
-        engine: attached to it; None is plain training, without noise or guarantee, through the same steps.
+        model: its trainable parameters are what is released.
+        engine: attached to the model; None trains without clipping, noise or guarantee.
         thresholds: C_k of the engine's groups; None without an engine.
-        plan: sets all noise scales.
-        noise: the run's source, the same in all processes.
-        allocation: γ_k, of the noise to the groups: "global", "equal_budget" or "weighted".
+        plan: sets all scales of noise.
+        noise: the source of the run's randomness, the same in all processes.
+        allocation: how the groups share the noise: "global", "equal_budget" or "weighted".
         optimizer: over the trainable parameters.
         device: of the model.
         sums: forms the clipped sums of a batch.
         ranks: the processes of the run.
         sampler: by default the one that the plan names, from the run's key.
-        executed: steps that were released: the ledger that ε is accounted from.
-        keeps_gradients: whether they stay in their memory between batches, as zeros, for what was recorded on it.
+        executed: number of steps released so far, from which ε is accounted.
     """
 
     model: nn.Module
@@ -104,11 +108,10 @@ class PrivateStep:
     ranks: Alone | Ranks = field(default_factory=Alone)
     sampler: Sampler = None  # type: ignore[assignment]  # never None once made
     executed: int = 0
-    keeps_gradients: bool = False
     running: bool = field(init=False, default=False)
     """Whether a step runs."""
     _rewind: Callable[[], None] | None = field(init=False, default=None)
-    """Puts the generators of the microbatch that runs back to its beginning."""
+    """Puts the generators back to the beginning of the current microbatch."""
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -126,7 +129,7 @@ class PrivateStep:
         return self.ranks.replica * self.ranks.stages + self.ranks.stage
 
     def use_key(self, noise: NoiseSource) -> None:
-        """Draw batches, masks and noise from this source from now on."""
+        """Draw batches, masks and noise from this source."""
         self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
         if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
@@ -135,7 +138,7 @@ class PrivateStep:
     # -- Algorithm 1 --------------------------------------------------------------------------------------------------
 
     def step(self) -> Released:
-        """Take one step: one batch, one release, one update, one entry on the ledger.
+        """Take one step: one batch, one release, one update.
 
         A step that fails before its noise has released nothing, and the next call takes it again, with the same batch
         and noise.
@@ -160,7 +163,7 @@ class PrivateStep:
             self.clear()
             loss = self.sums.add(self, step, drawn)  # lines 6-11
         counts = self._sum_over_replicas()
-        self.executed += 1  # whatever comes now: this noise is never added to other gradients
+        self.executed += 1  # before the noise: if anything fails from here on, no step repeats this noise
         noise_norm = self._release(step)  # lines 12-13, with the thresholds that clipped
         self.optimizer.step()  # line 14
         if self.thresholds is not None:
@@ -169,27 +172,27 @@ class PrivateStep:
         return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
 
     def clear(self) -> None:
-        """Forget what was summed of the batch, whose microbatches can then begin again."""
-        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        """Clear the gradients and counts, to begin the batch, or to begin it again."""
+        self.optimizer.zero_grad(set_to_none=not self.sums.keeps_gradients)
         if self.engine is not None:
             self.engine.reset()
 
     @contextmanager
     def microbatch(self, step: int, start: int) -> Iterator[None]:
-        """Inside, masks are those of the microbatch that begins at `start` in this process's share, and secret."""
+        """Inside, random draws follow from the key, the step and the microbatch's start in this process's share."""
         generators = secret_randomness(self.noise, step, start, process=self.process, device=self.device)
         with generators as self._rewind:
             yield
         self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
-        """Add the clipped sums of a microbatch to the gradients; the backward pass on a GPU is without TF32.
+        """Add the clipped sums of a microbatch to the gradients; on a GPU without TF32.
 
         Args:
             losses_of: the losses (b,) of the microbatch, or of some of its examples.
             rows: the microbatch, (b,).
-            filler: the examples are not of the batch, and the pass is only for the messages that it sends: their losses
-                count 0 times, which adds exactly nothing, and they are not counted.
+            filler: the examples are not in the batch, and the pass only keeps the processes in step: their losses are
+                multiplied by 0 and they are not counted.
 
         Returns:
             The losses, without their graph.
@@ -209,7 +212,7 @@ class PrivateStep:
         return losses.detach()
 
     def _sum_over_replicas(self) -> Tensor:
-        """Gradient sums become those of the whole batch, in place; returns its counts, (K,), or (0,) unclipped."""
+        """Sum gradients over the replicas, in place, and counts; returns the counts, (K,), or (0,) without clipping."""
         counts = torch.zeros(0) if self.engine is None else self.engine.counts
         if self.ranks.replicas > 1:
             on_device = counts.to(self.device)
@@ -225,7 +228,7 @@ class PrivateStep:
         return [parameter.grad for parameter in self.trainable if parameter.grad is not None]
 
     def _release(self, step: int) -> float | None:
-        """Noise once for the logical batch, as far as the engine says one example moves it; then divide by B."""
+        """Add noise once, at the scale of the engine's sensitivity, then divide by B; returns the norm of the noise."""
         batch_size = self.plan.expected_batch_size
         if self.engine is None:
             for gradient in self._gradients():

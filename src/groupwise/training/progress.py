@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TextIO
 
 
@@ -49,7 +50,8 @@ class Progress:
             self._bar.update(advanced)
         elif step >= self.steps or self._clock() - self._last_line >= self._between:
             self._last_line = self._clock()
-            left = _duration(self._seconds() / max(step - self._start, 1) * (self.steps - step))
+            seconds = self._seconds() / max(step - self._start, 1) * (self.steps - step)
+            left = timedelta(seconds=round(seconds))
             print(f"step {step}/{self.steps}  {self._state()}  {left} left", file=self._stream, flush=True)
 
     @property
@@ -85,9 +87,3 @@ def _bar(steps: int, start: int, stream: TextIO) -> Any:
     except ImportError:
         return None
     return tqdm(total=steps, initial=start, file=stream, unit="step", dynamic_ncols=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,7 +1,7 @@
-"""Joins the processes of one run: which of them writes, what they agree on, and sums over replicas.
+"""The processes of one run: their numbers, what they agree on, and sums over replicas.
 
 A run has D replicas of a pipeline of S stages, D·S processes; process r = d·S + s has stage s of replica d. One process
-alone is D = S = 1, and then nothing here costs anything.
+alone is D = S = 1.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,14 +17,14 @@ from torch import Tensor
 from groupwise.errors import UserError
 
 BUCKET = 1 << 26
-"""Bytes that are summed at once: few messages, and little memory beside the tensors themselves."""
+"""Bytes that are sent at once: few messages, and little extra memory."""
 
 
 class Alone:
-    """A run of one process: it writes, it agrees with itself, and its share of a batch is the batch."""
+    """A run of one process."""
 
     main = True
-    """This is the one process that writes the record and shows the progress."""
+    """Whether this process writes the record and shows the progress."""
     replica = stage = 0
     replicas = stages = 1
 
@@ -55,11 +55,11 @@ class Alone:
 
 
 class Ranks:
-    """A run of several processes, of which this is one; every method but `share` is called by all of them at once.
+    """A run of several processes, of which this is one; all of them call every method but `share` at the same time.
 
     Args:
         stages: S; the number of processes is a multiple of it. The default process group must be up.
-        device: this process's own; small sums go through it where the backend takes no tensors on the CPU (NCCL alone).
+        device: of this process; small sums go through it if the backend takes no tensors on the CPU (NCCL).
         timeout: how long a process waits for the others; None takes torch's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Keeps a run's folder, `results/runs/<hash>`: what lies in it, when it is finished, and what of it may go out."""
+"""Keeps the folder of a run, `results/runs/<hash>`: its files, whether it is finished, and what may be exported."""
 
 from __future__ import annotations
 
@@ -65,51 +65,53 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Is this run done already, with no wish to overwrite it?"""
+        """Whether this run is done and is not to be overwritten."""
         ended = (self.folder / "DONE").is_file() or ((self.folder / SUMS).is_file() and not self._checkpoints())
         return ended and not self.config.overwrite
 
     @property
     def checkpoint(self) -> Path:
-        """Where the checkpoint lies, or will; the one before it is `previous` of it."""
+        """The path of the checkpoint; the one before it is `previous` of it."""
         return self.folder / "checkpoint.pt"
 
     @property
     def resumable(self) -> bool:
-        """Is there a checkpoint to resume from, other than one that overwrite=true will remove?"""
+        """Whether there is a checkpoint to resume from that overwrite=true will not remove."""
         return bool(self._checkpoints()) and not (self.config.overwrite and self._lock is None)
 
-    def git(self) -> dict[str, Any]:
-        """Where the code came from: sha, dirty and more."""
-        return self._read("git.json")
+    def read(self, name: str) -> dict[str, Any]:
+        """The content of ``<name>.json``: git, privacy, data, or result, the flat row of a finished run.
 
-    def privacy(self) -> dict[str, Any]:
-        """What was promised, and what was spent of it."""
-        return self._read("privacy.json")
-
-    def result(self) -> dict[str, Any]:
-        """The flat row of a finished run."""
-        return self._read("result.json")
+        Raises `UserError` when it is not as a run left it.
+        """
+        path = self.folder / f"{name}.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(_altered(path)) from error
+        if not isinstance(content, dict):
+            raise UserError(_altered(path))
+        return content
 
     def begin(self, resumed_from: Path | None = None) -> None:
         """Make the folder, take its lock, and write the configuration and where the code came from.
 
-        Without a checkpoint, what an interrupted run left is cleared. ``resumed_from`` is the checkpoint that was
-        loaded; if that is the one before the last, the last one is no good and makes way for it. Raises `UserError`
-        when the folder cannot be written, or when another process is, or was just now, at the same configuration.
+        Without a checkpoint, what an interrupted run left is removed. ``resumed_from`` is the checkpoint that was
+        loaded; if it is the one before the last, it replaces the last, which is damaged. Raises `UserError`
+        when the folder cannot be written, or when another process runs, or just ran, the same configuration.
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             if self._state() != self._found:
                 self.close()
-                raise UserError(f"another process was at {self.folder} just now: give the same command again.")
+                raise UserError(f"another process was writing to {self.folder} just now: run the same command again.")
             if self.config.overwrite or not self.resumable:
                 self._clear()
             if resumed_from == previous(self.checkpoint):
                 os.replace(resumed_from, self.checkpoint)
             (self.folder / SUMS).unlink(missing_ok=True)
-            for left in self.folder.glob(".*.partial"):  # by a process that was killed as it wrote
+            for left in self.folder.glob(".*.partial"):  # by a process that was killed while writing
                 left.unlink()
             write_text(self.folder / "config.yaml", save_config(self.config))
             write_text(self.folder / "config.hash", self.hash + "\n")
@@ -130,7 +132,7 @@ class RunRecord:
     def write_data(self, description: Mapping[str, Any]) -> None:
         """Write data.json; raises `UserError` when a resumed run had other data."""
         written = json.loads(json.dumps(description))
-        if self.resumable and self._read_if_there("data.json") not in ({}, written):
+        if self.resumable and self._read_if_there("data") not in ({}, written):
             raise UserError(
                 f"the data are not those that the run in {self.folder} began with: bring those back, or "
                 "start afresh with overwrite=true."
@@ -167,7 +169,7 @@ class RunRecord:
 
     def replayed(self, start: int) -> int:
         """Steps of this run that were or will be run again, now that it resumes after step ``start``."""
-        before = self._read_if_there("privacy.json").get("replayed_steps", 0)
+        before = self._read_if_there("privacy").get("replayed_steps", 0)
         return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
 
     def finish(
@@ -183,10 +185,10 @@ class RunRecord:
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
         asked = ("resume", "overwrite", "explain", "export")
         row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
-        git = {key: value for key, value in self.git().items() if key != "untracked"}
-        parts = {"git": git, "plan": plan, "system": system, **self._read("environment.json")}
-        parts["seeds"] = self._read_if_there("seeds.json")
-        data = row_of_data(self._read_if_there("data.json"))
+        git = {key: value for key, value in self.read("git").items() if key != "untracked"}
+        parts = {"git": git, "plan": plan, "system": system, **self.read("environment")}
+        parts["seeds"] = self._read_if_there("seeds")
+        data = row_of_data(self._read_if_there("data"))
         for key, value in flatten({**parts, **data}).items():
             row.setdefault(key, value)
         row |= metrics
@@ -203,7 +205,7 @@ class RunRecord:
         with self._writing():
             forget_checkpoints(self.folder)
             if not (self.folder / "DONE").is_file():
-                write_text(self.folder / "DONE", self.result()["finished_at"] + "\n")
+                write_text(self.folder / "DONE", self.read("result")["finished_at"] + "\n")
 
     def close(self) -> None:
         """Give the lock back; the end of the process does it too."""
@@ -212,24 +214,14 @@ class RunRecord:
             self._lock = None
 
     def _read_if_there(self, name: str) -> dict[str, Any]:
-        return self._read(name) if (self.folder / name).is_file() else {}
-
-    def _read(self, name: str) -> dict[str, Any]:
-        path = self.folder / name
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(_altered(path)) from error
-        if not isinstance(content, dict):
-            raise UserError(_altered(path))
-        return content
+        return self.read(name) if (self.folder / f"{name}.json").is_file() else {}
 
     def _checkpoints(self) -> list[Path]:
-        """The last one and the one before it, as far as they are there."""
+        """The last one and the one before it, if they exist."""
         return [path for path in (self.checkpoint, previous(self.checkpoint)) if path.is_file()]
 
     def _state(self) -> list[tuple[str, int]]:
-        """Which checkpoints and ends there are, and since when: what another process would change."""
+        """Checkpoints and marks of the end with their times, which another process would change."""
         ends = [path for path in (self.folder / "DONE", self.folder / SUMS) if path.is_file()]
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
 
@@ -250,7 +242,7 @@ class RunRecord:
             )
 
     def _clear(self) -> None:
-        (self.folder / "DONE").unlink(missing_ok=True)  # first: what is half cleared is not done
+        (self.folder / "DONE").unlink(missing_ok=True)  # first, so that a half-cleared run is not done
         for entry in self.folder.iterdir():
             if entry.name != ".lock":
                 remove(entry)
@@ -259,11 +251,11 @@ class RunRecord:
         git = git_state()
         diff, here = git.pop("diff"), environment()
         if (self.folder / "git.json").is_file():
-            before = self._read("git.json")
+            before = self.read("git")
             git["started_from"] = before.get("started_from") or before["sha"]
             patch = self.folder / "diff.patch"
             code = (git["sha"], diff) != (before["sha"], patch.read_text("utf-8") if patch.is_file() else "")
-            if code or here["versions"] != self._read("environment.json").get("versions"):
+            if code or here["versions"] != self.read("environment").get("versions"):
                 print(
                     f"warning: the run resumes with other {'code' if code else 'libraries'} than before, so steps "
                     "since its checkpoint may differ and have the same noise: publish nothing of what these showed.",

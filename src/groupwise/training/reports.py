@@ -20,7 +20,7 @@ from groupwise.training.record import RunRecord
 
 
 class Tracker(Protocol):
-    """Takes numbers by step; what is no private release is named ``nonprivate/...`` by the caller."""
+    """Takes metrics by step; the caller names those that are not private ``nonprivate/...``."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -57,7 +57,7 @@ def shard(
 
 
 def use_shards(model: nn.Module, ranks: Alone | Ranks) -> Callable[[], None]:
-    """Have the gradients of a model that a user has sharded summed, until what is returned is called.
+    """Check a model that a user has sharded, and have its gradients summed; returns what undoes that.
 
     Raises:
         UserError: shards whose sums are not those of all processes in the parameters' own precision.
@@ -84,10 +84,10 @@ def use_shards(model: nn.Module, ranks: Alone | Ranks) -> Callable[[], None]:
 
 
 def sum_gradients(model: nn.Module) -> Callable[[], None]:
-    """Have the shards' gradients summed over the processes: the private release divides by the expected batch size.
+    """Have FSDP2 sum gradients over the processes, not average: the private step divides by the expected batch size.
 
     Returns:
-        What has them made again as they were before.
+        What restores the settings.
     """
     names = ("gradient_divide_factor", "force_sum_reduction_for_comms")
     states: list[Any] = [module._get_fsdp_state() for module in sharded(model)]
@@ -123,7 +123,7 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """What `whole` made, with each tensor of the model's and the optimiser's cut as its parameter is.
+    """A state that `whole` returned, with the tensors of model and optimiser cut into shards again.
 
     Args:
         trainable: the parameters that the optimiser moves, in its order.

@@ -1,8 +1,7 @@
-"""Takes the steps of a run: private steps on a task's examples, and what surrounds them.
+"""Takes the steps of a run: private steps on the examples of a task, with schedule, metrics and checkpoints.
 
-With several replicas (`ranks`) each takes its share of the batch, and gradients and counts are summed over them once a
-logical batch, before the noise; all hold the run's key and so add the very same noise, and stay equal bit for bit. That
-explicit sum is what DistributedDataParallel with `no_sync` would do, and a replica may have any number of microbatches.
+Each of several replicas takes its share of the batch. Gradients and counts are summed over them once per batch, before
+the noise. All have the same key, so they add the same noise and stay equal bit for bit.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,7 +67,7 @@ class WeightAverage:
 
 @dataclass
 class Trainer:
-    """A task and the private step that trains it; `state_dict` and the step number are all that a resumed run needs.
+    """A task and the private step that trains it; a run resumes from its `state_dict`.
 
     All processes of a run (replicas, stages of a pipeline) call the same methods at the same time.
     """
@@ -77,7 +76,7 @@ class Trainer:
     private: PrivateStep
     schedule: torch.optim.lr_scheduler.LRScheduler
     average: WeightAverage | None = None
-    """What is evaluated and saved in the place of the last weights, if anything."""
+    """What is evaluated and saved in place of the last weights, if anything."""
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
     @property
@@ -151,12 +150,12 @@ class Trainer:
         if self.average is not None:
             self.average.load_state_dict(state["average"])
 
-    # -- what a session asks for beside steps: every process calls these, and the main one writes -----------------
+    # -- evaluation and files: every process calls these, and the main one writes ----------------------------------
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """The task's own metrics; replicas are equal, and each works them out for itself.
+        """The task's own metrics; each replica computes them for itself.
 
         `batch_size` is halved where memory runs out, unless there are other processes.
         """
@@ -189,11 +188,10 @@ class Trainer:
         return nullcontext() if self.average is None else self.average.applied()
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write the model for other programs."""
-        if self.ranks.main:
-            with self._averaged():
-                self.task.export(folder, provenance)
+        """Write the model for other programs, on the main process."""
+        with self._averaged():
+            self.task.export(folder, provenance)
 
     def machine(self) -> dict[str, Any]:
-        """Nothing to add to what the row says of the main process's machine."""
+        """What the row says of the machine, beside the main process's own."""
         return {}

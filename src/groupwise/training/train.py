@@ -1,7 +1,7 @@
-"""Trains to the end: steps, checkpoints, metrics and evaluations, then the accounts and the result row.
+"""Trains to the end: steps, checkpoints, metrics and evaluations, then the account of ε and the result row.
 
-Every process of a run goes through it in lock-step. What depends on a clock or a signal (a checkpoint now? stop?) is
-agreed on once a step, together with the sums that the step reports; the main process alone writes the record.
+All processes of a run execute it in step. Decisions that depend on a clock or a signal (checkpoint now? stop?) are
+agreed on once per step, together with the sums that the step reports. Only the main process writes the record.
 """
 
 import io
@@ -48,7 +48,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
     there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
-    kept = kept_steps(config, plan) - ranks.broadcast(there)  # what is out is not shown again: a replay may round
+    kept = kept_steps(config, plan) - ranks.broadcast(there)  # no replay replaces weights
 
     def save() -> None:
         seconds = elapsed + time.monotonic() - began
@@ -86,7 +86,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
             for tracker in trackers:
                 tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
-            if due or stopping or step + 1 == plan.steps:  # what comes then may fail, and is tried again alone
+            if due or stopping or step + 1 == plan.steps:  # the evaluation may fail
                 save()
                 saved = time.monotonic()
             if stopping:
@@ -98,15 +98,15 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     for tracker in trackers:
         tracker.log(plan.steps, final)
         tracker.finish()
-    del final["seconds"]  # of the curve; the row has those of the whole run
+    del final["seconds"]  # the row has those of the whole run
     if ranks.main:
         record.write_outputs(trainer.task.outputs())
     return _close(record, trainer, final, private, replayed, seconds, throughput)
 
 
 def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], private: bool) -> int:
-    """Write what is known before the first step, where what is there already is sound; returns how many steps are or
-    were run again in all."""
+    """Write what is known before the first step, unless what is there was altered; returns the number of replayed
+    steps."""
     replayed = record.replayed(start) if state else 0
     record.write_data(trainer.task.describe_data())
     privacy = {
@@ -116,7 +116,7 @@ def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any
         "replayed_steps": replayed,
         "private": private,
     }
-    record.write("privacy", privacy)  # before the lines are gone that `replayed` comes from
+    record.write("privacy", privacy)  # before `cut_metrics` removes the lines that `replayed` counts
     record.cut_metrics(start)
     seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
     record.write("seeds", {**seeds, "noise_is_secret": trainer.noise.is_secret})
@@ -124,7 +124,7 @@ def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any
 
 
 def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
-    """The numbers of steps after which `train.keep` wants the weights; the last one for what lies beyond the end."""
+    """The steps after which weights are kept for `train.keep`, at most the last one."""
     return {min(plan.steps, round(epoch * plan.dataset_size / plan.expected_batch_size)) for epoch in config.train.keep}
 
 
@@ -138,7 +138,7 @@ def _spent(plan: PrivacyPlan) -> Any:
 
 
 def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
-    """Every `eval.every` epochs, but not at the end, which is evaluated anyway."""
+    """Whether to evaluate after this step: every `eval.every` epochs, but not at the end."""
     if config.eval.every is None or step >= plan.steps:
         return False
     between = max(1, round(config.eval.every * plan.dataset_size / plan.expected_batch_size))
@@ -146,7 +146,7 @@ def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
 
 
 def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:
-    """Metrics on all splits (before the end: validation and training); the training set's are no private releases."""
+    """Metrics on all splits, before the end on validation and training data; those on training data are not private."""
     splits, size = trainer.task.splits, config.eval.batch_size
     found: dict[str, float] = {}
     for split in splits if final else splits[:1]:
@@ -164,7 +164,7 @@ def _close(
     seconds: float,
     throughput: float,
 ) -> dict[str, Any]:
-    """Account for the steps that were released, write the result, and leave weights without the noise key behind."""
+    """Account for the steps that were released, write the result and the weights, and remove the key of the noise."""
     plan, main = trainer.plan, trainer.ranks.main
     thresholds, machine = trainer.named_thresholds(), trainer.machine()
     report = plan.spent(trainer.private.executed)
@@ -183,10 +183,10 @@ def _close(
         promised = {"plan": plan.to_dict(), "neighbours_differ_by": neighbours}
         record.write("privacy", {**promised, "thresholds": thresholds, "spent": spent, **steps, "private": private})
     trainer.save_model(record.folder / "model.pt")
-    if record.config.export is not None:
-        export(record, trainer, final, private)
     if not main:
         return {}
+    if record.config.export is not None:
+        export(record, trainer, final, private)
     row = record.finish(
         final,
         plan={
@@ -205,11 +205,8 @@ def _close(
 def export(record: RunRecord, trainer: Trainer, final: dict[str, float], private: bool) -> None:
     """Write the model to `export=FOLDER` for other programs, with its provenance."""
     folder = Path(str(record.config.export)).expanduser()
-    if not trainer.ranks.main:
-        trainer.export(folder, {})
-        return
     description = trainer.task.describe_data()
-    trainer.export(folder, provenance_of(record.config, trainer.plan, private, record.git(), description, final))
+    trainer.export(folder, provenance_of(record.config, trainer.plan, private, record.read("git"), description, final))
     print(f"Exported: {folder}")
 
 
@@ -226,9 +223,9 @@ def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, An
 
 @contextmanager
 def _stop_flag() -> Iterator[list[int]]:
-    """A list that fills up when the process is asked to stop: the loop then saves at the end of its step.
+    """A list that is no longer empty once the process was asked to stop: the loop then saves at the end of its step.
 
-    Only a second Ctrl-C does not wait for that: a cluster may say SIGTERM more than once.
+    Only a second Ctrl-C interrupts at once: a cluster may send SIGTERM more than once.
     """
     stop: list[int] = []
 
@@ -247,10 +244,10 @@ def _interrupt(number: int, _: Any) -> None:
 
 @contextmanager
 def _signals_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let `handler` take what asks the process to stop, and afterwards what took it before."""
+    """Inside, `handler` gets SIGINT and SIGTERM."""
     try:
         before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread, which alone gets signals
         yield
         return
     try:
