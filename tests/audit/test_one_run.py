@@ -30,7 +30,7 @@ def test_noise_that_is_too_small_by_the_root_of_k_is_broken(monkeypatch):
     whole = mechanism.noise_stds
     monkeypatch.setattr(mechanism, "noise_stds", lambda c, *rest, **more: whole(c, *rest, **more) / len(c) ** 0.5)
     finding = audit_mode(
-        make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000)
+        make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=6000)
     )
     assert not finding.kept and finding.bound > 1.0
 

@@ -112,7 +112,7 @@ def test_a_score_that_is_no_number_tells_nothing(strange):
 
 def test_counts_tell_no_more_than_their_share_of_the_budget():
     truth = gaussian_epsilon(DELTA, 0.5 * math.sqrt(GROUPS) / SIGMA_B)
-    assert 0 < distinguish(counting(8, 0), counting(9, 1), 4000, DELTA).epsilon <= truth
+    assert 0 < distinguish(counting(8, 0), counting(9, 1), 8000, DELTA).epsilon <= truth
     narrow = distinguish(counting(8, 0, SIGMA_B / 8), counting(9, 1, SIGMA_B / 8), 400, DELTA)
     assert narrow.epsilon > truth
 

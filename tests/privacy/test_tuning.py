@@ -74,7 +74,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.told)
+@pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_no_search_that_can_be_enumerated_passes_the_bound(law, pair):
     one, other = PAIRS[pair]

@@ -29,31 +29,36 @@ class FixedThresholds:
     """Thresholds C_k that never move; no count is released and no budget spent (r = 0)."""
 
     def __init__(self, values: torch.Tensor | Sequence[float]) -> None:
-        self._values = _thresholds(values, "values")
+        self._raw = _thresholds(values)
 
     @property
     def clip_thresholds(self) -> torch.Tensor:
         """C, float64 of shape (K,): what this step clips and noises with."""
-        return self._values.clone()
+        return self._raw.clone()
 
     @property
     def count_thresholds(self) -> torch.Tensor:
-        """The same, for counting (which is then only a diagnostic)."""
-        return self._values.clone()
+        """The thresholds, float64 of shape (K,), at which norms are counted."""
+        return self._raw.clone()
 
     def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
         """Do nothing."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return ``{"thresholds": C}``."""
-        return {"thresholds": self._values.clone()}
+        """Return ``{"thresholds": C}``, before any rescaling."""
+        return {"thresholds": self._raw.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take C back from :meth:`state_dict`; raises :class:`UserError` when K differs."""
-        self._values = _same_shape(state["thresholds"], self._values)
+        values = _thresholds(state["thresholds"])
+        if values.shape != self._raw.shape:
+            raise UserError(
+                f"the checkpoint has {len(values)} thresholds for {len(self._raw)} groups; resume with the same."
+            )
+        self._raw = values
 
 
-class AdaptiveThresholds:
+class AdaptiveThresholds(FixedThresholds):
     """Thresholds C_k that follow the q-quantile of group k's example norms (Andrew et al. 2021; §3.3).
 
     Formal guarantee: each :meth:`update` releases the centred counts, of ℓ2 sensitivity ½√K, with N(0, σ_b²) noise: a
@@ -104,7 +109,8 @@ class AdaptiveThresholds:
         self.minimum, self.maximum = minimum, maximum
         self.rescale_to = rescale_to
         self.count_at = count_at
-        self._raw = _thresholds(initial, "initial").clamp(minimum, maximum)
+        super().__init__(initial)
+        self._raw.clamp_(minimum, maximum)
 
     @property
     def clip_thresholds(self) -> torch.Tensor:
@@ -136,24 +142,9 @@ class AdaptiveThresholds:
         moved = self._raw * torch.exp(-self.learning_rate * (below - self.target_quantile))
         self._raw = moved.clamp(self.minimum, self.maximum)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return ``{"thresholds": raw C}``."""
-        return {"thresholds": self._raw.clone()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take the raw C back from :meth:`state_dict`; raises :class:`UserError` when K differs."""
-        self._raw = _same_shape(state["thresholds"], self._raw)
-
-
-def _thresholds(values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
+def _thresholds(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
     tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().clone()
     if tensor.ndim != 1 or not tensor.numel() or not bool(((tensor > 0) & tensor.isfinite()).all()):
-        raise UserError(f"{name} is {tensor.tolist()}; give one finite threshold above 0 for every group.")
-    return tensor
-
-
-def _same_shape(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    tensor = _thresholds(values, "the checkpoint's thresholds")
-    if tensor.shape != like.shape:
-        raise UserError(f"the checkpoint has {len(tensor)} thresholds for {len(like)} groups; resume with the same.")
+        raise UserError(f"the thresholds are {tensor.tolist()}; give one finite threshold above 0 for every group.")
     return tensor

@@ -34,6 +34,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,17 +58,12 @@ BITS, DIGITS = 256, 80
 
 
 class RunCount(ABC):
-    """A law of K, the number of runs, that does not look at the data."""
+    """A law of K, the number of runs, that does not look at the data; as a text, the law in words."""
 
     @property
     @abstractmethod
     def mean(self) -> float:
         """E[K]."""
-
-    @property
-    @abstractmethod
-    def told(self) -> str:
-        """The law in words."""
 
     @abstractmethod
     def probabilities(self) -> Iterator[tuple[int, Decimal]]:
@@ -106,38 +103,33 @@ class TruncatedNegativeBinomial(RunCount):
     @classmethod
     def with_mean(cls, eta: float, mean: float) -> TruncatedNegativeBinomial:
         """The law of that shape whose E[K] is `mean`; raises `UserError` where there is none."""
-        _check_mean(mean, 1.0)
+        from scipy.optimize import brentq
+
         most = cls(eta, LEAST_GAMMA).mean
-        if most < mean:
+        if not 1.0 < mean <= min(MOST_RUNS, most):
             raise UserError(
-                f"{mean:g} runs are to be expected, and at eta = {eta:g} at most {most:.4g} can be: give fewer, or a "
-                "larger eta."
+                f"{mean:g} runs are to be expected; give a number above 1, and at most {min(MOST_RUNS, most):.4g} "
+                f"at eta = {eta:g}."
             )
-        low, high = 0.0, -math.log(LEAST_GAMMA)
-        for _ in range(100):
-            middle = 0.5 * (low + high)
-            low, high = (middle, high) if _mean(eta, middle) < mean else (low, middle)
-        return cls(eta, max(math.exp(-high), LEAST_GAMMA))
+        cost = brentq(lambda cost: _mean(eta, cost) - mean, 0.0, -math.log(LEAST_GAMMA), xtol=1e-300, rtol=1e-14)
+        return cls(eta, max(math.exp(-cost), LEAST_GAMMA))
 
     @property
     def mean(self) -> float:
         """E[K]."""
         return _mean(self.eta, -math.log(self.gamma))
 
-    @property
-    def told(self) -> str:
+    def __str__(self) -> str:
         """The law in words."""
         return f"truncated negative binomial, eta = {self.eta:g}, gamma = {self.gamma:.4g}"
 
     def probabilities(self) -> Iterator[tuple[int, Decimal]]:
         """From k = 1 on, each from the one before: Pr[k+1]/Pr[k] = (1-γ)(k+η)/(k+1)."""
         eta, gamma = Decimal(self.eta), Decimal(self.gamma)
-        scale = eta / ((-eta * gamma.ln()).exp() - 1) if eta else -1 / gamma.ln()
-        k, probability = 1, (1 - gamma) * scale
-        while True:
+        probability = (1 - gamma) * (eta / ((-eta * gamma.ln()).exp() - 1) if eta else -1 / gamma.ln())
+        for k in count(1):
             yield k, probability
             probability *= (1 - gamma) * (k + eta) / (k + 1)
-            k += 1
 
 
 @dataclass(frozen=True)
@@ -147,25 +139,24 @@ class Poisson(RunCount):
     mu: float
 
     def __post_init__(self) -> None:
-        _check_mean(self.mu, 0.0)
+        if not 0.0 < self.mu <= MOST_RUNS:
+            raise UserError(f"{self.mu:g} runs are to be expected; give a number above 0, and at most {MOST_RUNS:g}.")
 
     @property
     def mean(self) -> float:
         """E[K]."""
         return self.mu
 
-    @property
-    def told(self) -> str:
+    def __str__(self) -> str:
         """The law in words."""
         return f"Poisson, mean {self.mu:g}"
 
     def probabilities(self) -> Iterator[tuple[int, Decimal]]:
         """From k = 0 on."""
-        k, probability = 0, (-Decimal(self.mu)).exp()
-        while True:
+        probability = (-Decimal(self.mu)).exp()
+        for k in count():
             yield k, probability
-            k += 1
-            probability *= Decimal(self.mu) / k
+            probability *= Decimal(self.mu) / (k + 1)
 
 
 def _mean(eta: float, cost: float) -> float:
@@ -174,55 +165,44 @@ def _mean(eta: float, cost: float) -> float:
     return math.expm1(cost) / cost * (x / -math.expm1(-x) if x else 1.0) if cost else 1.0
 
 
-def _check_mean(mean: float, least: float) -> None:
-    if not least < mean <= MOST_RUNS:
-        raise UserError(f"{mean:g} runs are to be expected; give a number above {least:g}, and at most {MOST_RUNS:g}.")
-
-
 Curve = NDArray[np.float64]
 """RDP at each of `ORDERS`, inf where none is known."""
 LAMBDA: Curve = np.array(ORDERS, dtype=np.float64)
 TOLERANCE = 3e-3
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """One setting's mechanism: T Poisson samples at rate ρ, each released once at σ (thresholds' counts included)."""
 
     noise_multiplier: float
     sample_rate: float
     steps: int
 
-    @property
-    def release(self) -> tuple[float, float, int]:
-        """(σ, ρ, T)."""
-        return self.noise_multiplier, self.sample_rate, self.steps
-
 
 def rdp_curve(trainings: Sequence[Training]) -> Curve:
     """RDP of a training under a setting that is drawn at random: at each order the largest of the settings' own."""
-    return np.max([rdp_of_steps(*training.release) for training in set(trainings)], axis=0)
+    return np.max([rdp_of_steps(*training) for training in set(trainings)], axis=0)
 
 
-def search_curve(curve: Curve, count: RunCount) -> Curve:
+def search_curve(curve: Curve, runs: RunCount) -> Curve:
     """RDP of the best of K outputs of a mechanism that has this curve in both directions.
 
     Equation (1) at the best λ̂ of `ORDERS` or λ̂ = 1; or (2), at each λ with the largest ε̂ that it allows and the δ̂ that
     the curve has there. What holds at an order holds below it, as D_λ grows with λ.
     """
-    if isinstance(count, TruncatedNegativeBinomial):
-        cost = -math.log(count.gamma)
+    if isinstance(runs, TruncatedNegativeBinomial):
+        cost = -math.log(runs.gamma)
         best = min(cost, float(np.min((1.0 - 1.0 / LAMBDA) * curve + cost / LAMBDA)))
-        of_search = curve + (1.0 + count.eta) * best + math.log(count.mean) / (LAMBDA - 1.0)
-    elif isinstance(count, Poisson):
+        of_search = curve + (1.0 + runs.eta) * best + math.log(runs.mean) / (LAMBDA - 1.0)
+    elif isinstance(runs, Poisson):
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
         largest = np.log1p(1.0 / (LAMBDA - 1.0))
         deltas = np.array([compute_delta(ORDERS, curve, float(epsilon))[0] for epsilon in largest])
-        moments = math.log(count.mu) + (LAMBDA - 1.0) * (curve + count.mu * deltas)
-        of_search = np.logaddexp(-count.mu, moments) / (LAMBDA - 1.0)
+        moments = math.log(runs.mu) + (LAMBDA - 1.0) * (curve + runs.mu * deltas)
+        of_search = np.logaddexp(-runs.mu, moments) / (LAMBDA - 1.0)
     else:
-        raise TypeError(f"no bound is known here for {type(count).__name__}")
+        raise TypeError(f"no bound is known here for {type(runs).__name__}")
     return np.maximum(np.minimum.accumulate(of_search[::-1])[::-1], 0.0)
 
 
@@ -243,18 +223,18 @@ class SearchCost:
     curve: Curve
 
 
-def search_cost(trainings: Sequence[Training], count: RunCount, delta: float, accountant: str = "prv") -> SearchCost:
+def search_cost(trainings: Sequence[Training], runs: RunCount, delta: float, accountant: str = "prv") -> SearchCost:
     """What a search over these settings, one for each, costs; one run and the grid by `accountant`, the search by RDP.
 
     Formal guarantee: let each training be T Gaussian releases of Poisson samples as in
-    :func:`~groupwise.privacy.accounting.epsilon_bounds`, K ~ `count`, settings uniform and independent, and the best
+    :func:`~groupwise.privacy.accounting.epsilon_bounds`, K ~ `runs`, settings uniform and independent, and the best
     triple by a score of outside data be all that is seen. Then that release is (``search``, ``delta``)-DP. Raises
     :class:`UserError` for a mechanism without a finite ε.
     """
     for training in trainings:
-        check_mechanism(*training.release, delta)
-    one_run = max(epsilon_bounds(*training.release, delta, accountant).upper for training in set(trainings))
-    curve = search_curve(rdp_curve(trainings), count)
+        check_mechanism(*training, delta)
+    one_run = max(epsilon_bounds(*training, delta, accountant).upper for training in set(trainings))
+    curve = search_curve(rdp_curve(trainings), runs)
     search = curve_epsilon(curve, delta)
     if not math.isfinite(search):
         raise UserError(f"no finite epsilon can be shown for this search at delta = {delta:g}: give more noise.")
@@ -264,9 +244,9 @@ def search_cost(trainings: Sequence[Training], count: RunCount, delta: float, ac
 def grid_epsilon(trainings: Sequence[Training], delta: float, accountant: str = "prv") -> float:
     """ε of all these trainings together, by `accountant` if one mechanism makes them all, else by PLD."""
     steps: Counter[tuple[float, float]] = Counter()
-    for training in trainings:
-        steps[training.noise_multiplier, training.sample_rate] += int(training.steps)
-    releases = [(*mechanism, total) for mechanism, total in steps.items()]
+    for sigma, rate, count_of_steps in trainings:
+        steps[sigma, rate] += int(count_of_steps)
+    releases = [Training(*mechanism, total) for mechanism, total in steps.items()]
     if len(releases) == 1:
         return epsilon_bounds(*releases[0], delta, accountant).upper
     try:
@@ -276,7 +256,7 @@ def grid_epsilon(trainings: Sequence[Training], delta: float, accountant: str = 
 
 
 def calibrate_search(
-    rates: Sequence[tuple[float, int]], count: RunCount, epsilon: float, delta: float
+    rates: Sequence[tuple[float, int]], runs: RunCount, epsilon: float, delta: float
 ) -> tuple[float, ...]:
     """σ for each setting's (ρ, T), so that the whole search is (`epsilon`, `delta`)-DP and at most 0.3 % below.
 
@@ -286,20 +266,20 @@ def calibrate_search(
     if not (math.isfinite(epsilon) and epsilon > 0.0):
         raise UserError(f"epsilon is {epsilon}; give the search a finite target above 0.")
 
-    def sigmas(runs: float) -> dict[tuple[float, int], float]:
-        """σ at which each setting's run alone costs 1/runs."""
-        return {of: calibrate(1.0 / runs, delta, *of, "rdp").noise_multiplier for of in set(rates)}
+    def sigmas(shares: float) -> dict[tuple[float, int], float]:
+        """σ at which each setting's run alone costs 1/shares."""
+        return {of: calibrate(1.0 / shares, delta, *of, "rdp").noise_multiplier for of in set(rates)}
 
-    def search(runs: float) -> float:
-        curve = rdp_curve([Training(sigma, *of) for of, sigma in sigmas(runs).items()])
-        return curve_epsilon(search_curve(curve, count), delta)
+    def search(shares: float) -> float:
+        curve = rdp_curve([Training(sigma, *of) for of, sigma in sigmas(shares).items()])
+        return curve_epsilon(search_curve(curve, runs), delta)
 
-    least = curve_epsilon(search_curve(np.zeros_like(LAMBDA), count), delta)
+    least = curve_epsilon(search_curve(np.zeros_like(LAMBDA), runs), delta)
     if least < epsilon:
         with contextlib.suppress(UserError):  # from a run's share on that no noise reaches
             found = sigmas(solve(search, epsilon, 2.0 / epsilon, tolerance=TOLERANCE)[0])
             return tuple(found[of] for of in rates)
     raise UserError(
-        f"epsilon = {epsilon:g} cannot be reached: choosing the best of {count.mean:g} expected runs is shown to cost "
+        f"epsilon = {epsilon:g} cannot be reached: choosing the best of {runs.mean:g} expected runs is shown to cost "
         f"{least:.3g} at delta = {delta:g} whatever the noise; give a larger one, or expect fewer runs."
     )

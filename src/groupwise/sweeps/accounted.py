@@ -78,7 +78,7 @@ class Search:
         """What is about to happen and what it costs, for a terminal; nothing in it depends on a draw."""
         many = f"all {len(self.settings)} settings"
         lines = [
-            f"Search: {self.count.mean:.4g} runs expected ({self.count.told}), each under one of {len(self.settings)} "
+            f"Search: {self.count.mean:.4g} runs expected ({self.count}), each under one of {len(self.settings)} "
             "settings drawn at random. How many they are stays secret, and the best alone is released.",
             f"  one run         epsilon = {self.cost.one_run:.4g}",
             f"  {many:15} epsilon = {self.cost.grid:.4g} if one run of each were looked at",
@@ -252,7 +252,7 @@ def _trainings(configs: Sequence[RunConfig], count: RunCount, examples: int) -> 
         assert epsilon is not None
         rates = [(training.sample_rate, training.steps) for training in trainings]
         sigmas = calibrate_search(rates, count, epsilon, plan.delta)
-        trainings = [replace(of, noise_multiplier=sigma) for of, sigma in zip(trainings, sigmas, strict=True)]
+        trainings = [Training(sigma, *of) for of, sigma in zip(rates, sigmas, strict=True)]
     return trainings, plan.delta
 
 

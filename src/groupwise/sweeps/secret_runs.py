@@ -128,7 +128,7 @@ def _read_draw(search: Search) -> dict[str, Any] | None:
 def _plan(search: Search) -> dict[str, Any]:
     """What a draw is bound to, besides the configuration."""
     sigmas = [f"{setting.training.noise_multiplier:.9g}" for setting in search.settings]
-    return {"examples": search.examples, "delta": search.delta, "law": search.count.told, "sigmas": sigmas}
+    return {"examples": search.examples, "delta": search.delta, "law": str(search.count), "sigmas": sigmas}
 
 
 def _draws(folder: Path) -> int:
@@ -217,7 +217,7 @@ def _release(search: Search, draw: int, scored: list[tuple[Score, Setting, Path]
         "neighbours_differ_by": neighbours_of(search.settings[0].config),
         "training_examples": search.examples,
         "runs_expected": search.count.mean,
-        "law": search.count.told,
+        "law": str(search.count),
         "settings": [setting.name for setting in search.settings],
         "epsilon_of_one_run": cost.one_run,
         "epsilon_of_all_settings": cost.grid,
