@@ -87,7 +87,7 @@ def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp
     held = planned("privacy.noise_multiplier=2", "data.holdout=null")
     (tmp_path / "sweep").mkdir()
     grid = "{task: cifar, clip: flat, optim.learning_rate: [1, 2], data.holdout: 0.2}"
-    text = f"# @package _global_\nhydra: {{sweeper: {{grids: [{grid}], scales: {{smoke: {{}}}}}}}}\n"
+    text = f"grids: [{grid}]\nscales: {{smoke: {{}}}}\n"
     (tmp_path / "sweep" / "held.yaml").write_text(text)
     found = planned("+sweep=held", "privacy.noise_multiplier=2", grid=("scale=smoke",), beside=tmp_path)
     assert "data.holdout=0.2 is left out" in found.statement() and "holdout" not in found.settings[0].name

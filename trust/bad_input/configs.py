@@ -77,7 +77,7 @@ FRAGMENTS = (
     "KEY=[1,2", "KEY={a:1", "KEY={a:}", "KEY={:1}", "KEY=a:b", "+clip.mapping={a:b}", "+clip.mapping={*:x}",
     "+model.shape={n_layer:1}", "+model.shape={x:{y:1}}", "+clip.mapping={a:1}", "+clip.mapping={a:null}",
     "+clip.mapping.x=y", "hydra.verbose=true", "hydra/job_logging=nothing", "hydra.mode=MULTIRUN",
-    "hydra.job.chdir=true", "hydra/launcher=nothing", "hydra.sweeper.grids=3", "+hydra.x=1", "defaults=[]",
+    "hydra.job.chdir=true", "hydra/launcher=nothing", "sweep.grids=3", "+hydra.x=1", "defaults=[]",
     "+defaults=[x]", "_target_=os.system", "+_target_=os.system", "+clip._target_=os.system", "+_args_=[x]",
     "_self_=1", "schema=x", "+schema=schema", "recipe=glue", "recipe=x", "size=x", "tuned=x",
     "size=glue/mini", "model=../task/cifar", "clip=../../x", "task=/etc/passwd", "clip=/etc/passwd",

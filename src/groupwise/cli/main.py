@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.main import get_args_parser
 from omegaconf import DictConfig
 
 from groupwise.config.compose import check_typed, register, to_run_config
 from groupwise.config.idle import refuse_idle
 from groupwise.config.keys import groups
-from groupwise.config.schema import RunConfig
+from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence, too_long
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
-from groupwise.sweeps.prepare import plan_sweep, refuse_without_weights
+from groupwise.sweeps.multirun import run_cells
+from groupwise.sweeps.prepare import compose_shared, plan_sweep, refuse_without_weights
+
+SHOWN = ("run", "cfg", "info", "help", "hydra_help", "shell_completion", "resolve")
+"""Hydra's flags that run no cells, or are at odds with ``-m``, which Hydra refuses."""
+Train = Callable[[RunConfig], Any]
 
 
-def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
+def launch(conf: Path, train: Train) -> int:
     """Run, or tell, what the command line asks for and return the exit code: 0, 1 a bug, 2 a mistake, 130 interrupted.
 
     One run, or with ``-m`` every cell of a sweep that is not done, where a failing cell does not stop the others; what
@@ -42,13 +50,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         if folder is not None:
             return run_cell(composed, train)
         try:
-            config = to_run_config(composed)
-            refuse_idle(HydraConfig.get().overrides.task, config)
-            if config.tuning.name != "off":
-                raise UserError(
-                    "tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2."
-                )
-            return train(config)
+            return train(_single(composed))
         except Exception as error:
             failed.append(error)  # not raised: Hydra would add words of its own
             return None
@@ -56,17 +58,15 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     tell_warnings()
     try:
         register()
-        arguments = _parse(sys.argv[1:])
-        words = arguments.overrides
-        check_typed(words)
-        if _is_sweep(arguments):
-            if arguments.config_dir:
-                words = [f"hydra.searchpath=['file://{Path(arguments.config_dir).resolve()}']", *words]
-            folder = _prepare(words, conf, train)
-            if folder is None:
-                return 0
-            sys.argv.append(f"hydra.sweep.dir='{folder}'")
-        hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)()
+        given = _parse(sys.argv[1:])
+        check_typed(given.overrides)
+        main = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)
+        if (given.multirun or "hydra.mode=MULTIRUN" in given.overrides) and not any(vars(given)[key] for key in SHOWN):
+            folder = _begin(given, conf, train)
+            if folder is not None:
+                _multirun(given, conf, folder, main)
+        else:
+            main()
     except SystemExit as end:  # Hydra has shown its help
         return int(end.code or 0)
     except KeyboardInterrupt:
@@ -85,16 +85,31 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         if not _is_mistake(error, bool(began)):
             raise
         print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
+        if folder is not None:
+            _remove(folder)
         return MISTAKE
     if folder is not None:
-        _show_cells(folder)
+        if (folder / CELLS).is_file():  # another sweeper than Hydra's own chooses its cells as it goes
+            for line in sweep_table(folder):
+                print(line)
         return report_sweep(folder)
     for mistake in failed:
         report(mistake)
     return exit_code(type(mistake).__name__ for mistake in failed)
 
 
-def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], Any]) -> Path | None:
+def _single(composed: DictConfig) -> RunConfig:
+    """The configuration of one run; raises `UserError` for what is of sweeps."""
+    if composed.sweep != Command().sweep:
+        raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
+    config = to_run_config(composed)
+    refuse_idle(HydraConfig.get().overrides.task, config)
+    if config.tuning.name != "off":
+        raise UserError("tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2.")
+    return config
+
+
+def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
     """The folder of a sweep, which is checked whole before it is made; None where all is done, or was done here.
 
     `run.py` does not come back from here: the copy of it in that folder goes on.
@@ -102,12 +117,12 @@ def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], 
     folder = handed_on()
     if folder is not None:
         return folder
-    planned = plan_sweep(overrides, conf)
+    planned = plan_sweep(_with_folder(given), conf)
     if planned.accounted:
         from groupwise.sweeps.accounted import plan_search  # these bring torch
         from groupwise.sweeps.secret_runs import run_search
 
-        search = plan_search(planned, overrides)
+        search = plan_search(planned, given.overrides)
         print(search.statement())
         print(*run_search(search, train), sep="\n")
         return None
@@ -129,25 +144,37 @@ def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], 
     return folder
 
 
-def _show_cells(folder: Path) -> None:
-    if (folder / CELLS).is_file():  # another sweeper than ours chooses its cells as it goes
-        for line in sweep_table(folder):
-            print(line)
+def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:
+    """Hand the folder's cells to Hydra, or the command line as it is to another sweeper, which chooses its own."""
+    program, flags = sys.argv[0], sys.argv[1 : len(sys.argv) - len(given.overrides)]
+    where = f"hydra.sweep.dir='{folder}'"
+
+    def multirun(words: Sequence[str]) -> None:
+        sys.argv[:] = [program, *flags, *words, where]
+        main()
+
+    if not (folder / CELLS).is_file():
+        multirun(given.overrides)
+        return
+    shared = [word for word in given.overrides if word.startswith(("hydra", "+hydra", "++hydra", "+sweep="))]
+    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already
+    settings = compose_shared(_with_folder(given), conf).hydra
+    run_cells(folder, settings.launcher, lambda words: multirun([*shared, "hydra.sweeper.params=null", *words]))
 
 
-def _is_sweep(arguments: Namespace) -> bool:
-    """Does it run cells, rather than show something, or hold flags at odds, which Hydra refuses?"""
-    others = (
-        "run",
-        "cfg",
-        "info",
-        "help",
-        "hydra_help",
-        "version",
-        "shell_completion",
-        "resolve",
-    )
-    return bool(arguments.multirun) and not any(getattr(arguments, name, None) for name in others)
+def _with_folder(given: Namespace) -> list[str]:
+    """The overrides, and ``--config-dir`` as one of them."""
+    folder = given.config_dir
+    place = [] if folder is None else [f"hydra.searchpath=['file://{Path(folder).resolve()}']"]
+    return [*place, *given.overrides]
+
+
+def _remove(folder: Path) -> None:
+    """Take a sweep's folder back, in which nothing has run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # unless there is something else
+        folder.parent.rmdir()
+        folder.parent.parent.rmdir()
 
 
 def _is_mistake(error: Exception, began: bool) -> bool:
@@ -166,8 +193,6 @@ def _refuse(message: str) -> NoReturn:
 def _parse(arguments: Sequence[str]) -> Namespace:
     """Hydra's own flags, refused in one sentence rather than with a page of usage, and moved before the other words:
     Hydra itself takes no ``key=value`` on both sides of a flag."""
-    from hydra.main import get_args_parser
-
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     given = parser.parse_intermixed_args(list(arguments))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
@@ -76,7 +77,7 @@ class Compositions:
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The configuration of `overrides`; raises what Hydra raises."""
-        given = OverridesParser.create().parse_overrides(list(overrides))
+        given = parse(overrides)
         values = [item for item in given if _is_value(item)]
         choices = tuple(str(item.input_line) for item in given if item not in values)
         if choices not in self._composed:
@@ -88,6 +89,12 @@ class Compositions:
         except OmegaConfBaseException:
             return compose("config", [*self._places, *overrides])  # which fails too, and names the override
         return config
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """A command line as Hydra reads it, inside of `initialize_config_dir`: ``glob(*)`` looks there."""
+    loader = GlobalHydra.instance().config_loader()
+    return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
 
 def _is_value(item: Override) -> bool:
@@ -105,7 +112,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     """
     known = key_types()
     for key in _keys(composed):
-        if key not in known and not key.startswith((*FREE_KEYS, "sweep", "cell")):
+        if key not in known and not key.startswith(FREE_KEYS) and key.partition(".")[0] not in ("sweep", "cell"):
             raise UserError(unknown_key(key))
     try:
         with warnings.catch_warnings(action="ignore"):  # ${oc.deprecated:key} would have a word to say
@@ -126,11 +133,12 @@ def to_run_config(composed: DictConfig) -> RunConfig:
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     # "+clip.foo=1" slips a key past Hydra's struct check, and the dataclass would carry it along unread.
-    for name in map(str, node):
-        yield prefix + name
+    for name in node:
+        key = prefix + str(name)
+        yield key
         child = node._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none():
-            yield from _keys(child, f"{prefix}{name}.")
+            yield from _keys(child, f"{key}.")
 
 
 def check_typed(overrides: Sequence[str]) -> None:

@@ -75,6 +75,8 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
         return _unreadable(str(error.override))
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return unknown_key(key, groups)
+    if isinstance(cause, ValidationError) and key.startswith("hydra."):
+        return f"{_given(error, key)} does not fit: {_first_line(str(cause))}."
     if isinstance(cause, ValidationError) and key:
         return f"{_given(error, key)} does not fit: {expected(key)} was expected."
     if isinstance(cause, MissingMandatoryValue) and key:
