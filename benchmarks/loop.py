@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.options import check_above_zero, command, read
-from groupwise.config.compose import COMPOSITION_ERRORS, compose_run, in_one_sentence
+from groupwise.config.compose import compose_run
 from groupwise.config.keys import groups
 from groupwise.config.schema import RunConfig
+from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import UserError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"

@@ -11,17 +11,18 @@ import pytest
 from groupwise.config.compose import compose_run
 from groupwise.config.keys import groups
 from groupwise.config.schema import RunConfig
-from groupwise.config.tables import Tables
 
 Cell = tuple[str, ...]
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = groups(CONF)
 FAMILIES = {
-    task: re.findall(r"override /family: (\w+)", (CONF / "task" / f"{task}.yaml").read_text())[0]
+    task: re.findall(r"override /recipe: (\w+)", (CONF / "task" / f"{task}.yaml").read_text())[0]
     for task in OPTIONS["task"]
 }
-MODES = {task: Tables(CONF).parts(f"recipe/{family}") for task, family in FAMILIES.items()}
-SCALES = {task: Tables(CONF).parts(f"scales/{family}") for task, family in FAMILIES.items()}
+MODES = {task: ["none"] if family == "pretrain" else OPTIONS["clip"] for task, family in FAMILIES.items()}
+SCALES = {
+    task: sorted(file.stem for file in (CONF / "size" / family).glob("*.yaml")) for task, family in FAMILIES.items()
+}
 REPRESENTED = {"dart": "e2e", "mnli": "sst2", "qnli": "sst2", "qqp": "sst2", "pretrain_causal": "pretrain_masked"}
 """Tasks that differ from another of their family in a value or two: one mode of them will do."""
 NO_PIPELINE = ("samsum_pipeline", "ghost")

@@ -16,7 +16,7 @@ import torch
 
 FORKS = multiprocessing.get_context("forkserver")  # a plain fork would share torch's threads and a test's state
 FORKS.set_forkserver_preload(["tests.libraries"])
-OURS = ("groupwise", "hydra_plugins", "tests")
+OURS = ("groupwise", "tests")
 _forgotten: list[ModuleType] = []
 """Ours that a fork began with; torchvision's operators are declared for as long as the module that did it lives."""
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli.main import EVERYDAY
 from groupwise.config.checks import validate
-from groupwise.config.compose import at_epsilon, compose_run
+from groupwise.config.compose import compose_run
 from groupwise.config.identity import config_hash
 from groupwise.config.keys import key_types
+from groupwise.config.resolvers import at_epsilon, by
 from groupwise.config.schema import RunConfig
-from groupwise.config.tables import Tables
 from groupwise.errors import UserError
 from tests.combinations import CELLS, CONF, FAMILIES, MODES, OPTIONS, SCALES, pairs_fast, run
 
@@ -43,7 +42,7 @@ def heading(file: Path) -> list[str]:
 def command(file: Path) -> list[str]:
     """The arguments of the command that a file begins with."""
     [told] = re.findall(r"python run\.py (.*)", "\n".join(heading(file)))
-    told = told.replace("task=mine --config-dir my_conf", "family=own")  # what such a file leaves as it is
+    told = told.replace("task=mine --config-dir my_conf", "recipe=own")  # what such a file leaves as it is
     return [word for word in told.split() if word != "-m"]
 
 
@@ -227,7 +226,8 @@ def test_the_default_is_the_papers_adaptive_per_layer_cell() -> None:
 
 
 def test_everyday_keys_are_keys() -> None:
-    assert {example.partition("=")[0] for example in EVERYDAY} <= set(key_types())
+    told = (CONF / "hydra" / "help" / "groupwise.yaml").read_text().partition("Everyday keys")[2].partition("More:")[0]
+    assert set(re.findall(r"^ +([\w.]+)=", told, re.MULTILINE)) <= set(key_types())
     config = run("privacy.epsilon=3", "noise=equal_budget", "clip.target_quantile=.7", "seed=1", "paths.data=elsewhere")
     assert (config.privacy.epsilon, config.noise.allocation, config.clip.target_quantile) == (3, "equal_budget", 0.7)
     assert (config.seed, config.paths.data) == (1, "elsewhere")
@@ -293,15 +293,20 @@ def test_midi_of_tables_starts_from_text_that_is_not_the_tasks_own(task: str, fi
     assert len(rates) == 1, "steps are matched between the private modes"
 
 
-def test_every_family_has_all_modes_and_the_scales_that_all_have() -> None:
-    # Composition refuses what a choice reaches and does not find; here, what no choice would reach.
-    assert {*FAMILIES.values(), "own"} == set(Tables(CONF).parts("family"))
-    assert Tables(CONF).parts("recipe/own") == OPTIONS["clip"] and Tables(CONF).parts("scales/own") == OPTIONS["scale"]
+def test_every_recipe_has_the_scales_that_all_have() -> None:
+    assert {*FAMILIES.values(), "own"} == {file.stem for file in (CONF / "recipe").glob("*.yaml")}
     for task, family in FAMILIES.items():
-        assert MODES[task] == (["none"] if family == "pretrain" else OPTIONS["clip"])
         least = {"mini", "smoke"} if family == "pretrain" else {"paper", "mini", "demo", "smoke"}
         assert least <= {*SCALES[task]} <= {*OPTIONS["scale"]}
-        assert Tables(CONF).parts(f"model/default/{family}") == ([] if family == "pretrain" else SCALES[task])
+    for scale in OPTIONS["scale"]:
+        assert run("recipe=own", f"scale={scale}").model.name == "own"
+
+
+def test_the_first_pattern_that_matches_gives_the_value() -> None:
+    table = {"adaptive_flat": 1, "adaptive_*": 2, "*": 3}
+    assert [by(name, table) for name in ("adaptive_flat", "adaptive_layer", "flat", 7)] == [1, 2, 3, 3]
+    with pytest.raises(UserError, match="flat is not one of none: give the value"):
+        by("flat", {"none": 1})
 
 
 # --- refusals ---

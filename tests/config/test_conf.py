@@ -1,98 +1,50 @@
-"""Every file of `conf/` says something of its own, and whatever it says wins over all else in some configuration."""
+"""Whatever a file of `conf/` says, some configuration has."""
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import initialize_config_dir
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from groupwise.cli.why import statements
 from groupwise.config.compose import register
-from groupwise.config.tables import Part, Tables, file_part
-from tests.combinations import CELLS, CONF, FAMILIES
+from tests.combinations import CELLS, CONF, OPTIONS, pairwise
 
-OPTIONS = sorted(
-    str(file.relative_to(CONF).with_suffix(""))
-    for file in CONF.rglob("*.yaml")
-    if file.relative_to(CONF).parts[0] not in ("recipe", "scales", "sweep", "hydra", "config.yaml")
-)
+FILES = sorted(file for file in CONF.rglob("*.yaml") if file.relative_to(CONF).parts[0] not in ("sweep", "hydra"))
 
 
-def parts(conf: Path) -> Iterator[tuple[str, Part]]:
-    """All that `conf` is composed of, each by its name."""
-    tables = Tables(conf)
-    names = ["config", *OPTIONS]
-    for family in tables.parts("family"):
-        scales = tables.parts(f"scales/{family}")
-        names += [f"family/{family}"]
-        names += [f"recipe/{family}/{mode}" for mode in tables.parts(f"recipe/{family}")]
-        names += [f"scales/{family}/{scale}" for scale in scales]
-        names += [
-            f"exceptions/{family}/{s}/{mode}" for s in scales for mode in tables.parts(f"exceptions/{family}/{s}")
-        ]
-    for name in names:
-        yield name, tables.part(name) or file_part(conf, name)
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each dotted key with its value as it is written; numbers as they are read."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", repr(float(value)) if type(value) is int else repr(value)
 
 
-def configurations(name: str) -> Iterator[tuple[str, ...]]:
-    """All valid choices of task, mode and scale that take the part in, and any other option by itself."""
-    kind, *rest = name.split("/")
-    if "own" in rest and kind != "model":  # the family of a task of the user's own, which no option of conf/ takes
-        scales = [rest[1]] if kind in ("scales", "exceptions") else Tables(CONF).parts("scales/own")
-        modes = [rest[-1]] if kind in ("recipe", "exceptions") else Tables(CONF).parts("recipe/own")
-        yield from (("family=own", f"clip={clip}", f"scale={scale}") for scale in scales for clip in modes)
-    elif kind in ("clip", "task", "config", "family", "recipe", "scales", "exceptions"):
-        for task, clip, scale in CELLS:
-            has = {
-                "family": FAMILIES[task],
-                "recipe": f"{FAMILIES[task]}/{clip}",
-                "scales": f"{FAMILIES[task]}/{scale}",
-            }
-            has |= {"exceptions": f"{FAMILIES[task]}/{scale}/{clip}", "clip": clip, "task": task, "config": ""}
-            if has[kind] == "/".join(rest):
-                yield f"task={task}", f"clip={clip}", f"scale={scale}"
-    if kind in ("model", "privacy", "optim", "noise", "tracker", "tuning"):
-        yield (name.replace("/", "="),)
+def said(file: Path) -> set[tuple[str, str]]:
+    group, text = file.relative_to(CONF).parts[0], file.read_text()
+    values = OmegaConf.to_container(OmegaConf.load(file))
+    values = {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
+    return set(leaves(values if "@package _global_" in text or file.parent == CONF else {group: values}))
 
 
-def never_win(conf: Path) -> list[str]:
-    """The places and keys of `conf` that are overruled wherever they are read; the first that wins ends the search."""
-    left: dict[str, set[str]] = {}
-    for name, part in parts(conf):
-        said = {f"{part.file.relative_to(conf)}:{line} {keys[-1]}" for keys, _, line in part.statements()}
-        left[name] = {place for place in said if not place.startswith("config.yaml:") or place.endswith(" data")}
-    won, composed, seen = set[str](), set[tuple[str, ...]](), set[str]()
+def test_whatever_a_file_says_some_configuration_has() -> None:
     register()
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        for name, said in reversed(left.items()):  # a recipe or scale brings its mode, task and family along
-            choices = sorted(configurations(name), key=lambda choice: len(seen.intersection(choice)))
-            for overrides in choices:
-                if said <= won:
-                    break
-                if overrides in composed:
-                    continue
-                composed.add(overrides)
-                seen.update(overrides)
-                last = {statement.key: statement for statement in statements(overrides, conf)}
-                for key, winner in last.items():
-                    won.add(f"{winner.place.removeprefix(f'{conf.name}/')} {key.rpartition('.')[2]}")
-    return sorted(set().union(*left.values()) - won)
+    cells = [[f"{key}={value}" for key, value in zip(("task", "clip", "scale"), cell, strict=True)]
+             for cell in pairwise(CELLS)]  # fmt: skip
+    single = [[f"{group}={option}"] for group in ("model", "privacy", "optim", "noise", "tracker", "tuning")
+              for option in OPTIONS[group]]  # fmt: skip
+    own = [["recipe=own", "scale=paper"], ["recipe=own", "scale=smoke"]]
+    left = {(file.name, *leaf) for file in FILES for leaf in said(file)}
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for overrides in (*single, *own, *cells):
+            has = set(leaves(OmegaConf.to_container(compose("config", overrides))))
+            left = {item for item in left if item[1:] not in has}
+    assert left == set()
 
 
-def test_whatever_a_file_says_wins_in_some_configuration() -> None:
-    assert never_win(CONF) == []
-
-
-@pytest.mark.slow  # it looks through all configurations in vain
-def test_what_never_wins_is_found(tmp_path: Path) -> None:
-    conf = tmp_path / "conf"
-    shutil.copytree(CONF, conf, ignore=shutil.ignore_patterns("sweep"))
-    with (conf / "clip" / "adaptive_layer.yaml").open("a") as file:
-        file.write("target_quantile: 0.123\n")
-    assert never_win(conf) == ["clip/adaptive_layer.yaml:7 target_quantile"]
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_no_file_only_inherits(name: str) -> None:
-    assert file_part(CONF, name).values
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name != "own"], ids=lambda file: file.stem)
+def test_no_file_only_inherits(file: Path) -> None:
+    assert said(file)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.main import get_args_parser
 
-from groupwise.cli.why import why
 from groupwise.config.compose import compose_run, register
 from groupwise.sweeps.prepare import plan_sweep
 from tests.docs.documents import ROOT, blocks, commands
@@ -30,17 +30,9 @@ def words(command: str) -> list[str]:
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] if "+sweep=" in c else []) for c in RUNS])
 def test_runs_compose(command: str) -> None:
     arguments = words(command)[2:]
-    if "--help" in arguments:
-        return
-    if "--why" in arguments:
-        assert "<- wins" in why(arguments, CONF)
-        return
-    if "--cfg" in arguments:
-        place = arguments.index("--cfg")
-        assert arguments[place + 1] == "job"
-        del arguments[place : place + 2]
-    if "-m" in arguments:
-        arguments.remove("-m")
+    given = get_args_parser().parse_intermixed_args(arguments)
+    arguments = given.overrides
+    if given.multirun:
         register()
         one_will_do = any(argument.startswith("hydra/launcher=") for argument in arguments)
         assert len(plan_sweep(arguments, CONF).cells or ()) >= (1 if one_will_do else 2)

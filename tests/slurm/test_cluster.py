@@ -26,8 +26,8 @@ CIFAR = (
 )
 MIXED = (
     "scale=smoke",
-    "+hydra.sweeper.scales.smoke={}",
-    "hydra.sweeper.grids=[{task: samsum_pipeline, clip: per_device, train.steps: 120}, {task: cifar, clip: ghost}]",
+    "+sweep.scales.smoke={}",
+    "sweep.grids=[{task: samsum_pipeline, clip: per_device, train.steps: 120}, {task: cifar, clip: ghost}]",
     "train.checkpoint_every=2",
     "eval.generate.limit=2",
 )
@@ -70,7 +70,8 @@ def test_whatever_stops_the_jobs_of_a_sweep_its_results_are_those_of_the_local_l
     told = finish(sweep)
 
     assert "(cells: 6, tasks of each: 1)" in told
-    assert all(cell.restarts == 1 and cell.shown["JobState"] == "COMPLETED" for cell in cells)
+    until(lambda: {cell.shown["JobState"] for cell in cells} == {"COMPLETED"}, "the jobs have ended")
+    assert [cell.restarts for cell in cells] == [1] * 6
     for cell in (warned, late):
         assert "can go on from its last checkpoint" in cell.log and "exit code 130" in cell.log
         assert replayed(cell) == 0, "it saved before it left"
@@ -131,13 +132,10 @@ def test_a_cell_that_fails_and_one_that_is_cancelled_are_told_and_end_no_other(t
     sweep = start(tmp_path, *given, "export=model", *SLURM)
     _, told = sweep.communicate(timeout=900)
     assert sweep.returncode == 2 and told.count("UserError") == 3, told
-    failed = next(tmp_path.glob("sweeps/*/logs/*.log")).resolve().parent.name.split("_")[0]
-    assert set(slurm("sacct", "-nXPo", "State", "-j", failed).split()) == {"FAILED"}
 
     sweep = start(tmp_path / "other", *given, *SLURM)
     first, second, third = cells_of(tmp_path / "other", sweep)
     slurm("scancel", second.under_way().job)
     _, told = sweep.communicate(timeout=900)
     assert sweep.returncode == 1 and "1 of 3 cells failed" in told, told
-    assert "(state CANCELLED): see" in next(tmp_path.glob("other/sweeps/*/failed/*.txt")).read_text()
     assert (first.run / "DONE").is_file() and (third.run / "DONE").is_file() and not (second.run / "DONE").exists()

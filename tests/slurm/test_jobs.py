@@ -1,7 +1,6 @@
 """What a job does when it is warned, and what the batch script does after it, without any cluster."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.errors import ProcessFailed, UserError
+from groupwise.errors import UserError
 from groupwise.sweeps import slurm
 from groupwise.sweeps.slurm import put_back
 from groupwise.training.train import _stop_flag
@@ -18,12 +17,12 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 WARNED = """
 import os, signal, sys, time
 from groupwise.sweeps.slurm import in_job
-def work():
+def work(_):
     {before}
     os.kill(os.getpid(), signal.SIGUSR2)
     {after}
     time.sleep(600)
-in_job(work, {seconds})
+in_job(work, {seconds})(None)
 """
 
 
@@ -103,24 +102,6 @@ def test_a_run_takes_a_task_a_process(processes, most, nodes):
 def test_processes_that_do_not_share_out_are_refused():
     with pytest.raises(UserError, match="9 processes do not share out evenly"):
         slurm.shape(9, 8)
-
-
-def test_jobs_are_over_when_they_were_missing_twice():
-    answers = iter([{"7_0", "7_1"}, {"7_1"}, None, {"7_0"}, {"7_0"}, {"7_1"}, set()])
-    slurm.wait_for(["7_0", "7_1"], lambda: next(answers), lambda _: None)
-    assert next(answers, "all used") == "all used"
-
-
-def test_what_a_job_left_is_told_in_one_sentence(tmp_path, monkeypatch):
-    result, log = tmp_path / "result.pkl", tmp_path / "log"
-    monkeypatch.setattr(slurm, "_state", lambda _: "CANCELLED")
-    with pytest.raises(ProcessFailed, match=r"^job 7_1 ended without a result \(state CANCELLED\): see .*log$"):
-        slurm.outcome_of("7_1", result, log)
-    result.write_bytes(pickle.dumps(("error", "Traceback\n\nValueError: a bug\n")))
-    with pytest.raises(ProcessFailed, match=r"^job 7_1 failed \(ValueError: a bug\): see"):
-        slurm.outcome_of("7_1", result, log)
-    result.write_bytes(pickle.dumps(("success", 3)))
-    assert slurm.outcome_of("7_1", result, log) == 3
 
 
 def test_without_slurm_it_says_where_to_go(monkeypatch):

@@ -15,18 +15,15 @@ from tests.forks import Command
 
 ROOT = Path(__file__).parents[2]
 SWEEP = """
-# @package _global_
 # A table of two modes.
 #   python run.py -m +sweep=table
-hydra:
-  sweeper:
-    grids:
-      - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1]}
-      - {task: cifar, clip: [flat, ghost], privacy.epsilon: 8, seed: 1}   # flat once more
-    scales:
-      smoke:
-        privacy.epsilon: {3: 4}
-        clip: {ghost: null}
+grids:
+  - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1]}
+  - {task: cifar, clip: [flat, ghost], privacy.epsilon: 8, seed: 1}   # flat once more
+scales:
+  smoke:
+    privacy.epsilon: {3: 4}
+    clip: {ghost: null}
 """
 START = """
 import json, os, time
@@ -96,7 +93,7 @@ class Checkout:
         return told.getvalue()
 
     def write_sweep(self, text: str) -> None:
-        (self.root / "sweeps" / "table.yaml").write_text("# @package _global_\n" + textwrap.dedent(text))
+        (self.root / "sweeps" / "table.yaml").write_text(textwrap.dedent(text))
 
     @property
     def folder(self) -> Path:

@@ -21,11 +21,12 @@ GRID = ("task=cifar", "scale=smoke", "clip=flat", "optim.learning_rate=1,2,4", "
 RDP = "privacy.accountant=rdp"
 
 
-def planned(*words: str, grid=GRID) -> Search:
+def planned(*words: str, grid=GRID, beside: Path | None = None) -> Search:
     register()
     given = [word for word in grid if word.split("=")[0] not in {word.split("=")[0] for word in words}]
     overrides = [*given, RDP, "tuning=accounted", *words]
-    return plan_search(plan_sweep(overrides, CONF), overrides)
+    places = [] if beside is None else [f"hydra.searchpath=['file://{beside}']"]
+    return plan_search(plan_sweep([*places, *overrides], CONF), overrides)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,14 +83,13 @@ def test_so_small_a_grid_says_that_running_it_whole_costs_less():
     assert "cost less if all of them are run" in told
 
 
-def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp_path, monkeypatch):
+def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp_path):
     held = planned("privacy.noise_multiplier=2", "data.holdout=null")
     (tmp_path / "sweep").mkdir()
     grid = "{task: cifar, clip: flat, optim.learning_rate: [1, 2], data.holdout: 0.2}"
-    text = f"# @package _global_\nhydra: {{sweeper: {{grids: [{grid}], scales: {{smoke: {{}}}}}}}}\n"
+    text = f"grids: [{grid}]\nscales: {{smoke: {{}}}}\n"
     (tmp_path / "sweep" / "held.yaml").write_text(text)
-    monkeypatch.setenv("GROUPWISE_CONFIG", str(tmp_path))
-    found = planned("+sweep=held", "privacy.noise_multiplier=2", grid=("scale=smoke",))
+    found = planned("+sweep=held", "privacy.noise_multiplier=2", grid=("scale=smoke",), beside=tmp_path)
     assert "data.holdout=0.2 is left out" in found.statement() and "holdout" not in found.settings[0].name
     assert found.examples == held.examples and found.settings[0].config.data.holdout is None
     with pytest.raises(UserError, match=r"data\.holdout=0\.2 would score on training examples"):
@@ -125,15 +125,14 @@ def test_what_has_no_epsilon_or_would_show_more_is_refused(words, says, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_task_of_one_s_own_must_say_that_its_score_is_of_others(tmp_path, monkeypatch):
+def test_a_task_of_one_s_own_must_say_that_its_score_is_of_others(tmp_path):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "mine.yaml").write_text("# @package _global_\ntask: mine\nown_task: {_target_: mine.make}\n")
-    monkeypatch.setenv("GROUPWISE_CONFIG", str(tmp_path))
     words = ("task=mine", "scale=mini", "privacy.epsilon=3", "train.steps=2")
     with pytest.raises(UserError, match="what it validates on may be training examples: give"):
-        planned(*words)
+        planned(*words, beside=tmp_path)
     with pytest.raises(UserError, match="mine"):  # which is not there: it got as far as that
-        planned(*words, "tuning.outside=true")
+        planned(*words, "tuning.outside=true", beside=tmp_path)
 
 
 @pytest.mark.parametrize(

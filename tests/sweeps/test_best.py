@@ -72,6 +72,9 @@ def test_the_objective_is_the_headline():
 def test_optuna_chooses_by_it_and_goes_on_where_it_was(checkout):
     checkout.write_sweep(
         """
+        # @package _global_
+        defaults:
+          - override /hydra/sweeper: optuna
         hydra:
           sweeper:
             direction: maximize
@@ -81,10 +84,7 @@ def test_optuna_chooses_by_it_and_goes_on_where_it_was(checkout):
             params: {seed: 'range(0, 5)', scale: smoke}
         """
     )
-    forgotten = checkout.command("run.py", "-m", "+sweep=table")
-    assert (forgotten.returncode, forgotten.stderr.count("\n")) == (2, 1)
-    assert "add hydra/sweeper=optuna" in forgotten.stderr
-    done = checkout.command("run.py", "-m", "+sweep=table", "hydra/sweeper=optuna")
+    done = checkout.command("run.py", "-m", "+sweep=table")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ran adaptive_layer") == 3
     assert "best_value: 5" in (checkout.folder / "optimization_results.yaml").read_text()  # 50 + the seed

@@ -90,15 +90,13 @@ def test_values_are_as_on_the_command_line() -> None:
 
 def test_a_file_is_read_with_its_title_and_numbers_as_hydra_reads_them(tmp_path: Path) -> None:
     file = tmp_path / "name.yaml"
-    file.write_text(
-        "# @package _global_\n# A title.\n#   a command\nhydra: {sweeper: {grids: [{clip.quantile_budget: 1e-4}]}}"
-    )
+    file.write_text("# A title.\n#   a command\ngrids: [{clip.quantile_budget: 1e-4}]")
     sweep = read_sweep(file)
     assert (sweep.name, sweep.title) == ("name", "A title.")
     assert names(sweep.cells("paper")) == ["clip.quantile_budget=0.0001 seed=0"]
 
 
-@pytest.mark.parametrize("content", ["hydra: [", "seed: 3", "- a list", "hydra: {sweeper: {params: {clip: flat}}}"])
+@pytest.mark.parametrize("content", ["hydra: [", "seed: 3", "- a list", "scales: {mini: {}}"])
 def test_what_is_no_sweep_is_one_sentence(tmp_path: Path, content: str) -> None:
     file = tmp_path / "name.yaml"
     file.write_text(content)

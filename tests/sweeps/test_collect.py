@@ -15,12 +15,9 @@ from groupwise.sweeps.collect import collect, main
 from groupwise.sweeps.prepare import PlannedCell, table_cells
 
 ROOT = Path(__file__).parents[2]
-SWEEP = """# @package _global_
-# A table.
-hydra:
-  sweeper:
-    grids: [{clip: [flat, ghost], seed: [0, 1]}]
-    scales: {smoke: {train.steps: 2}}
+SWEEP = """# A table.
+grids: [{clip: [flat, ghost], seed: [0, 1]}]
+scales: {smoke: {train.steps: 2}}
 """
 
 

@@ -159,7 +159,7 @@ def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
     shutil.copytree(CONF, tmp_path / "conf", ignore=shutil.ignore_patterns("sweep"))
     scales = "{smoke: {}, demo: {train.epochs: {2: 1}}}"
     (tmp_path / "conf" / "sweep").mkdir()
-    text = f"# @package _global_\nhydra: {{sweeper: {{grids: [{sweep}], scales: {scales}}}}}\n"
+    text = f"grids: [{sweep}]\nscales: {scales}\n"
     (tmp_path / "conf" / "sweep" / "table.yaml").write_text(text)
     register()
     scale = [] if "scale=" in arguments else ["scale=smoke"]
@@ -171,7 +171,7 @@ def test_a_sweep_may_set_for_all_modes_what_some_do_not_read(tmp_path):
     shutil.copytree(CONF, tmp_path / "conf", ignore=shutil.ignore_patterns("sweep"))
     (tmp_path / "conf" / "sweep").mkdir()
     grid = "{clip: flat, clip.target_quantile: 0.3}"
-    text = f"# @package _global_\nhydra: {{sweeper: {{grids: [{grid}], scales: {{smoke: {{}}}}}}}}\n"
+    text = f"grids: [{grid}]\nscales: {{smoke: {{}}}}\n"
     (tmp_path / "conf" / "sweep" / "table.yaml").write_text(text)
     register()
     [cell] = plan_sweep(["+sweep=table", "scale=smoke"], tmp_path / "conf").cells
@@ -214,7 +214,7 @@ def test_cells_compose_as_hydra_alone_does():
 
 
 def test_a_mistake_in_a_cell_is_one_sentence_and_nothing_is_written(checkout):
-    checkout.write_sweep("hydra: {sweeper: {grids: [{clip: [flat, flatt]}], scales: {smoke: {}}}}")
+    checkout.write_sweep("grids: [{clip: [flat, flatt]}]\nscales: {smoke: {}}")
     done = checkout.sweep()
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: in the cell clip=flatt seed=0: clip=flatt is not one of")

@@ -13,14 +13,11 @@ from groupwise.sweeps.cells import read_sweep
 from groupwise.sweeps.reproduce import compare, find_row, main
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-SWEEP = """# @package _global_
-# A sweep.
-hydra:
-  sweeper:
-    grids:
-      - {{task: cifar, clip: [flat, adaptive_layer], train.steps: 2, seed: [0]}}
-    scales:
-      smoke: {{{change}}}
+SWEEP = """# A sweep.
+grids:
+  - {{task: cifar, clip: [flat, adaptive_layer], train.steps: 2, seed: [0]}}
+scales:
+  smoke: {{{change}}}
 """
 
 

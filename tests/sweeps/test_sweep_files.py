@@ -28,8 +28,7 @@ def name_of(value: Path | str) -> str:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_heading_says_what_it_is_how_to_run_it_and_what_it_takes(file):
-    first, *heading = [line for line in file.read_text().splitlines() if line.startswith("#")]
-    assert first == "# @package _global_"
+    heading = [line for line in file.read_text().splitlines() if line.startswith("#")]
     assert heading[0].endswith(".") and heading[1].startswith(f"#   python run.py -m +sweep={file.stem}")
     assert any(line.startswith("# Expected: ") for line in heading)
 

@@ -21,7 +21,7 @@ from groupwise.audit.canaries import MODELS
 from groupwise.audit.one_run import audit_one_run, audit_pipeline, choose_guesses, count_right, present_canaries
 from groupwise.audit.options import DESIGNS, PLAYS, Setting, make_setting
 from groupwise.audit.two_worlds import audit_two_worlds
-from groupwise.config.compose import COMPOSITION_ERRORS, in_one_sentence
+from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import ProcessFailed, UserError
 from groupwise.privacy import PrivacyPlan
 from groupwise.rows import csv_text, markdown

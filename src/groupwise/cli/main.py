@@ -1,91 +1,39 @@
-"""Goes from the command line to runs, and answers `--help`: composes, checks, runs, and tells mistakes from bugs."""
+"""Goes from the command line to runs: composes, checks, runs, and tells mistakes from bugs."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.main import get_args_parser
 from omegaconf import DictConfig
 
-from groupwise.cli.why import why
-from groupwise.config.compose import (
-    COMPOSITION_ERRORS,
-    check_typed,
-    in_one_sentence,
-    register,
-    to_run_config,
-    too_long,
-)
+from groupwise.config.compose import check_typed, register, to_run_config
 from groupwise.config.idle import refuse_idle
-from groupwise.config.keys import CONFIG_DIR, groups
-from groupwise.config.schema import RunConfig
+from groupwise.config.keys import groups
+from groupwise.config.schema import Command, RunConfig
+from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence, too_long
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
-from groupwise.sweeps.prepare import plan_sweep, refuse_without_weights
+from groupwise.sweeps.multirun import run_cells
+from groupwise.sweeps.prepare import compose_shared, plan_sweep, refuse_without_weights
 
-WIDTH = 80
-"""Columns of a terminal."""
-EVERYDAY = {
-    "privacy.epsilon=3": "the budget; inf trains without noise",
-    "privacy.delta=1e-5": "below one over the number of examples",
-    "privacy.noise_multiplier=2.5": "give the noise instead of epsilon",
-    "seed=1": "initial weights; noise comes from a secret key",
-    "clip.threshold=0.5": "C, the norm of the whole clipped gradient",
-    "clip.target_quantile=0.7": "adaptive: the share left unclipped",
-    "optim.learning_rate=2": "",
-    "train.batch_size=1024": "expected logical batch size",
-    "train.epochs=100": "or train.steps=500",
-    "train.microbatch=64": "examples in memory at once; default automatic",
-    "train.precision=bfloat16": "norms, sums and noise stay float32",
-    "train.device=cpu": "auto, cpu or cuda",
-    "pipeline.stages=4": "cut the model into stages, a process each",
-    "parallel.ranks=2": "replicas that share every batch, a process each",
-    "paths.data=~/data": "default $GROUPWISE_DATA, else data",
-    "paths.results=out": "default results",
-    "overwrite=true": "run again what is already done",
-    "explain=true": "how norms are computed, and why; no training",
-}
+SHOWN = ("run", "cfg", "info", "help", "hydra_help", "shell_completion", "resolve")
+"""Hydra's flags that run no cells, or are at odds with ``-m``, which Hydra refuses."""
+Train = Callable[[RunConfig], Any]
 
 
-def help_text(conf: Path) -> str:
-    """Usage, the groups and their options, the everyday keys and a few commands."""
-    lines = [
-        "Private training with group-wise clipping.",
-        "",
-        "  python run.py task=cifar clip=adaptive_layer scale=demo",
-        "",
-        "Groups (choose with group=option):",
-    ]
-    for name, options in groups(conf).items():
-        lines += textwrap.wrap(f"  {name:9} {', '.join(options)}", WIDTH, subsequent_indent=" " * 12)
-    lines += ["", "Everyday keys (src/groupwise/config/schema.py has them all):"]
-    lines += [f"  {example:30} {meaning}".rstrip() for example, meaning in EVERYDAY.items()]
-    lines += [
-        "",
-        "More:",
-        "  python run.py -m clip=flat,ghost seed=0,1,2   every combination, in turn",
-        "  python run.py -m +sweep=NAME tuning=accounted  a search with one epsilon",
-        "  python run.py clip=flat --cfg job             the configuration, without a run",
-        "  python run.py --why clip.threshold task=sst2  which lines gave a key its value",
-        "  python run.py task=mine --config-dir my_conf  a task of your own",
-        "  python run.py --hydra-help                    Hydra's own flags",
-        "",
-        "A run is recorded in results/runs/<hash>; the same command resumes it, or shows",
-        "it when it is done.",
-    ]
-    return "\n".join(lines)
-
-
-def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
+def launch(conf: Path, train: Train) -> int:
     """Run, or tell, what the command line asks for and return the exit code: 0, 1 a bug, 2 a mistake, 130 interrupted.
 
     One run, or with ``-m`` every cell of a sweep that is not done, where a failing cell does not stop the others; what
@@ -102,13 +50,7 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         if folder is not None:
             return run_cell(composed, train)
         try:
-            config = to_run_config(composed)
-            refuse_idle(HydraConfig.get().overrides.task, config)
-            if config.tuning.name != "off":
-                raise UserError(
-                    "tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2."
-                )
-            return train(config)
+            return train(_single(composed))
         except Exception as error:
             failed.append(error)  # not raised: Hydra would add words of its own
             return None
@@ -116,25 +58,23 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
     tell_warnings()
     try:
         register()
-        sys.argv[1:] = _without_folder(sys.argv[1:])
-        if {"-h", "--help"} & set(sys.argv[1:]):
-            print(help_text(conf))
-            return 0
-        if "--why" in sys.argv[1:]:
-            print(why(sys.argv[1:], conf))
-            return 0
-        arguments = _parse(sys.argv[1:])
-        check_typed(arguments.overrides)
-        if _is_sweep(arguments):
-            folder = _prepare(arguments.overrides, conf, train)
-            if folder is None:
-                return 0
-            sys.argv.append(f"hydra.sweep.dir='{folder}'")
-        hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)()
+        given = _parse(sys.argv[1:])
+        check_typed(given.overrides)
+        main = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)
+        if (given.multirun or "hydra.mode=MULTIRUN" in given.overrides) and not any(vars(given)[key] for key in SHOWN):
+            folder = _begin(given, conf, train)
+            if folder is not None:
+                _multirun(given, conf, folder, main)
+        else:
+            main()
+    except SystemExit as end:  # Hydra has shown its help
+        return int(end.code or 0)
     except KeyboardInterrupt:
         again = "the command without overwrite=true" if "overwrite=true" in sys.argv else "the same command"
         print(f"interrupted: {again} goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads has enough
+        raise
     except Exception as error:
         code = 0 if folder is None else report_sweep(folder, error)
         if code:
@@ -145,16 +85,31 @@ def launch(conf: Path, train: Callable[[RunConfig], Any]) -> int:
         if not _is_mistake(error, bool(began)):
             raise
         print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)
+        if folder is not None:
+            _remove(folder)
         return MISTAKE
     if folder is not None:
-        _show_cells(folder)
+        if (folder / CELLS).is_file():  # another sweeper than Hydra's own chooses its cells as it goes
+            for line in sweep_table(folder):
+                print(line)
         return report_sweep(folder)
     for mistake in failed:
         report(mistake)
     return exit_code(type(mistake).__name__ for mistake in failed)
 
 
-def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], Any]) -> Path | None:
+def _single(composed: DictConfig) -> RunConfig:
+    """The configuration of one run; raises `UserError` for what is of sweeps."""
+    if composed.sweep != Command().sweep:
+        raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
+    config = to_run_config(composed)
+    refuse_idle(HydraConfig.get().overrides.task, config)
+    if config.tuning.name != "off":
+        raise UserError("tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2.")
+    return config
+
+
+def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
     """The folder of a sweep, which is checked whole before it is made; None where all is done, or was done here.
 
     `run.py` does not come back from here: the copy of it in that folder goes on.
@@ -162,12 +117,12 @@ def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], 
     folder = handed_on()
     if folder is not None:
         return folder
-    planned = plan_sweep(overrides, conf)
+    planned = plan_sweep(_with_folder(given), conf)
     if planned.accounted:
         from groupwise.sweeps.accounted import plan_search  # these bring torch
         from groupwise.sweeps.secret_runs import run_search
 
-        search = plan_search(planned, overrides)
+        search = plan_search(planned, given.overrides)
         print(search.statement())
         print(*run_search(search, train), sep="\n")
         return None
@@ -189,25 +144,37 @@ def _prepare(overrides: Sequence[str], conf: Path, train: Callable[[RunConfig], 
     return folder
 
 
-def _show_cells(folder: Path) -> None:
-    if (folder / CELLS).is_file():  # another sweeper than ours chooses its cells as it goes
-        for line in sweep_table(folder):
-            print(line)
+def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:
+    """Hand the folder's cells to Hydra, or the command line as it is to another sweeper, which chooses its own."""
+    program, flags = sys.argv[0], sys.argv[1 : len(sys.argv) - len(given.overrides)]
+    where = f"hydra.sweep.dir='{folder}'"
+
+    def multirun(words: Sequence[str]) -> None:
+        sys.argv[:] = [program, *flags, *words, where]
+        main()
+
+    if not (folder / CELLS).is_file():
+        multirun(given.overrides)
+        return
+    shared = [word for word in given.overrides if word.startswith(("hydra", "+hydra", "++hydra", "+sweep="))]
+    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already
+    settings = compose_shared(_with_folder(given), conf).hydra
+    run_cells(folder, settings.launcher, lambda words: multirun([*shared, "hydra.sweeper.params=null", *words]))
 
 
-def _is_sweep(arguments: Namespace) -> bool:
-    """Does it run cells, rather than show something, or hold flags at odds, which Hydra refuses?"""
-    others = (
-        "run",
-        "cfg",
-        "info",
-        "help",
-        "hydra_help",
-        "version",
-        "shell_completion",
-        "resolve",
-    )
-    return bool(arguments.multirun) and not any(getattr(arguments, name, None) for name in others)
+def _with_folder(given: Namespace) -> list[str]:
+    """The overrides, and ``--config-dir`` as one of them."""
+    folder = given.config_dir
+    place = [] if folder is None else [f"hydra.searchpath=['file://{Path(folder).resolve()}']"]
+    return [*place, *given.overrides]
+
+
+def _remove(folder: Path) -> None:
+    """Take a sweep's folder back, in which nothing has run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # unless there is something else
+        folder.parent.rmdir()
+        folder.parent.parent.rmdir()
 
 
 def _is_mistake(error: Exception, began: bool) -> bool:
@@ -219,32 +186,22 @@ def _is_mistake(error: Exception, began: bool) -> bool:
     return not began and last[0].f_globals["__name__"].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
-def _without_folder(arguments: Sequence[str]) -> list[str]:
-    """The arguments without Hydra's ``--config-dir FOLDER``: its name goes where every composition looks for it."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
-    parser.error = _refuse  # type: ignore[method-assign]
-    given, rest = parser.parse_known_args(list(arguments))
-    if folder := given.config_dir or os.environ.pop(CONFIG_DIR, None):
-        if not Path(folder).expanduser().is_dir():
-            raise UserError(
-                f"--config-dir={folder} (or ${CONFIG_DIR}) is no folder: name one that has task/<name>.yaml."
-            )
-        os.environ[CONFIG_DIR] = str(Path(folder).expanduser().resolve())
-    return rest
-
-
 def _refuse(message: str) -> NoReturn:
     raise UserError(f"{message}; `python run.py --help` shows what can be given.")
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """Hydra's own flags, refused in one sentence rather than with a page of usage."""
-    from hydra.main import get_args_parser
-
+    """Hydra's own flags, refused in one sentence rather than with a page of usage, and moved before the other words:
+    Hydra itself takes no ``key=value`` on both sides of a flag."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
-    given = parser.parse_args(list(arguments))
+    given = parser.parse_intermixed_args(list(arguments))
     if given.experimental_rerun:
         raise UserError("--experimental-rerun would unpickle a file; the same command goes on with a run.")
+    if given.config_dir and not Path(given.config_dir).is_dir():
+        raise UserError(f"--config-dir={given.config_dir} is no folder: name one that has task/<name>.yaml.")
+    flags = list(arguments)
+    for word in given.overrides:
+        flags.remove(word)
+    sys.argv[1:] = [*flags, *given.overrides]
     return given

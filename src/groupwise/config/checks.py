@@ -31,8 +31,8 @@ IMAGE_MODELS = ("wide_resnet", "scatter_cnn")
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
     checks = (
-        _texts, _choices, _ranges, _places, _resume, _own_task, _batch, _precision, _weights, _public, _augmentation,
-        _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel,
+        _texts, _choices, _ranges, _places, _resume, _own_task, _pretraining, _batch, _precision, _weights, _public,
+        _augmentation, _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel,
     )  # fmt: skip
     for check in checks:
         for problem in check(config):
@@ -110,6 +110,11 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 def _own_task(config: RunConfig) -> Iterator[str]:
     if config.own_task and not isinstance(config.own_task.get("_target_"), str):
         yield "own_task has no _target_: name the function that makes the task, own_task: {_target_: module.function}."
+
+
+def _pretraining(config: RunConfig) -> Iterator[str]:
+    if config.task.startswith("pretrain") and config.clip.grouping != "none":
+        yield f"clip={config.clip.name} does not go with this task, which reads public text: use clip=none."
 
 
 def _places(config: RunConfig) -> Iterator[str]:

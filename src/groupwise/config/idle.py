@@ -45,6 +45,8 @@ def complaint(override: str, config: RunConfig) -> str:
     section, _, name = override.partition("=")[0].partition(".")
     if section == "model" and name.startswith("lora.") and config.model.trains != "lora":
         return f"{override} is of adapters; model.trains={config.model.trains}: add model.trains=lora."
+    if (section, name) == ("train", "epochs") and config.train.steps is not None:
+        return f"{override} changes nothing: train.steps={config.train.steps} is given, so make one of them null."
     why = why_idle(name, config.clip) if section == "clip" and name else ""
     names = READ_BY.get((section, name))
     if names and getattr(config, section).name not in names:

@@ -1,6 +1,5 @@
 """Lists every key of the command line, its type and what it takes, read off the schema."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -14,8 +13,6 @@ from groupwise.rows import SCALES
 IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 FREE_KEYS = ("clip.mapping.", "model.shape.", "own_task.")
 """Beginnings of keys that the schema leaves to the user."""
-CONFIG_DIR = "GROUPWISE_CONFIG"
-"""Names a folder of the user's own that is searched after `conf/`; --config-dir sets it, for a sweep's cells too."""
 
 
 @cache
@@ -52,7 +49,7 @@ def expected(key: str) -> str:
     if get_origin(kind) is dict:
         return "{name:value,...}"
     if get_origin(kind) is list:
-        return "[name,...]"
+        return "[name,...]" if get_args(kind) == (str,) else "[number,...]"
     return " or ".join(IN_WORDS[part] for part in get_args(kind) or (kind,))
 
 
@@ -67,17 +64,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def groups(conf: Path) -> dict[str, list[str]]:
-    """The groups of `conf/`, and of the user's own folder, that a person chooses from, with their options."""
-    tables = ("recipe", "scales", "hydra")  # of the families; the last is Hydra's own
-    files = {
-        folder.name: sorted({file.stem for root in roots(conf) for file in root.glob(f"{folder.name}/*.yaml")})
-        for folder in conf.iterdir()
-        if folder.is_dir() and folder.name not in tables
-    }
+    """The groups of `conf/` that a person chooses from, with their options."""
+    chosen = (folder for folder in conf.iterdir() if folder.is_dir() and folder.name not in ("recipe", "size", "hydra"))
+    files = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in chosen}
     return dict(sorted({**files, "scale": sorted(SCALES)}.items()))
-
-
-def roots(conf: Path) -> list[Path]:
-    """Where files of configuration lie: `conf/`, then the user's own folder (`CONFIG_DIR`), if there is one."""
-    own = os.environ.get(CONFIG_DIR)
-    return [conf, Path(own)] if own else [conf]

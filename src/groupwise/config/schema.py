@@ -375,3 +375,21 @@ class RunConfig:
     """Text: also write the trained model as a transformers folder, with its tokenizer, recipe and hash."""
     explain: bool = False
     """Print how each layer's norms are computed, and why; then stop, with nothing trained or written."""
+
+
+@dataclass
+class SweepConfig:
+    """The cells of a table or figure, as a file of `sweeps/` has them; see `groupwise.sweeps.cells`."""
+
+    grids: list[dict[str, Any]] = field(default_factory=list)
+    scales: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Command(RunConfig):
+    """What the command line may say: a run, or a sweep of runs."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """``+sweep=NAME`` chooses a file of `sweeps/`."""
+    cell: str | None = None
+    """Of a sweep's own jobs: the cell to run, by the first digits of its hash."""

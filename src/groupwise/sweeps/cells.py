@@ -2,16 +2,14 @@
 
 `sweeps/<name>.yaml` says it once, for the launcher and for the tables:
 
-    hydra:
-      sweeper:
-        grids:                         # the paper's cells: all combinations of each grid
-          - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1, 2]}
-        scales:                        # what a smaller scale changes
-          mini:
-            train.epochs: {10: 0.2, 30: 0.6}   # the paper's value -> the value there; null leaves the cell out
-            eval.every: 0.5                    # for all cells
-            task: {dart: {data.max_length: 96}} # more keys of the cells that have this value
-            seed: [0, 1, 2, 3]                 # other seeds than the paper's, for all cells
+    grids:                         # the paper's cells: all combinations of each grid
+      - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1, 2]}
+    scales:                        # what a smaller scale changes
+      mini:
+        train.epochs: {10: 0.2, 30: 0.6}   # the paper's value -> the value there; null leaves the cell out
+        eval.every: 0.5                    # for all cells
+        task: {dart: {data.max_length: 96}} # more keys of the cells that have this value
+        seed: [0, 1, 2, 3]                 # other seeds than the paper's, for all cells
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,13 +73,11 @@ def read_sweep(path: Path) -> Sweep:
         content = OmegaConf.to_container(OmegaConf.load(path))  # numbers as Hydra reads them: 1e-4 is one
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} is no sweep ({str(error).splitlines()[0]}).") from error
-    hydra = content.get("hydra") if isinstance(content, dict) else None
-    sweeper = (hydra or {}).get("sweeper") or {}
-    if not sweeper.get("grids"):
-        raise UserError(f"{path} has no hydra.sweeper.grids: it is not the sweep of a table or figure.")
+    if not isinstance(content, dict) or not content.get("grids"):
+        raise UserError(f"{path} has no grids: it is not the sweep of a table or figure.")
     comments = [line.lstrip("# ") for line in heading.splitlines() if line.startswith("# ") and "@package" not in line]
     return Sweep(
-        path.stem, comments[0] if comments else path.stem, tuple(sweeper["grids"]), sweeper.get("scales") or {}
+        path.stem, comments[0] if comments else path.stem, tuple(content["grids"]), content.get("scales") or {}
     )
 
 
@@ -101,7 +97,7 @@ def expand(
     """
     if scale != PAPER and scale not in scales:
         known = ", ".join([PAPER, *scales])
-        raise UserError(f"this sweep has no scale={scale}: choose one of {known}, or add it to hydra.sweeper.scales.")
+        raise UserError(f"this sweep has no scale={scale}: choose one of {known}, or add it to its scales.")
     changes = dict(scales.get(scale) or {})
     seeds = {"seed": changes.pop("seed")} if isinstance(changes.get("seed"), list) else {}
     values = [{key: _listed(key, value) for key, value in ({"seed": 0} | dict(grid) | seeds).items()} for grid in grids]

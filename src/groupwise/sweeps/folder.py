@@ -20,10 +20,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.atomic import write_json, write_text
-from groupwise.config.compose import to_run_config
-from groupwise.config.identity import config_hash, save_config
+from groupwise.config.checks import validate
+from groupwise.config.compose import register, to_run_config
+from groupwise.config.identity import config_hash, load_config, save_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import ProcessFailed, UserError, exit_code, report
+from groupwise.sweeps import slurm
 from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.provenance import RECORDED, git_state
 
@@ -43,7 +45,7 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
         if planned.cells is not None:
             for cell in planned.cells:
-                write_text(folder / "cells" / f"{cell.hash[:12]}.yaml", save_config(cell.config))
+                write_text(_file_of(folder, cell.hash[:12]), save_config(cell.config))
             listed = [
                 {
                     "name": cell.name,
@@ -61,6 +63,15 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             f"the sweep's folder {folder} cannot be written ({error.strerror}): give another with paths.results=FOLDER."
         ) from error
     return folder
+
+
+def cell_file(folder: Path, cell: dict[str, Any]) -> Path:
+    """The configuration of one of `read_cells`."""
+    return _file_of(folder, cell["hash"][:12])
+
+
+def _file_of(folder: Path, key: str) -> Path:
+    return folder / "cells" / f"{key}.yaml"
 
 
 def _claimed(folder: Path) -> bool:
@@ -212,19 +223,21 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
             f"  {name_of(folder, failure.file.stem) or failure.cell}: {failure.kind} ({failure.file})", file=sys.stderr
         )
     for cell in lost:
-        print(f"  {cell['name']}: killed, or never begun ({type(crash).__name__})", file=sys.stderr)
+        print(f"  {cell['name']}: no result: killed, or still to come ({type(crash).__name__})", file=sys.stderr)
     return exit_code([failure.kind for failure in failed] + [type(crash).__name__ for _ in lost])
 
 
 def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
-    """Train it; a failure is told, kept in the sweep's folder and raised, so that Hydra or the cluster knows."""
+    """Train it; a failure is told and kept in the sweep's folder, and raised where another sweeper chose the cell."""
+    register()  # this may be another process than the one that composed
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
     key, name, log = f"job-{settings.job.num}", told_overrides(), None
     os.environ.setdefault("WANDB_RUN_GROUP", settings.runtime.choices.get("sweep") or folder.name)
     try:
         try:
-            config = to_run_config(composed)
+            config = to_run_config(composed) if composed.cell is None else load_config(_file_of(folder, composed.cell))
+            validate(config)
         except UserError as error:  # the machine lacks something that the one that checked it had
             report(error)
             raise
@@ -239,6 +252,9 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
         launcher = settings.launcher._target_.rpartition(".")[2]
         if launcher != "BasicLauncher":
             log = folder / "logs" / f"{key}.log"
+        if launcher == slurm.LAUNCHER:
+            slurm.link_log(folder / "logs" / f"{key}.log")
+            train = slurm.in_job(train, settings.launcher.signal_delay_s)
         with _to_file(log if launcher == "JoblibLauncher" else None, name):
             try:
                 value = train(config)
@@ -247,7 +263,9 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
                 raise
     except Exception as error:
         write_failure(folder, key, name, error, log)
-        raise
+        if composed.cell is None:
+            raise
+        return None
     clear_failure(folder, key)
     return value
 

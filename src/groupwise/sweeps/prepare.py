@@ -2,21 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from groupwise.config.compose import (
-    COMPOSITION_ERRORS,
-    Composer,
-    composer_of,
-    in_one_sentence,
-    to_run_config,
-)
+from groupwise.config.compose import Compositions, compositions_of, parse, to_run_config
 from groupwise.config.identity import config_hash
 from groupwise.config.idle import complaint
 from groupwise.config.schema import RunConfig
+from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Cell, Sweep, expand, text
 
@@ -69,18 +66,31 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         UserError: in the first cell that is refused, naming it; two cells of a table are one run; something on the
             command line changes no cell.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra import initialize_config_dir
 
-    given = OverridesParser.create().parse_overrides(list(overrides))
-    shared = [str(item.input_line) for item in given if not item.is_sweep_override()]
+    whole = compose_shared(overrides, conf)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        whole = compose("config", shared, return_hydra_config=True)
+        given = parse(overrides)
+        shared = _shared(given)
         name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
-        cells = _cells(composer_of(conf), whole, given, shared, name)
+        places = [word for word in shared if word.startswith("hydra.searchpath")]
+        cells = _cells(Compositions(places), whole, given, shared, name)
     _refuse_idle(cells or (), {item.key_or_group for item in given})
     return PlannedSweep(name, str(whole.scale), folder, cells)
+
+
+def compose_shared(overrides: Sequence[str], conf: Path) -> DictConfig:
+    """What all cells of ``-m OVERRIDES...`` share, Hydra's own settings included."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        shared = _shared(parse(overrides))
+        return compose("config", shared, return_hydra_config=True)
+
+
+def _shared(given: Sequence[Override]) -> list[str]:
+    return [str(item.input_line) for item in given if not item.is_sweep_override()]
 
 
 def _refuse_idle(cells: Sequence[PlannedCell], typed: set[str]) -> None:
@@ -131,8 +141,10 @@ def table_cells(sweep: Sweep, scale: str, conf: Path) -> list[tuple[Cell, Planne
 
     cells = sweep.cells(scale)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        composer = composer_of(conf)
-        planned = [_checked(composer, _full_name(cell), [f"+sweep={sweep.name}", *cell.overrides]) for cell in cells]
+        compositions = compositions_of(conf)
+        planned = [
+            _checked(compositions, _full_name(cell), [f"+sweep={sweep.name}", *cell.overrides]) for cell in cells
+        ]
     _refuse_twins(sweep.name, planned)
     return list(zip(cells, planned, strict=True))
 
@@ -142,30 +154,28 @@ def _full_name(cell: Cell) -> str:
 
 
 def _cells(
-    composer: Composer, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
+    compositions: Compositions, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
 ) -> tuple[PlannedCell, ...] | None:
     sweeper = whole.hydra.sweeper
-    if not sweeper._target_.endswith("CellsSweeper"):
+    if not sweeper._target_.endswith("BasicSweeper"):
         return None
-    if "direction" in sweeper:
-        raise UserError(f"+sweep={name} is a search by Optuna: add hydra/sweeper=optuna.")
-    if not sweeper.grids:
-        return tuple(_checked(composer, *cell) for cell in _of_command_line(sweeper, given, shared))
-    cells = tuple(_checked(composer, *cell) for cell in _of_grids(sweeper, given, whole.scale))
+    if not whole.sweep.grids:
+        return tuple(_checked(compositions, *cell) for cell in _of_command_line(sweeper, given, shared))
+    cells = tuple(_checked(compositions, *cell) for cell in _of_grids(whole.sweep, given, whole.scale))
     _refuse_twins(name, cells)
     return cells
 
 
-def _of_grids(sweeper: DictConfig, given: Sequence[Any], scale: str) -> Iterator[tuple[str, list[str]]]:
+def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[tuple[str, list[str]]]:
     """Name and overrides of each cell of a table; the command line chooses among its values, or changes all cells."""
-    grids: list[dict[str, Any]] = OmegaConf.to_container(sweeper.grids, resolve=True)  # type: ignore[assignment]
-    scales: dict[str, Any] = OmegaConf.to_container(sweeper.scales, resolve=True)  # type: ignore[assignment]
+    grids: list[dict[str, Any]] = OmegaConf.to_container(sweep.grids, resolve=True)  # type: ignore[assignment]
+    scales: dict[str, Any] = OmegaConf.to_container(sweep.scales, resolve=True)  # type: ignore[assignment]
     keys = {key for grid in grids for key in grid} | {"seed"}
     chosen: dict[str, list[str]] = {}
     rest: dict[str, str] = {}
     for item in given:
         key, values = item.key_or_group, _values(item)
-        if item.is_hydra_override() or key == "scale":
+        if item.is_hydra_override() or key == "scale" or key.startswith("sweep."):
             continue
         if key in keys:  # a grid's own
             chosen[key] = values
@@ -186,13 +196,15 @@ def _of_command_line(
     sweeper: DictConfig, given: Sequence[Any], shared: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
     """All combinations, as Hydra's basic sweeper takes them; a cell is named by what the others may not have."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     swept = [f"{key}={values}" for key, values in (sweeper.params or {}).items()]
     ours = [item for item in given if not item.is_hydra_override()]
-    [cells] = BasicSweeper.split_arguments([*OverridesParser.create().parse_overrides(swept), *ours], None)
-    for cell in cells:
+    values: dict[str, list[str]] = {}
+    for item in [*parse(swept), *ours]:
+        if item.is_sweep_override() and not item.is_discrete_sweep():
+            raise UserError(f"{item.input_line} has no end: it is for hydra/sweeper=optuna, or name the values.")
+        several = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
+        values[item.get_key_element()] = [f"{item.get_key_element()}={value}" for value in several]
+    for cell in map(list, product(*values.values())):
         yield " ".join(part for part in cell if part not in shared) or " ".join(cell), cell
 
 
@@ -210,9 +222,9 @@ def _number(value: str) -> Any:
         return value
 
 
-def _checked(composer: Composer, name: str, arguments: Sequence[str]) -> PlannedCell:
+def _checked(compositions: Compositions, name: str, arguments: Sequence[str]) -> PlannedCell:
     try:
-        config = to_run_config(composer.compose(arguments))
+        config = to_run_config(compositions.compose(arguments))
     except COMPOSITION_ERRORS as error:
         raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
     return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))
@@ -225,6 +237,6 @@ def _refuse_twins(name: str, cells: Sequence[PlannedCell]) -> None:
         if cell.hash in known:
             raise UserError(
                 f"the cells {known[cell.hash]} and {cell.name} of sweeps/{name}.yaml are one and the same run at this "
-                "scale: leave one out (null in hydra.sweeper.scales)."
+                "scale: leave one out (null in its scales)."
             )
         known[cell.hash] = cell.name

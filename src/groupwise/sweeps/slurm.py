@@ -2,23 +2,23 @@
 
 import math
 import os
-import pickle
 import shutil
 import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from omegaconf import DictConfig
+
+from groupwise.atomic import write_text
 from groupwise.errors import INTERRUPTED, ProcessFailed, UserError
 from groupwise.processes.environment import interrupt_on
 
-LATE = 20.0
-"""Seconds that a file of a job may take to be seen from here, on a shared file system."""
-GENERAL = {"timeout_min", "cpus_per_task", "gpus_per_node", "mem_gb", "name", "stderr_to_stdout"}
-"""Parameters that submitit has for all clusters; it wants the others with SLURM's name before them."""
-OURS = {"submitit_folder", "max_num_timeout", "tasks_per_node", "nodes", "additional_parameters"}
+Given = TypeVar("Given")
+LAUNCHER = "SlurmLauncher"
+"""The class of hydra-submitit-launcher."""
+PUT_BACK = "put_back.sh"
 
 
 def require_slurm() -> None:
@@ -46,73 +46,47 @@ def shape(processes: int, most: int) -> tuple[int, int]:
     return nodes, processes // nodes
 
 
-def parameters(given: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """The launcher's settings as submitit takes them, for cells of so many processes."""
-    nodes, tasks = shape(processes, given["tasks_per_node"])
-    found = {key if key in GENERAL else f"slurm_{key}": value for key, value in given.items() if key not in OURS}
-    return found | {
-        "nodes": nodes,
-        "tasks_per_node": tasks,
-        "slurm_teardown": put_back(given["max_num_timeout"]),
-        "slurm_additional_parameters": {"requeue": True, **(given.get("additional_parameters") or {})},
-    }
+def job_words(folder: Path, launcher: DictConfig, processes: int) -> list[str]:
+    """What Hydra is told of the jobs of cells of so many processes, whose batch script then ends with `put_back`."""
+    require_slurm()
+    nodes, tasks = shape(processes, launcher.tasks_per_node)
+    script = folder.resolve() / PUT_BACK
+    write_text(script, "\n".join(put_back(launcher.max_num_timeout)))
+    return [
+        f"hydra.launcher.nodes={nodes}",
+        f"hydra.launcher.tasks_per_node={tasks}",
+        f"+hydra.launcher.teardown=[\"source '{script}'\"]",
+    ]
 
 
-def in_queue() -> set[str] | None:
-    """The jobs of this user that are not over, tasks of arrays one by one ("12_3"); None if SLURM does not answer."""
+@contextmanager
+def losses_told() -> Iterator[None]:
+    """What submitit raises where SLURM takes no jobs, or has lost one, becomes a sentence."""
     try:
-        done = subprocess.run(
-            ["squeue", "--me", "--noheader", "--array", "--format=%i"], capture_output=True, text=True, timeout=120
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return set(done.stdout.split()) if done.returncode == 0 else None
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        lines = str(error).strip().splitlines()
+        if "has not produced any output" not in str(error):
+            last = lines[-1].removeprefix("sbatch: error: ")
+            raise UserError(f"SLURM refused the jobs ({last}): see what hydra.launcher.* says.") from error
+        state = str(error).partition("(state: ")[2].partition(")")[0] or "unknown"
+        raise ProcessFailed(
+            f"a job ended without a result (state {state}); the others go on by themselves: make status shows them"
+        ) from error
 
 
-def wait_for(
-    jobs: Iterable[str], alive: Callable[[], set[str] | None] = in_queue, pause: Callable[[float], None] = time.sleep
-) -> None:
-    """Until none of the jobs is in the queue any more, asking every two seconds at first and every half minute later.
+def link_log(link: Path) -> None:
+    """Let ``link`` lead to what this job prints, in the job's main task."""
+    import submitit
 
-    A job that is put back may be missing for a moment, so it is over when it was missing twice in a row.
-    """
-    waiting, missing, wait = set(jobs), set[str](), 2.0
-    while waiting:
-        pause(wait)
-        wait = min(30.0, wait * 1.1)
-        found = alive()
-        if found is not None:
-            gone = waiting - found
-            waiting -= gone & missing
-            missing = gone
-
-
-def outcome_of(job: str, result: Path, log: Path) -> Any:
-    """What the main task of a job that is over has returned.
-
-    Raises:
-        ProcessFailed: it failed, or left nothing: it was cancelled, or killed too often.
-    """
-    deadline = time.monotonic() + LATE
-    while not result.is_file() and time.monotonic() < deadline and _state(job) in ("COMPLETED", "FAILED", "unknown"):
-        time.sleep(1)
-    if not result.is_file():
-        raise ProcessFailed(f"job {job} ended without a result (state {_state(job)}): see {log}")
-    with open(result, "rb") as file:
-        kind, value = pickle.load(file)  # noqa: S301 (written by this sweep's own job, as submitit does)
-    if kind != "success":
-        raise ProcessFailed(f"job {job} failed ({str(value).strip().splitlines()[-1]}): see {log}")
-    return value
-
-
-def _state(job: str) -> str:
-    """As SLURM's accounts have it; "unknown" on a cluster that keeps none."""
-    command = ["sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format=State"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return (done.stdout.split() or ["unknown"])[0]
+    job = submitit.JobEnvironment()
+    if job.global_rank == 0:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        log = job.paths.stdout.absolute()
+        link.symlink_to(log.relative_to(link.parent.absolute()) if log.is_relative_to(link.parent.absolute()) else log)
 
 
 MARGIN = 0.25
@@ -140,17 +114,21 @@ def heed_warnings(seconds: float) -> None:
     signal.signal(signal.SIGUSR2, warn)
 
 
-def in_job(work: Callable[[], Any], seconds: float) -> Any:
-    """Do the work of a task of a job; where it is interrupted, leave with the exit code that puts the job back."""
-    heed_warnings(seconds)
-    try:
-        return work()
-    except KeyboardInterrupt:
-        job = os.environ.get("SLURM_JOB_ID", "")
-        print(f"interrupted: job {job} can go on from its last checkpoint", flush=True)
-        raise SystemExit(INTERRUPTED) from None
-    finally:
-        signal.alarm(0)
+def in_job(work: Callable[[Given], Any], seconds: float) -> Callable[[Given], Any]:
+    """``work`` as a task of a job does it: interrupted, it leaves with the exit code that puts the job back."""
+
+    def run(given: Given) -> Any:
+        heed_warnings(seconds)
+        try:
+            return work(given)
+        except KeyboardInterrupt:
+            job = os.environ.get("SLURM_JOB_ID", "")
+            print(f"interrupted: job {job} can go on from its last checkpoint", flush=True)
+            raise SystemExit(INTERRUPTED) from None
+        finally:
+            signal.alarm(0)
+
+    return run
 
 
 def put_back(restarts: int) -> list[str]:

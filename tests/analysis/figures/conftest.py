@@ -117,8 +117,8 @@ def write_sweeps(folder: Path, measured: Path, scale: str = "mini") -> Path:
             grid: dict[str, object] = dict(item.split("=", 1) for item in str(cell).split())
             grids.append(grid | {"seed": sorted(int(seed) for seed in rows["seed"])})
         name = path.stem.removesuffix(f"_{scale}")
-        content = {"hydra": {"sweeper": {"grids": grids, "scales": {"mini": {}, "demo": {}}}}}
-        (folder / f"{name}.yaml").write_text("# @package _global_\n# Made up\n" + yaml.safe_dump(content))
+        content = {"grids": grids, "scales": {"mini": {}, "demo": {}}}
+        (folder / f"{name}.yaml").write_text("# Made up\n" + yaml.safe_dump(content))
     return folder
 
 
@@ -141,8 +141,7 @@ def add_table(folders: Folders, name: str, scale: str = "mini", seeds: tuple[int
     paper = pd.read_csv(folders.paper / f"{name}.csv", dtype=str, keep_default_na=False)
     cells = list(dict.fromkeys(cell for text in paper["cell"] if text for cell in text.split(" minus ")))
     grids = [settings_of(cell) | {"seed": [0, 1, 2]} for cell in cells]
-    sweeper = {"grids": grids, "scales": {"mini": {}}}
-    text = f"# @package _global_\n# The table {name}\n" + yaml.safe_dump({"hydra": {"sweeper": sweeper}})
+    text = f"# The table {name}\n" + yaml.safe_dump({"grids": grids, "scales": {"mini": {}}})
     (folders.sweeps / f"{name}.yaml").write_text(text)
     metrics = sorted(set(paper["metric"]) - {""})
     rows = []

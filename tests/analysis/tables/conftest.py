@@ -104,7 +104,7 @@ def world(tmp_path) -> World:
     floors = "task,metric,value\ncifar,valid/accuracy,10.0\nsst2,valid/accuracy,50.9\n"
     (folders.measured / "constant_answers.csv").write_text(floors)
     for name, grids in SWEEPS.items():
-        content = {"hydra": {"sweeper": {"grids": grids, "scales": {"mini": MINI}}}}
-        heading = f"# @package _global_\n# The title of {name}.\n"
+        content = {"grids": grids, "scales": {"mini": MINI}}
+        heading = f"# The title of {name}.\n"
         (folders.sweeps / f"{name}.yaml").write_text(heading + yaml.safe_dump(content, sort_keys=False))
     return World(folders)

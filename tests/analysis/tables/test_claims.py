@@ -162,8 +162,8 @@ def narrowed(world, **scale) -> None:
     """The sweep `adaptivity` with those entries at scale=mini, and just the rows that it then has."""
     path = world.folders.sweeps / "adaptivity.yaml"
     content = yaml.safe_load(path.read_text().partition("\n")[2])
-    content["hydra"]["sweeper"]["scales"]["mini"] |= scale
-    path.write_text("# @package _global_\n# Narrowed\n" + yaml.safe_dump(content))
+    content["scales"]["mini"] |= scale
+    path.write_text("# Narrowed\n" + yaml.safe_dump(content))
     world.write(world.rows("adaptivity"), "adaptivity")
 
 

@@ -26,9 +26,7 @@ def only(monkeypatch, world):
         "gradnorm_cifar": {"task": "cifar", "clip": "adaptive_layer"},
     }
     for name, grid in grids.items():
-        content = {
-            "hydra": {"sweeper": {"grids": [grid | {"privacy.epsilon": 8, "seed": [0]}], "scales": {"mini": {}}}}
-        }
+        content = {"grids": [grid | {"privacy.epsilon": 8, "seed": [0]}], "scales": {"mini": {}}}
         (world.folders.sweeps / f"{name}.yaml").write_text(f"# {name}\n" + yaml.safe_dump(content))
 
 

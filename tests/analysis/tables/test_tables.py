@@ -181,7 +181,7 @@ def test_no_such_table(capsys):
 def test_of_two_reduced_scales_the_larger_is_shown_where_it_has_all_of_a_numbers_cells(world):
     path = world.folders.sweeps / "adaptivity.yaml"
     content = yaml.safe_load(path.read_text())
-    content["hydra"]["sweeper"]["scales"]["midi"] = {"clip": {"fixed_layer": None}}
+    content["scales"]["midi"] = {"clip": {"fixed_layer": None}}
     path.write_text("# The title of adaptivity.\n" + yaml.safe_dump(content))
     world.write(world.rows("adaptivity"), "adaptivity")
     rows = world.rows("adaptivity", "midi")

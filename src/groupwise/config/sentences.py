@@ -1,0 +1,123 @@
+"""Says in one sentence what was wrong, where Hydra or OmegaConf would take a paragraph."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from groupwise.config.keys import expected, key_types
+from groupwise.config.names import OURS
+from groupwise.errors import UserError, did_you_mean, message
+
+COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
+"""What composing raises for a mistake; the last for values in a circle."""
+EXAMPLES = {
+    "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
+    "model.shape": "'+model.shape={n_layer:2}'",
+    "own_task": "'+own_task._target_=module.function'",
+}
+"""Mappings of the user's own, and how an entry is given."""
+
+
+def too_long(error: BaseException) -> bool:
+    """Whether it is a key or an option that is longer than a file's name can be: Hydra looks for such a file."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+
+
+def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
+    """The sentence for a key that the schema lacks, with the key that was probably meant."""
+    for mapping, example in EXAMPLES.items():
+        if key.startswith(f"{mapping}."):
+            return f"{mapping} has no entries yet, and new ones take a plus: {example}."
+    known = key_types()
+    section, _, last = key.rpartition(".")
+    same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
+    if same_end:
+        hint = f" (did you mean {' or '.join(same_end)}?)"
+    elif section in known:
+        ends = {name.rpartition(".")[2]: name for name in known if name.startswith(f"{section}.")}
+        hint = did_you_mean(last, ends, ends)
+    else:
+        hint = did_you_mean(key, [*known, *groups])
+    return f"there is no key or group {key}{hint}; `python run.py --help` lists them."
+
+
+def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
+    """``error``, one of `COMPOSITION_ERRORS` or `too_long`, as one sentence; ``groups`` may be what was misspelt."""
+    return message(UserError(_sentence(error, groups)))
+
+
+def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = str(getattr(cause, "full_key", None) or "")
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OverflowError):
+        key = next(iter(str(error).partition("full_key: ")[2].split()), "a key")  # OmegaConf tells it in the text alone
+        return f"{key} takes no number that large."
+    if too_long(error):
+        return "an argument begins with more characters than any key has, or chooses an option of such a name."
+    if isinstance(error, RecursionError):
+        return "the configuration refers to itself: write the value out."
+    if isinstance(error, MissingConfigException):
+        return _missing_config(error)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(str(error.override))
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
+        return unknown_key(key, groups)
+    if isinstance(cause, ValidationError) and key.startswith("hydra."):
+        return f"{_given(error, key)} does not fit: {_first_line(str(cause))}."
+    if isinstance(cause, ValidationError) and key:
+        return f"{_given(error, key)} does not fit: {expected(key)} was expected."
+    if isinstance(cause, MissingMandatoryValue) and key:
+        return f"{key} has no value: {expected(key)} was expected."
+    if isinstance(cause, InterpolationResolutionError) and key:
+        return f"{key} cannot be worked out: {_first_line(str(cause))}."
+    if given := re.match(r"Error merging override (.*)", str(error)):
+        return f"{given[1]} does not fit: {expected(given[1].lstrip('+').partition('=')[0])} was expected."
+    if "add --multirun" in str(error):
+        override = _first_line(str(error)).removeprefix("Ambiguous value for argument ")
+        return f"{override} gives several values: add -m to run them all."
+    return f"{_first_line(str(error))}."
+
+
+def _missing_config(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if group.startswith("size/"):
+        return f"scale={option} does not go with this task: conf/{group}/ holds what does."
+    if not error.options:
+        return f"conf/{error.missing_cfg_file}.yaml does not exist: a file of that name is needed."
+    return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."
+
+
+def _unreadable(override: str) -> str:
+    """Hydra's grammar keeps some characters for lists, mappings and sweeps."""
+    key, _, value = override.partition("=")
+    if value.endswith(","):
+        return f"{override} ends with a comma: give another value after it, or leave the comma out."
+    quoted = value.replace('"', '\\"')
+    return (
+        f"'{override}' cannot be read as key=value: put a value with signs such as = [ ] {{ }} , : into quotes, "
+        f"""'{key}="{quoted}"'."""
+    )
+
+
+def _given(error: BaseException, key: str) -> str:
+    """The override as it was typed, where Hydra tells it, else the key alone."""
+    start = "Error merging override "
+    return str(error).removeprefix(start) if str(error).startswith(start) else key
+
+
+def _first_line(message: str | None) -> str:
+    lines = [line.strip() for line in (message or "").splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else "no reason was given"

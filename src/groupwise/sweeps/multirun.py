@@ -1,0 +1,59 @@
+"""Runs the cells of a sweep's folder through Hydra: its basic sweeper over ``cell=…``, and the launcher given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from groupwise.config.identity import load_config
+from groupwise.processes.environment import world_size
+from groupwise.sweeps import slurm
+from groupwise.sweeps.folder import cell_file, has_begun, read_cells, unfinished
+
+Cells = list[dict[str, Any]]
+"""Of `cells.json`."""
+
+
+def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[str]], None]) -> None:
+    """Run what is not done, those of as many processes at once; a cell that fails says so in the folder.
+
+    Args:
+        launcher: Hydra's settings of it. multirun: runs ``-m`` with these words.
+    """
+    waiting = [cell for cell in read_cells(folder) if not cell["done_before"]]
+    by_processes: dict[int, Cells] = {}
+    for cell in waiting:
+        by_processes.setdefault(world_size(load_config(cell_file(folder, cell))), []).append(cell)
+    for processes, cells in by_processes.items():
+        words: list[str] = []
+        if launcher._target_.endswith(slurm.LAUNCHER):
+            words = slurm.job_words(folder, launcher, processes)
+            tasks = f"cells: {len(cells)}, tasks of each: {processes}"
+            print(f"Submitting jobs ({tasks}); logs: {folder / 'logs'}", file=sys.stderr, flush=True)
+        with slurm.losses_told():
+            _run(folder, cells, lambda left, words=words: multirun([*words, _chosen(left)]))  # type: ignore[misc]
+
+
+def _chosen(cells: Cells) -> str:
+    return "cell=" + ",".join(f"'{cell['hash'][:12]}'" for cell in cells)
+
+
+def _run(folder: Path, cells: Cells, launch: Callable[[Cells], None]) -> None:
+    """Hand them to the launcher. A killed cell takes joblib's other workers along: those go on in new ones."""
+    before: tuple[int, int] | None = None
+    while True:
+        try:
+            return launch(cells)
+        except BrokenProcessPool as error:
+            left = [cell for cell in unfinished(folder) if cell in cells]
+            waiting = [cell for cell in left if not has_begun(folder, cell)]
+            now = len(waiting), len(left)
+            if now == before or not left:
+                raise
+            print(f"a cell was killed ({type(error).__name__}); going on with {len(left)}", file=sys.stderr)
+            cells, before = waiting + [cell for cell in left if cell not in waiting], now
