@@ -46,7 +46,7 @@ class ClippedGradients:
         known = self._sums.get(id(parameter))
         if known is not None:
             known.add_(total)
-        elif total._is_view() or total.stride() != parameter.stride() or total.dtype != parameter.dtype:
+        elif total.stride() != parameter.stride() or total.dtype != parameter.dtype:
             self._sums[id(parameter)] = torch.empty_like(parameter).copy_(total)
         else:
             self._sums[id(parameter)] = total
