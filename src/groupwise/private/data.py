@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from numbers import Real
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.privacy.accountants import is_whole
+from groupwise.private.checksum import digest
 from groupwise.training.microbatches import examples_to_trace
 
 
@@ -113,26 +113,10 @@ def _numel(leaf: Any) -> int:
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:
     """A digest of the first, middle and last example, to compare the data of several processes.
 
-    The default generators follow the key meanwhile. None if an example differs each time it is read, or holds anything
-    but numbers, texts and arrays of numbers.
+    The default generators follow the key meanwhile. None if an example differs each time it is read.
     """
-    rows = (0, len(data) // 2, len(data) - 1)
     digests = set()
     for _ in range(2):
         with secret_randomness(noise.child("print"), 0):
-            digests.add(_digest([data[row] for row in rows]))
+            digests.add(digest([data[row] for row in (0, len(data) // 2, len(data) - 1)]))
     return digests.pop() if len(digests) == 1 else None
-
-
-def _digest(nested: Any) -> str | None:
-    digest = sha256()
-    for leaf in tree_leaves(nested):
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().cpu().contiguous().view(torch.uint8).numpy() if leaf.dim() else leaf.item()
-        if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
-            digest.update(leaf.tobytes())
-        elif isinstance(leaf, bytes | str | int | float | None):
-            digest.update(repr(leaf).encode())
-        else:
-            return None
-    return digest.hexdigest()
