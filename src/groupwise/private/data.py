@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
-from groupwise.privacy.accountants import is_whole
 from groupwise.private.checksum import digest
 from groupwise.training.microbatches import examples_to_trace
 
@@ -52,20 +50,6 @@ class Loading:
     collate_fn: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
     pin_memory: bool = False
-
-
-def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any) -> None:
-    """Refuse values that no loader takes.
-
-    Raises:
-        UserError: naming the argument.
-    """
-    for name, value, least in (("microbatch", microbatch, 1), ("num_workers", num_workers, 0)):
-        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
-            raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
-    for name, value, takes in (("collate_fn", collate_fn, "a list of examples"), ("order", order, "examples' numbers")):
-        if value is not None and not callable(value):
-            raise UserError(f"{name}={value!r} does not fit: give a function of {takes}, or leave it out.")
 
 
 def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
