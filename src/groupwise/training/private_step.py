@@ -126,7 +126,7 @@ class PrivateStep:
         return self.ranks.replica * self.ranks.stages + self.ranks.stage
 
     def use_key(self, noise: NoiseSource) -> None:
-        """Draw batches, masks and noise from this source."""
+        """Draw batches, masks and noise from this source from now on."""
         processes = self.ranks.replicas * self.ranks.stages
         self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device, processes)
         if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
