@@ -138,8 +138,8 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     return agreed_noise(noise, ranks)
 
 
-BUSY = 4
-"""Microbatches for every stage, which keep the stages waiting for a fifth of the time at most (Huang et al., 2019)."""
+MICROBATCHES_PER_STAGE = 4
+"""At least so many keep stages waiting for a fifth of the time at most (Huang et al., 2019)."""
 
 
 def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.device) -> Task:
@@ -158,7 +158,7 @@ def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.devi
         "precision": autocast(config.train.precision, device),
     }
     choose = partial(choose_ranges, stages=pipeline.stages, balance=pipeline.balance, by_hand=pipeline.blocks)
-    if (folder := _weights(config)) is not None:
+    if (folder := _folder_of_weights(config)) is not None:
         settings = replace(config.model, source=str(folder))
         task: Any = make_text_generation(config, device, lambda _, tokenizer: empty_model(settings, tokenizer))
         stage = load_stage(settings, task.tokenizer, choose, ranks.stage, seed=config.seed, device=device, **parts)
@@ -166,16 +166,16 @@ def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.devi
         task = make_task(config, torch.device("cpu"))
         costs = None
         if pipeline.balance == "time" and not pipeline.blocks:
-            costs = ranks.broadcast(_measure(config, task, device) if ranks.main else None)
+            costs = ranks.broadcast(_measure_costs(config, task, device) if ranks.main else None)
         ranges = choose(task.model, costs=costs)
-        stage = _take(task.model, ranges, ranks.stage, parts).to(device)
+        stage = _cut_stage(task.model, ranges, ranks.stage, parts).to(device)
     task.model = stage
     task.precision = nullcontext  # the stage computes in the run's precision by itself
     return task
 
 
-def _weights(config: RunConfig) -> Path | None:
-    """The folder that a stage can read its weights from alone, if there is one."""
+def _folder_of_weights(config: RunConfig) -> Path | None:
+    """The folder from which a stage can read its own weights, or None."""
     model, pipeline = config.model, config.pipeline
     measured = pipeline.balance == "time" and not pipeline.blocks
     if measured or model.fresh or model.trains != "lora" or not model.source:
@@ -192,8 +192,8 @@ def _weights(config: RunConfig) -> Path | None:
     return folder if any((folder / name).is_file() for name in (SINGLE, INDEX)) else None
 
 
-def _take(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any]) -> Stage:
-    """Cut a stage out, and give back the memory of all others, which the task may still hold."""
+def _cut_stage(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any]) -> Stage:
+    """Cut a stage out, and free the memory of all others, which the task may still refer to."""
     parameters = list(model.parameters())
     stage = cut(model, ranges, index, **parts)
     kept = {id(parameter) for parameter in stage.parameters()}
@@ -232,15 +232,17 @@ def build_pipeline_trainer(
         chosen = np.array(examples_to_trace(examples))
         some = feed.microbatches(chosen, len(chosen))[0]
         rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))
-        losses = alone(stage, some, device)
+        losses = losses_of_stage(stage, some, device)
         engine.trace(losses, range(some.examples))
         verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
     microbatch = config.train.microbatch
     if microbatch is None and state is None:
         two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
-        fits = choose_microbatch(alone(stage, two, device), stage, device, np.arange(two.examples))
+        fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples))
         microbatch = min(ranks.gather(fits // stage.count))
-        microbatch = min(microbatch, int(plan.expected_batch_size) // (BUSY * stage.count * ranks.replicas))
+        microbatch = min(
+            microbatch, int(plan.expected_batch_size) // (MICROBATCHES_PER_STAGE * stage.count * ranks.replicas)
+        )
     ranks.copy_([*stage.parameters(), *stage.buffers()])
     optimizer = make_optimizer(stage.parameters(), config.optim)
     runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
@@ -256,11 +258,13 @@ def build_pipeline_trainer(
     )
 
 
-def alone(stage: Stage, microbatch: Microbatch, device: torch.device) -> Callable[[Sequence[int] | np.ndarray], Tensor]:
-    """Numbers of rows of a microbatch -> a loss each, (n,), by this stage alone.
+def losses_of_stage(
+    stage: Stage, microbatch: Microbatch, device: torch.device
+) -> Callable[[Sequence[int] | np.ndarray], Tensor]:
+    """A function of rows of a microbatch that returns a loss for each, (n,), computed by this stage alone.
 
-    Instead of what the stage before sends it gets random activations, and instead of the losses of the last stage it
-    gives a random sum over its own: every product of the backward pass is there.
+    A stage that is not the first gets random activations, and one that is not the last returns a random sum of its
+    outputs, so that the whole backward pass runs.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -281,7 +285,7 @@ def alone(stage: Stage, microbatch: Microbatch, device: torch.device) -> Callabl
     return losses
 
 
-def _measure(config: RunConfig, task: Task, device: torch.device) -> list[float]:
+def _measure_costs(config: RunConfig, task: Task, device: torch.device) -> list[float]:
     model: nn.Module = task.model.to(device)
     try:
         feed = task.feed("train", device)  # type: ignore[attr-defined]

@@ -68,14 +68,13 @@ def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
         accountant="rdp",
     )
     optimizer = make_optimizer(task.model.parameters(), optim)
-    return Trainer(
+    trainer = Trainer(
         task=task,
         private=PrivateStep(
             model=task.model,
             engine=engine,
             thresholds=make_thresholds(ADAPTIVE, plan),
             plan=plan,
-            sampler=PoissonSampler(ROWS, plan.sample_rate, 3),
             noise=NoiseSource.from_seed(7),
             allocation="global",
             optimizer=optimizer,
@@ -84,6 +83,8 @@ def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
         ),
         schedule=make_schedule(optimizer, optim, 2),
     )
+    trainer.private.sampler = PoissonSampler(ROWS, plan.sample_rate, 3)
+    return trainer
 
 
 def counting(examples: int, seed: int, sigma: float = SIGMA_B) -> CountWorld:

@@ -1,4 +1,4 @@
-"""Every way to hold `PrivateTrainer` wrong that docs/integrations.md lists is refused in a sentence, or harmless."""
+"""Misuse of `PrivateTrainer` is refused in a sentence, or harmless."""
 
 import re
 from collections.abc import Callable
@@ -237,7 +237,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("way", REFUSALS)
-def test_a_way_to_hold_it_wrong_is_refused_in_a_sentence(tmp_path, way, folders):
+def test_misuse_is_refused_in_a_sentence(tmp_path, way, folders):
     do, words = REFUSALS[way]
     if do in FINDS:
         copy_run(folders[FINDS[do]], tmp_path)

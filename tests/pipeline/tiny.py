@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from groupwise.build import alone
+from groupwise.build import losses_of_stage
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.runner import StageRunner
@@ -135,7 +135,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
     feed = Images().feed() if case.model == "wrn" else Texts().feed()
     if engine is not None:
         some = feed.microbatches(feed.order(np.arange(EXAMPLES)), EXAMPLES)[0]
-        engine.trace(alone(stage, some, device), range(EXAMPLES))
+        engine.trace(losses_of_stage(stage, some, device), range(EXAMPLES))
     here = 1 if engine is None else len(engine.groups)
     one_group = case.grouping == "flat"
     groups = 1 if one_group else round(ranks.agree(here / ranks.replicas)[0])
@@ -153,14 +153,13 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
     optim = OptimConfig(learning_rate=LEARNING_RATE)
     optimizer = make_optimizer(stage.parameters(), optim)
     runner = StageRunner(stage, engine, device, case.schedule, getattr(ranks, "pipeline", None))
-    return PipelineTrainer(
+    trainer = PipelineTrainer(
         task=Given(stage),
         private=PrivateStep(
             model=stage,
             engine=engine,
             thresholds=thresholds,
             plan=plan,
-            sampler=Drawn(batches),
             noise=NoiseSource.from_seed(7),
             allocation="equal_budget",
             optimizer=optimizer,
@@ -172,6 +171,8 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
         runner=runner,
         one_group=one_group,
     )
+    trainer.private.sampler = Drawn(batches)
+    return trainer
 
 
 def make_thresholds(case: Case, here: int, groups: int, noise: float) -> FixedThresholds | AdaptiveThresholds:

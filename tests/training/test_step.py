@@ -74,14 +74,13 @@ def make_trainer(
     )
     noise = NoiseSource.from_seed(7)
     optimizer = make_optimizer(task.model.parameters(), optim)
-    return Trainer(
+    trainer = Trainer(
         task=task,
         private=PrivateStep(
             model=task.model,
             engine=engine,
             thresholds=None if engine is None else make_thresholds(clip, plan),
             plan=plan,
-            sampler=PoissonSampler(EXAMPLES, plan.sample_rate, 3),
             noise=noise,
             allocation="global",
             optimizer=optimizer,
@@ -90,6 +89,8 @@ def make_trainer(
         ),
         schedule=make_schedule(optimizer, optim, STEPS),
     )
+    trainer.private.sampler = PoissonSampler(EXAMPLES, plan.sample_rate, 3)
+    return trainer
 
 
 def after(trainer: Trainer) -> torch.Tensor:

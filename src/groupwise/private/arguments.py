@@ -16,6 +16,7 @@ from groupwise.config.names import OURS
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.privacy.accountants import is_whole
 from groupwise.training.ranks import Alone, Ranks
 
 PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
@@ -28,11 +29,15 @@ KINDS: dict[str, tuple[Any, str]] = {
     "plan": (PrivacyPlan, "a plan of groupwise.privacy.make_plan"),
     "clip": (str | ClipConfig | tuple | list, "a mode's name, a partition of a group or more, or a ClipConfig"),
     "losses": (Callable, "a function of the model and a batch that returns one loss for each of its examples"),
+    "collate_fn": (Callable, "a function of a list of examples"),
+    "order": (Callable, "a function of the numbers of a batch's examples"),
     "noise_source": (NoiseSource, "a groupwise.privacy.NoiseSource"),
     "ranks": (Alone | Ranks, "groupwise.training.ranks.Ranks()"),
 }
 """Argument -> its type, and the same in words; None is for all but four. Others are checked where they are read."""
 NEEDED = ("model", "optimizer", "losses", "clip")
+WHOLE = {"microbatch": 1, "num_workers": 0}
+"""Arguments that are whole numbers, with the least."""
 INSTEAD = {
     **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
     "sample_rate": "give batch_size, which is sample_rate times the number of examples",
@@ -41,7 +46,7 @@ INSTEAD = {
 
 
 def check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of another type.
+    """Refuse arguments of another type, and numbers that are not whole.
 
     Raises:
         UserError: naming the first, and what was expected.
@@ -55,6 +60,10 @@ def check_kinds(given: Mapping[str, Any]) -> None:
             brief = isinstance(value, str | int | float | None) or (isinstance(value, tuple | list) and not value)
             shown = f"={value!r}" if brief else f", a {type(value).__name__},"
             raise UserError(f"{name}{shown} does not fit: {expected} was expected.")
+    for name, least in WHOLE.items():
+        value = given[name]
+        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
+            raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

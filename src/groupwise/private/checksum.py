@@ -6,6 +6,7 @@ A step that is taken again repeats its noise, which is private only if it repeat
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -23,21 +24,28 @@ def with_checksum(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def checksum(state: dict[str, Any]) -> str:
-    """SHA-256 of all that the next step of a private training depends on, tensors by dtype, shape and bytes.
+    """SHA-256 of all that the next step of a private training depends on."""
+    noise = {name: state[name] for name in sorted(state) if name.startswith("noise_")}
+    return digest([noise, *(state.get(name) for name in COVERED)])
+
+
+def digest(nested: Any) -> str:
+    """SHA-256 of nested lists and dicts: of tensors and arrays by dtype, shape and bytes, of numbers and texts.
 
     A value of another kind, as a model's extra state may be, counts as its type.
     """
-    noise = {name: state[name] for name in sorted(state) if name.startswith("noise_")}
-    leaves, spec = tree_flatten([noise, *(state.get(name) for name in COVERED)])
-    digest = sha256(repr(spec).encode())
+    leaves, spec = tree_flatten(nested)
+    found = sha256(repr(spec).encode())
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             whole = leaf.detach().cpu().contiguous()
-            digest.update(f"{whole.dtype} {tuple(whole.shape)}\n".encode())
-            digest.update(whole.flatten().view(torch.uint8).numpy().data)
+            found.update(f"{whole.dtype} {tuple(whole.shape)}\n".encode())
+            found.update(whole.flatten().view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+            found.update(f"{leaf.dtype} {leaf.shape}\n".encode() + leaf.tobytes())
         else:
-            digest.update(f"{leaf!r}\n".encode() if isinstance(leaf, PLAIN) else f"{type(leaf).__name__}\n".encode())
-    return digest.hexdigest()
+            found.update(f"{leaf!r}\n".encode() if isinstance(leaf, PLAIN) else f"{type(leaf).__name__}\n".encode())
+    return found.hexdigest()
 
 
 def check_state(state: Any, steps: int) -> None:

@@ -3,8 +3,6 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
-from groupwise.privacy.accountants import is_whole
+from groupwise.private.checksum import digest
 from groupwise.training.microbatches import examples_to_trace
 
 
@@ -52,20 +50,6 @@ class Loading:
     collate_fn: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
     pin_memory: bool = False
-
-
-def check_loading(microbatch: Any, num_workers: Any, collate_fn: Any, order: Any) -> None:
-    """Refuse values that no loader takes.
-
-    Raises:
-        UserError: naming the argument.
-    """
-    for name, value, least in (("microbatch", microbatch, 1), ("num_workers", num_workers, 0)):
-        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
-            raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
-    for name, value, takes in (("collate_fn", collate_fn, "a list of examples"), ("order", order, "examples' numbers")):
-        if value is not None and not callable(value):
-            raise UserError(f"{name}={value!r} does not fit: give a function of {takes}, or leave it out.")
 
 
 def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
@@ -113,26 +97,10 @@ def _numel(leaf: Any) -> int:
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:
     """A digest of the first, middle and last example, to compare the data of several processes.
 
-    The default generators follow the key meanwhile. None if an example differs each time it is read, or holds anything
-    but numbers, texts and arrays of numbers.
+    The default generators follow the key meanwhile. None if an example differs each time it is read.
     """
-    rows = (0, len(data) // 2, len(data) - 1)
     digests = set()
     for _ in range(2):
         with secret_randomness(noise.child("print"), 0):
-            digests.add(_digest([data[row] for row in rows]))
+            digests.add(digest([data[row] for row in (0, len(data) // 2, len(data) - 1)]))
     return digests.pop() if len(digests) == 1 else None
-
-
-def _digest(nested: Any) -> str | None:
-    digest = sha256()
-    for leaf in tree_leaves(nested):
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().cpu().contiguous().view(torch.uint8).numpy() if leaf.dim() else leaf.item()
-        if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
-            digest.update(leaf.tobytes())
-        elif isinstance(leaf, bytes | str | int | float | None):
-            digest.update(repr(leaf).encode())
-        else:
-            return None
-    return digest.hexdigest()

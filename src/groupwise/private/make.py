@@ -17,7 +17,7 @@ from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
 from groupwise.private.arguments import check_kinds, check_model, check_optimizer, check_parameters, check_settings
-from groupwise.private.data import check_loading, choose_examples, length_of, unpack_loader
+from groupwise.private.data import choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums, Order
 from groupwise.private.private import Private
 from groupwise.private.settings import resolve_clip, resolve_plan
@@ -103,7 +103,6 @@ def make_private(
         group.update(plain(group))  # a learning rate of numpy's, which files do not keep
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
-    check_loading(microbatch, num_workers, collate_fn, order)
     given = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
     dataset, loading = unpack_loader(data, given)
     dataset_size = length_of(dataset)

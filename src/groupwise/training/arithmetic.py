@@ -1,7 +1,7 @@
-"""Sets how exactly an accelerator multiplies float32 numbers: as a run asks for, never as torch happens to.
+"""Sets the precision of float32 products on a GPU, whatever torch's own settings are.
 
 On NVIDIA's GPUs since 2020 a float32 product or convolution can be one of TF32, which keeps 10 bits of each factor, and
-torch allows that in cuDNN unless told otherwise. A clipped sum is a product of its own, made after the norm: rounded
+torch allows that in cuDNN by default. A clipped sum is a product of its own, made after the norm: rounded
 like that it may exceed the threshold by a thousandth, which the noise does not cover. So norms and sums are float32.
 """
 
@@ -51,7 +51,7 @@ def _places() -> list[tuple[Any, str, Any, Any]]:
 
 @contextmanager
 def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[None]:
-    """A run's own: no TF32 but where its `train.precision` asks for it, bfloat16 products summed up in float32.
+    """The settings of a run: no TF32 unless its `train.precision` is tf32, and bfloat16 products summed in float32.
 
     Args:
         deterministic: the same bits each time on one model of GPU: deterministic algorithms of torch and cuDNN, and one
@@ -90,7 +90,7 @@ def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[No
 
 
 def arithmetic_settings(device: torch.device) -> dict[str, Any]:
-    """What a row says of a GPU's arithmetic as it is set now; nothing for a CPU, which has no other."""
+    """The settings of a GPU, for the result row; {} for a CPU, which has none."""
     if device.type == "cpu":
         return {}
     return {

@@ -92,8 +92,6 @@ class PrivateStep:
         device: of the model.
         sums: forms the clipped sums of a batch.
         ranks: the processes of the run.
-        sampler: by default the one that the plan names, from the run's key.
-        executed: number of steps released so far, from which ε is accounted.
     """
 
     model: nn.Module
@@ -106,8 +104,10 @@ class PrivateStep:
     device: torch.device
     sums: BatchSums
     ranks: Alone | Ranks = field(default_factory=Alone)
-    sampler: Sampler = None  # type: ignore[assignment]  # never None once made
-    executed: int = 0
+    sampler: Sampler = field(init=False)
+    """The one that the plan names, from the run's key."""
+    executed: int = field(init=False, default=0)
+    """How many steps were released: what ε is accounted from."""
     running: bool = field(init=False, default=False)
     """Whether a step runs."""
     _rewind: Callable[[], None] | None = field(init=False, default=None)
@@ -118,10 +118,7 @@ class PrivateStep:
         self.in_shards = are_shards(self.trainable)
         """Each process holds a part of every parameter (FSDP2), and gradients that are summed already."""
         self._guard = StepGuard(self.model, self.trainable)
-        given = self.sampler
         self.use_key(self.noise)
-        if given is not None:
-            self.sampler = given
 
     @property
     def process(self) -> int:
@@ -138,7 +135,7 @@ class PrivateStep:
     # -- Algorithm 1 --------------------------------------------------------------------------------------------------
 
     def step(self) -> Released:
-        """Take one step: one batch, one release, one update.
+        """Take one step of Algorithm 1: one batch, one release, one update.
 
         A step that fails before its noise has released nothing, and the next call takes it again, with the same batch
         and noise.
@@ -146,9 +143,9 @@ class PrivateStep:
         Raises:
             UserError: a step inside of a step; what `StepGuard` and `ClippingEngine.clip` refuse.
         """
-        self.reshard()
         if self.running:
             raise UserError("A private step began inside of another one: take it after that has ended.")
+        self.reshard()
         self.running = True
         try:
             return self._step(self.executed)
@@ -157,14 +154,14 @@ class PrivateStep:
 
     def _step(self, step: int) -> Released:
         with nullcontext() if self.engine is None else self._guard.batch():
-            drawn = self.sampler.indices(step)  # line 5
+            drawn = self.sampler.indices(step)  # line 6
             if self.engine is not None and self.thresholds is not None:
                 self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
             self.clear()
-            loss = self.sums.add(self, step, drawn)  # lines 6-11
+            loss = self.sums.add(self, step, drawn)  # lines 7-12
         counts = self._sum_over_replicas()
         self.executed += 1  # before the noise: if anything fails from here on, no step repeats this noise
-        noise_norm = self._release(step)  # lines 12-13, with the thresholds that clipped
+        noise_norm = self._release(step)  # line 13, with the thresholds that clipped
         self.optimizer.step()  # line 14
         if self.thresholds is not None:
             self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
