@@ -3,7 +3,7 @@
 from collections import Counter
 from types import FrameType
 
-from groupwise.clipping.groups import Member
+from groupwise.clipping.groups import ClippedLayer
 from groupwise.clipping.rules.base import LayerRule
 
 PARTS = {
@@ -54,7 +54,7 @@ def asked_by(frame: FrameType | None) -> tuple[str, str]:
 def _kind(frame: FrameType) -> str:
     for name in ("self", "member"):
         found = frame.f_locals.get(name)
-        rule = found.rule if isinstance(found, Member) else found
+        rule = found.rule if isinstance(found, ClippedLayer) else found
         if isinstance(rule, LayerRule):
             return type(rule).__name__.removesuffix("Rule")
     return ""

@@ -14,7 +14,7 @@ from groupwise.clipping import attach, flat, gram, norm_terms, per_layer, shared
 from groupwise.clipping.gram import InputProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base
-from groupwise.clipping.rules.base import chunk_floats, in_format_of, numbers
+from groupwise.clipping.rules.base import chunk_floats, in_format_of, total_numel
 from groupwise.clipping.rules.conv import positions_first
 from groupwise.clipping.rules.geometry import Geometry
 from tests.clipping.conftest import BATCH, make_case
@@ -165,7 +165,7 @@ def test_slack_is_of_the_sizes_before_anything_cancels():
 
 
 def test_small_helpers():
-    assert numbers(torch.zeros(2, 3), None, "x", torch.zeros(4)) == 10
+    assert total_numel(torch.zeros(2, 3), None, "x", torch.zeros(4)) == 10
     assert upcast(torch.zeros(1, dtype=torch.bfloat16)).dtype == upcast(torch.zeros(1).half()).dtype == torch.float32
     assert upcast(torch.zeros(1).double()).dtype == torch.float64
     squares = sum_of_squares((torch.tensor([[[1.0, 2.0]], [[3.0, 0.0]]]), None, torch.tensor([[2.0], [1.0]])))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from groupwise.clipping.groups import Member, clip_factors_of
+from groupwise.clipping.groups import ClippedLayer, clip_factors_of
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass
 from groupwise.clipping.norm_terms import RowTerms, joined_sums, squares_together
@@ -114,7 +114,7 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     if not passes:
         return
     factors = clip_factors_of([each.group for each in passes], squares)
-    joined: dict[int, list[tuple[GroupPass, Member, RowTerms, Tensor]]] = {}
+    joined: dict[int, list[tuple[GroupPass, ClippedLayer, RowTerms, Tensor]]] = {}
     for each, weights in zip(passes, factors, strict=True):
         embeddings: list[LayerCall] = []
         while each.due:  # what a layer kept is freed as soon as its sum is made
@@ -149,7 +149,7 @@ class LayerFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         group_pass: GroupPass,
-        member: Member,
+        member: ClippedLayer,
         layout: Layout,
         parameters: list[Tensor | None],
         probe: Tensor,
@@ -184,7 +184,7 @@ class CopiesFunction(torch.autograd.Function):
     """One copy of a parameter for each example, (B, *shape): the copies' gradients are the per-example gradients."""
 
     @staticmethod
-    def forward(ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, group_pass: GroupPass, member: ClippedLayer, probe: Tensor, parameter: Tensor) -> Tensor:
         ctx.group_pass, ctx.member = group_pass, member
         return parameter.unsqueeze(0).expand(group_pass.batch, *parameter.shape)
 
@@ -206,7 +206,7 @@ class LateFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         group_pass: GroupPass,
-        member: Member,
+        member: ClippedLayer,
         layout: Layout,
         probe: Tensor,
         inputs: list[Tensor],
@@ -229,7 +229,7 @@ class DirectFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group_pass: GroupPass, member: Member, probe: Tensor, x: Tensor, *parameters: Tensor | None
+        ctx: Any, group_pass: GroupPass, member: ClippedLayer, probe: Tensor, x: Tensor, *parameters: Tensor | None
     ) -> Tensor:
         ctx.group_pass, ctx.member = group_pass, member
         _, used = autocast(member.rule.autocast, x, list(parameters))  # in here, so that gradients stay float32

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
-from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.microbatches import GroupPass, OpenPasses
 from groupwise.clipping.partition import COPIED
@@ -52,7 +52,7 @@ class LayerCalls:
     def __init__(self, groups: tuple[ClippingGroup, ...], passes: OpenPasses, context: RuleContext) -> None:
         self.passes, self._context = passes, context
         self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
-        self._members: dict[tuple[object, ...], Member] = {}
+        self._members: dict[tuple[object, ...], ClippedLayer] = {}
         self.compared: set[tuple[object, ...]] = set()
         """Operations whose results for examples one by one were seen to be those for the batch."""
 
@@ -90,7 +90,7 @@ class LayerCalls:
         """The group of a parameter that trains, and its place there."""
         return self._places.get(id(parameter))
 
-    def product(self, kind: str, group: ClippingGroup, uses: tuple[Use | None, ...]) -> Member:
+    def product(self, kind: str, group: ClippingGroup, uses: tuple[Use | None, ...]) -> ClippedLayer:
         """A layer of a group's parameters: its weight and its bias, if that trains.
 
         Args:
@@ -119,7 +119,7 @@ class LayerCalls:
             rows = tuple(None if u is None else u.rows for u in uses)
             wanted = tuple(place is not None for place in places)
             context = self._context.for_layer()
-            self._members[key] = Member(name, rule, wanted, places, context, rows if any(rows) else ())
+            self._members[key] = ClippedLayer(name, rule, wanted, places, context, rows if any(rows) else ())
         return self._members[key]
 
     def copies(self, group: ClippingGroup, place: int) -> Tensor:
@@ -135,7 +135,7 @@ class LayerCalls:
                     stacklevel=2,
                 )
             rule = ParameterRule(home, local)
-            self._members[key] = Member(group.names[place], rule, (True,), (place,), self._context.for_layer())
+            self._members[key] = ClippedLayer(group.names[place], rule, (True,), (place,), self._context.for_layer())
         member, parameter = self._members[key], group.parameters[place]
         group_pass = self.passes.open.get(group.index)
         if group_pass is not None and place in group_pass.copies:
@@ -147,19 +147,21 @@ class LayerCalls:
 
     # -- calls of layers ------------------------------------------------------------------------------------------
 
-    def enter(self, group: ClippingGroup, member: Member, device: torch.device) -> tuple[GroupPass, Tensor | None]:
+    def enter(
+        self, group: ClippingGroup, member: ClippedLayer, device: torch.device
+    ) -> tuple[GroupPass, Tensor | None]:
         """The group's pass for a call, and its probe."""
         group_pass = self.passes.pass_of(group, member)
         return group_pass, group_pass.probe if group_pass.probe is not None else probe_of(group_pass, device)
 
-    def layer(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Any:
+    def layer(self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any) -> Any:
         """What stands in place of a layer's forward."""
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         if len(args) != 1 or kwargs:
             args = (only_argument(module, member.name, args, kwargs),)
         x, values = member.rule.prepare(args[0]), member.rule.values()
-        for place, value in zip(member.places, values, strict=True):
+        for place, value in zip(member.parameter_indices, values, strict=True):
             if place is not None and value is not None and not isinstance(value, nn.Parameter):
                 raise UserError(
                     f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
@@ -169,7 +171,7 @@ class LayerCalls:
         return self.run(group, member, x, values)
 
     def run(
-        self, group: ClippingGroup, member: Member, x: Tensor, values: Values, layout: Layout | None = None
+        self, group: ClippingGroup, member: ClippedLayer, x: Tensor, values: Values, layout: Layout | None = None
     ) -> Tensor:
         """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
@@ -188,14 +190,14 @@ class LayerCalls:
             )
         return self._apply(group, member, layout, x, values)
 
-    def _apply(self, group: ClippingGroup, member: Member, layout: Layout, x: Tensor, values: Values) -> Tensor:
+    def _apply(self, group: ClippingGroup, member: ClippedLayer, layout: Layout, x: Tensor, values: Values) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x, values = autocast(member.rule.autocast, x, values)
         group_pass, probe = self.enter(group, member, x.device)
         y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, x)
         return y
 
-    def run_direct(self, group: ClippingGroup, member: Member, x: Tensor, parameters: Values) -> Tensor:
+    def run_direct(self, group: ClippingGroup, member: ClippedLayer, x: Tensor, parameters: Values) -> Tensor:
         """A layer's output where it returns its parameters' gradients itself; x has the batch as its first axis."""
         if self.find(member.label, x) != FIRST:
             raise UserError(
@@ -207,7 +209,7 @@ class LayerCalls:
         y: Tensor = DirectFunction.apply(group_pass, member, probe, x, *parameters)
         return y
 
-    def _run_rows(self, group: ClippingGroup, member: Member, rows: Tensor, values: Values) -> Tensor:
+    def _run_rows(self, group: ClippingGroup, member: ClippedLayer, rows: Tensor, values: Values) -> Tensor:
         """The output for each example's own input, rows (B, ...)."""
         batch, each = len(rows), rows.shape[1] if member.rule.has_batch(rows.dim() - 1) else 0
         alike = each > 1 and rows.stride(1) == 0  # a parameter that was expanded: one stands for all
@@ -218,7 +220,7 @@ class LayerCalls:
         y = y.unflatten(0, (batch, -1)) if each else y
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 
-    def _without_batch(self, group: ClippingGroup, member: Member, x: Tensor, values: Values) -> PerExample:
+    def _without_batch(self, group: ClippingGroup, member: ClippedLayer, x: Tensor, values: Values) -> PerExample:
         """The output for an input that all examples share; it has a copy for each of them once it is used."""
         with torch.no_grad():
             inputs, lowered = autocast(member.rule.autocast, x, values)
@@ -266,7 +268,7 @@ def only_argument(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: d
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def _output_of(calls: LayerCalls, group: ClippingGroup, member: Member) -> GroupOrigin:
+def _output_of(calls: LayerCalls, group: ClippingGroup, member: ClippedLayer) -> GroupOrigin:
     return GroupOrigin(calls, group, f"The output of layer {member.name!r}")
 
 

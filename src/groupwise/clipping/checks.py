@@ -129,7 +129,7 @@ def check_groups(groups: Sequence[ClippingGroup], current: BackwardPass, direct:
         if group.index not in current.closed or silent:
             member = silent[0] if silent else group.members[0]
             what = f"layer {member.name!r}" if silent else f"layer of group {group.name!r}"
-            name = group.names[next(place for place in member.places if place is not None)]
+            name = group.names[next(place for place in member.parameter_indices if place is not None)]
             raise UserError(
                 f"The losses reach no {what} (parameter {name!r} and the like): freeze its parameters, or use them in "
                 "every forward pass (times 0, where they shall do nothing)."

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from groupwise.clipping.factors import ClipRule, is_async_device, keep_finite, unbind_factors, with_drop_mask
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
-from groupwise.clipping.rules.base import LayerRule, RuleContext, Wanted, numbers
+from groupwise.clipping.rules.base import LayerRule, RuleContext, Wanted, total_numel
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
 
 @dataclass(frozen=True)
-class Member:
+class ClippedLayer:
     """A layer inside its group: its rule, which of its parameters train, and their places in the group."""
 
     name: str
     rule: LayerRule
     wanted: Wanted
-    places: tuple[int | None, ...]
+    parameter_indices: tuple[int | None, ...]
     context: RuleContext
     rows: tuple[slice | None, ...] = ()
     """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
@@ -43,7 +43,7 @@ class ClippingGroup:
 
     index: int
     name: str
-    members: tuple[Member, ...]
+    members: tuple[ClippedLayer, ...]
     homes: tuple[tuple[nn.Module, str], ...]
     """Where its trainable parameters are found: a module, and the name inside it."""
     names: tuple[str, ...]
@@ -106,7 +106,7 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
 
 def _may_wait(group: ClippingGroup) -> bool:
     """Whether its sums may wait for those of other groups."""
-    return is_async_device(group.threshold) or numbers(*group.inputs) <= most_kept(group.threshold)
+    return is_async_device(group.threshold) or total_numel(*group.inputs) <= most_kept(group.threshold)
 
 
 def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def _build_group(
         layer = by_name[name]
         if layer.rule is None:
             members += [
-                Member(
+                ClippedLayer(
                     layer.full_name(local),
                     ParameterRule(layer.module, local),
                     (True,),
@@ -219,7 +219,7 @@ def _build_group(
         )
         own_group = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
         wanted = tuple(p is not None for p in places)
-        members.append(Member(name, rule, wanted, places, context.for_layer(own_group)))
+        members.append(ClippedLayer(name, rule, wanted, places, context.for_layer(own_group)))
     dtype, device = parameters[0].dtype, parameters[0].device
     return ClippingGroup(
         index,
@@ -244,7 +244,7 @@ def _check_direct(groups: tuple[ClippingGroup, ...], uses: dict[int, int], ghost
                     f"Parameter {member.name!r} is in a module ({kind}) without a rule, which cannot return gradients "
                     "itself (direct=True): register a rule for it, or freeze it."
                 )
-            if any(uses[id(group.parameters[place])] > 1 for place in member.places if place is not None):
+            if any(uses[id(group.parameters[place])] > 1 for place in member.parameter_indices if place is not None):
                 raise UserError(
                     f"Layer {member.name!r} shares a parameter with another layer, and with direct=True no norm joins "
                     "the two: untie them."

@@ -16,13 +16,13 @@ from torch import Tensor
 from groupwise.clipping.clip_plan import ClipPlan
 from groupwise.clipping.forward_pass import ForwardPass, Note
 from groupwise.clipping.gradients import ClippedGradients
-from groupwise.clipping.groups import ClippingGroup, Member, clip_factors_of, most_kept
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup, clip_factors_of, most_kept
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, squares_together
 from groupwise.clipping.phases import Phase, Recomputed
 from groupwise.clipping.precision import no_autocast, refuse_float16
-from groupwise.clipping.rules.base import Gradients, Saved, clipped_sum, numbers
+from groupwise.clipping.rules.base import Gradients, Saved, clipped_sum, total_numel
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
@@ -62,7 +62,7 @@ class GroupPass:
         """Whether the group has closed, or its losses never came."""
         self.joint_calls: list[LayerCall] = []
         """Calls of parameters that are used more than once."""
-        self.due: list[tuple[Member, LayerCall | RowTerms]] = []
+        self.due: list[tuple[ClippedLayer, LayerCall | RowTerms]] = []
         """What the sums are made from once the factors are known: calls, or the gradients that they formed."""
         self.sums: list[Tensor | None] = [None] * len(group.inputs)
         self.squares: list[Tensor] = []
@@ -82,14 +82,14 @@ class GroupPass:
         """The passes that close with it, itself included."""
         return self._passes.together(self) if self.waits else [self]
 
-    def note(self, member: Member) -> None:
+    def note(self, member: ClippedLayer) -> None:
         """A forward pass calls a layer, which uses its parameters once more."""
         self.calls += 1
-        for i, place in enumerate(member.places):
+        for i, place in enumerate(member.parameter_indices):
             if place is not None:
                 self.uses.setdefault(place, []).append(member.rows_of(i))
 
-    def receive(self, member: Member, layout: Layout, saved: Saved, g: Tensor) -> None:
+    def receive(self, member: ClippedLayer, layout: Layout, saved: Saved, g: Tensor) -> None:
         """Take a layer's activations and output gradients, for its norms and sums."""
         current, rule = self._current(), member.rule
         if self.recomputed.on:
@@ -105,13 +105,15 @@ class GroupPass:
             self.add(member, rule.weighted_sum(saved, g, current.factors, member.wanted, member.context))
             return
         call = LayerCall(rule, member, saved, g)
-        if self.calls > 1 and any(place is not None and overlap(self.uses[place]) for place in member.places):
+        if self.calls > 1 and any(
+            place is not None and overlap(self.uses[place]) for place in member.parameter_indices
+        ):
             self.joint_calls.append(call)
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
                 return
         self._report(call)
 
-    def return_gradients(self, member: Member, saved: Saved, g: Tensor) -> Gradients:
+    def return_gradients(self, member: ClippedLayer, saved: Saved, g: Tensor) -> Gradients:
         """The same for a layer that returns its gradients itself, one a parameter."""
         current = self._current()
         if member.name in current.reported:
@@ -201,7 +203,7 @@ class GroupPass:
         if self.running.phase is Phase.NORMS:
             self.terms.append(rule.squared_norms(*given))
             return
-        kept, forms = numbers(*(saved[i] for i in rule.batched), g), rule.materializes(*given)
+        kept, forms = total_numel(*(saved[i] for i in rule.batched), g), rule.materializes(*given)
         formed = rule.count(g) * rule.size(member.wanted) if forms else kept
         if self.calls == 1 and not (self.waits and min(formed, kept) <= most_kept(g)):
             self.add(member, self._clipped_sum(call, forms))
@@ -222,9 +224,9 @@ class GroupPass:
         squares = squares_together([[rule.squared_norms(saved, g, member.wanted, member.context)]])[0]
         return rule.weighted_sum(saved, g, self.clip(squares), member.wanted, member.context)
 
-    def add(self, member: Member, gradients: Gradients) -> None:
+    def add(self, member: ClippedLayer, gradients: Gradients) -> None:
         """Add a layer's clipped sums to those of its group."""
-        for i, (place, gradient) in enumerate(zip(member.places, gradients, strict=True)):
+        for i, (place, gradient) in enumerate(zip(member.parameter_indices, gradients, strict=True)):
             if place is not None and gradient is not None:
                 known = self.sums[place]
                 if (rows := member.rows_of(i)) is not None:
@@ -237,7 +239,7 @@ class GroupPass:
     def add_weighted(self, call: LayerCall, factors: Tensor) -> None:
         """Add the sum of a call to those of its group; one in few rows is added to what another use has there."""
         rule, member = call.rule, call.member
-        place, part = member.places[0], member.rows_of(0)
+        place, part = member.parameter_indices[0], member.rows_of(0)
         known = None if place is None else self.sums[place]
         if known is not None and rule.indexed:
             indices, rows = rule.weighted_rows(call.saved, call.g, factors)
@@ -278,7 +280,7 @@ class OpenPasses:
             self._forward_pass = outer
             forward_pass.ended = True
 
-    def pass_of(self, group: ClippingGroup, member: Member) -> GroupPass:
+    def pass_of(self, group: ClippingGroup, member: ClippedLayer) -> GroupPass:
         """The group's open pass; a recomputation inside backward (checkpointing) joins the one that is running."""
         group_pass = self.open.get(group.index)
         if self.backward_pass is not None:

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.autograd import LateFunction
 from groupwise.clipping.calls import GroupOrigin, LayerCalls, Use, Values
-from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.layouts import Layout
 from groupwise.clipping.per_example import PerExample
 
@@ -57,7 +57,7 @@ class ParameterUse(GroupOrigin):
 
     def _product(
         self, kind: str, weight: PerExample, bias: PerExample | None, padding_idx: int | None = None
-    ) -> tuple[Member, Values]:
+    ) -> tuple[ClippedLayer, Values]:
         """The member of the group that a product belongs to, and the values of its parameters."""
         uses: list[Use | None] = []
         values: Values = []

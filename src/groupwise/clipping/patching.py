@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from groupwise.clipping.calls import LayerCalls, only_argument
-from groupwise.clipping.groups import ClippingGroup, Member
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.parameter_uses import ParameterUse
 from groupwise.clipping.partition import Forward, Layer, batch_norms, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample
@@ -111,7 +111,9 @@ class Patches:
         refuse_batch_statistics(name, module)
         return frozen_batch_norm(module, only_argument(module, name, args, kwargs))
 
-    def _run_direct(self, module: nn.Module, group: ClippingGroup, member: Member, *args: Any, **kwargs: Any) -> Tensor:
+    def _run_direct(
+        self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         rule = member.rule

@@ -121,7 +121,7 @@ def second_product_slack(x: Tensor, g: Tensor, terms: int) -> Tensor:
     return left * right * (4.0 * max(terms, terms**2 / LONGEST_SUM) ** 0.5 * torch.finfo(wide).eps)
 
 
-def raised(squares: Tensor, slack: Tensor) -> Tensor:
+def inflate_norms(squares: Tensor, slack: Tensor) -> Tensor:
     """(a + b)² (B,) of squared norms a² and slack b: a norm that is under-stated by at most b is no longer."""
     return (squares.sqrt() + slack).square_()
 

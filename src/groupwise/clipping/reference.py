@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.factors import ClipRule, clip_factors
-from groupwise.clipping.groups import Member
+from groupwise.clipping.groups import ClippedLayer
 from groupwise.clipping.partition import Partition, find_layers
 
 
@@ -84,7 +84,7 @@ def explain(engine: ClippingEngine) -> str:
     return "\n".join([*lines, f"Inner products of inputs taken over from the layer before: {shared} times."])
 
 
-def _row(member: Member) -> tuple[str, ...]:
+def _row(member: ClippedLayer) -> tuple[str, ...]:
     name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.context.methods
     if (last := methods.last) is None:
         return (name, kind, "", "one way", "no choice to make")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.gram import CHUNK_FLOATS, OuterProducts
-from groupwise.clipping.groups import Member
+from groupwise.clipping.groups import ClippedLayer
 from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_of_squares, upcast
 from groupwise.clipping.rules.base import LayerRule, Saved
 
@@ -24,7 +24,7 @@ class LayerCall:
     """A call that a group's norm needs once more: the rule that takes it, its layer, what was saved, its gradients."""
 
     rule: LayerRule
-    member: Member
+    member: ClippedLayer
     saved: Saved
     g: Tensor
 
@@ -68,7 +68,7 @@ def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
     """
     by_parameter: dict[int, list[tuple[LayerCall, int]]] = {}
     for call in calls:
-        for local, place in enumerate(call.member.places):
+        for local, place in enumerate(call.member.parameter_indices):
             if place is not None:
                 by_parameter.setdefault(place, []).append((call, local))
     total: list[Tensor] = []

@@ -89,9 +89,9 @@ class ThresholdsAndCounts:
             relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
 
         Raises:
-            UserError: a relation for which no bound is proven; sums that are `spoiled`.
+            UserError: a relation for which no bound is proven; sums that are `has_nonfinite`.
         """
-        if self.spoiled:
+        if self.has_nonfinite:
             raise UserError("A norm is not finite and masks_rows was False: begin the batch again with True.")
         if relation not in RELATIONS:
             raise UserError(
@@ -122,7 +122,7 @@ class ThresholdsAndCounts:
     @property
     def masks_rows(self) -> bool:
         """Whether rows of examples that are left out become zeros first (0 · NaN is NaN), which copies all rows on a
-        GPU; a CPU looks. Who can begin a batch again sets it to False, and to True for one that was `spoiled`."""
+        GPU; a CPU looks. Who can begin a batch again sets it to False, and to True for one that was `has_nonfinite`."""
         return self.groups[0].masks
 
     @masks_rows.setter
@@ -131,7 +131,7 @@ class ThresholdsAndCounts:
             group.masks = masks
 
     @property
-    def spoiled(self) -> bool:
+    def has_nonfinite(self) -> bool:
         """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
         return self._unmasked and bool(self._on_host()[1].any())
 

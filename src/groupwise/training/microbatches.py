@@ -59,7 +59,7 @@ class Microbatches(ABC):
             engine.masks_rows = private.in_shards  # where other processes wait, no batch can begin again
         try:
             loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
-            if engine is not None and engine.spoiled:
+            if engine is not None and engine.has_nonfinite:
                 engine.masks_rows = True
                 loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
         except (RuntimeError, MemoryError) as error:

@@ -150,7 +150,7 @@ class LayerRule(ABC):
 
     def size(self, wanted: Wanted) -> int:
         """How many numbers one example's gradients are."""
-        return numbers(*(p for p, each in zip(self.values(), wanted, strict=True) if each))
+        return total_numel(*(p for p, each in zip(self.values(), wanted, strict=True) if each))
 
     def chunk(self, g: Tensor, wanted: Wanted) -> int:
         """How many examples' gradients are formed at a time."""
@@ -242,7 +242,7 @@ def _is_computed(module: nn.Module, name: str) -> bool:
     return name not in module._parameters and getattr(module, name, None) is not None
 
 
-def numbers(*tensors: object) -> int:
+def total_numel(*tensors: object) -> int:
     """How many numbers these tensors hold together; what is no tensor holds none."""
     return sum(t.numel() for t in tensors if isinstance(t, Tensor))
 

@@ -23,7 +23,7 @@ from groupwise.clipping.precision import (
     LONGEST_SUM,
     at_least_zero,
     autocast,
-    raised,
+    inflate_norms,
     rounding_slack,
     second_product_slack,
     squared_row_norms,
@@ -99,7 +99,9 @@ class FilterRule(LayerRule):
                 return squares
         taps = torch.Size(getattr(self.module, "kernel_size", ())).numel()
         slack = taps**0.5 * second_product_slack(x, g, max(positions, weight[0].numel()))
-        return raised(squares, slack * (scale.abs().amax() + length.abs().amax()).double())  # the map's norm is less
+        return inflate_norms(
+            squares, slack * (scale.abs().amax() + length.abs().amax()).double()
+        )  # the map's norm is less
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext

@@ -15,7 +15,7 @@ from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import (
     LONGEST_SUM,
     batched_product,
-    raised,
+    inflate_norms,
     second_product_slack,
     squared_row_norms,
     upcast,
@@ -121,7 +121,7 @@ class ConvRule(LayerRule):
             assert isinstance(found, Tensor)
             squares = found
         taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
-        return raised(squares, taps**0.5 * second_product_slack(x, rows, rows.shape[2:].numel()))
+        return inflate_norms(squares, taps**0.5 * second_product_slack(x, rows, rows.shape[2:].numel()))
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext

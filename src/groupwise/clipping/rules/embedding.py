@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.factors import scale_rows
 from groupwise.clipping.gram import OuterProducts
-from groupwise.clipping.precision import raised, squared_row_norms, upcast
+from groupwise.clipping.precision import inflate_norms, squared_row_norms, upcast
 from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
 
 
@@ -63,7 +63,7 @@ class EmbeddingRule(LayerRule):
         slots = distinct(indices.masked_fill(lengths == 0, -1))  # what stands at padding changes nothing
         places = slots + torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
         sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, places.flatten(), g.flatten(0, 1))
-        return raised(squared_row_norms(sums.view(g.shape)), slack_of_repeats(slots, lengths, g.dtype))
+        return inflate_norms(squared_row_norms(sums.view(g.shape)), slack_of_repeats(slots, lengths, g.dtype))
 
     def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum as indices (B·T,) and what is added there, factor_i times output gradients, (B·T, d)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
 from groupwise.clipping.per_example import PerExample, in_place_of
-from groupwise.clipping.precision import floor, raised, squared_row_norms, upcast
+from groupwise.clipping.precision import floor, inflate_norms, squared_row_norms, upcast
 from groupwise.clipping.products import refuse_options
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted
 from groupwise.clipping.rules.embedding import EmbeddingRule, distinct, slack_of_repeats
@@ -59,7 +59,7 @@ class BagRule(EmbeddingRule):
         sums = counts.new_zeros(x.shape).scatter_add_(1, places, counts)
         lengths = counts.double().abs() * torch.linalg.vector_norm(g, dim=1, keepdim=True, dtype=torch.float64)
         squares = squared_row_norms(sums) * (squared_row_norms(g) + floor(g[0].numel(), g.dtype))
-        return raised(squares, slack_of_repeats(places, lengths, g.dtype))
+        return inflate_norms(squares, slack_of_repeats(places, lengths, g.dtype))
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext

@@ -19,9 +19,9 @@ from groupwise.clipping.norm_terms import OneRowTerms, Terms, squares_together
 from groupwise.clipping.precision import (
     LONGEST_SUM,
     cut_factors,
+    inflate_norms,
     keeps_half,
     product_over_rows,
-    raised,
     second_product_slack,
     squared_row_norms,
     upcast,
@@ -92,7 +92,7 @@ class LinearRule(LayerRule):
             found = super().squared_norms(saved, g, wanted, context)
             assert isinstance(found, Tensor)
             squares = found
-        return raised(squares, second_product_slack(x, rows, x.shape[1]))
+        return inflate_norms(squares, second_product_slack(x, rows, x.shape[1]))
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
