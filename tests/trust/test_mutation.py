@@ -100,7 +100,7 @@ def test_every_name_in_the_list_is_a_mutant_of_the_code_as_it_is():
     base = ROOT / "src/groupwise"
     made = [m.name for p in NOT_HERE for f in _files(p) for m in mutants((base / f).read_text(), f)]
     lines = [line for line in EQUIVALENT.read_text().splitlines() if line.strip() and line[0] not in "#="]
-    assert len(lines) > 50
+    assert len(lines) > 40
     assert not [line for line in lines if not any(name in Equivalent(line) for name in made)]
 
 
