@@ -54,7 +54,7 @@ class Looped:
 
 def both() -> list[Looped]:
     """Without the last example and with it; what is planted later is not seen by the check before training."""
-    return [Looped(having, seed) for having, seed in ((False, 1), (True, 2))]
+    return [Looped(having, seed) for having, seed in ((False, 7), (True, 8))]
 
 
 def proven(worlds: list[Looped], plays: int = 240) -> tuple[float, float]:

@@ -168,9 +168,9 @@ def test_fixed_thresholds_never_move():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"initial": [0.0]}, "the thresholds are"),
-        ({"initial": []}, "the thresholds are"),
-        ({"initial": [math.nan]}, "the thresholds are"),
+        ({"initial": [0.0]}, "thresholds is"),
+        ({"initial": []}, "thresholds is"),
+        ({"initial": [math.nan]}, "thresholds is"),
         ({"quantile": 1.1}, "target_quantile"),
         ({"quantile": math.nan}, "target_quantile"),
         ({"rate": -0.1}, "learning_rate"),
@@ -259,7 +259,7 @@ def test_refusals_name_what_is_wrong():
         lambda: make([-1.0]),
         lambda: make().load_state_dict({"thresholds": torch.zeros(2)}),
     ):
-        with pytest.raises(UserError, match=r"^the thresholds are"):
+        with pytest.raises(UserError, match=r"^thresholds is"):
             call()
 
 

@@ -132,8 +132,8 @@ def noise_weights(
     "global": γ_k = 1; "equal_budget": γ_k = C_k; "weighted": γ_k = C_k/√d_k (§3.3 and appendix on noise allocation).
     Raises :class:`UserError` for an unknown allocation, a threshold that is not finite and positive, or an empty group.
     """
-    c = _positive(thresholds, "thresholds")
-    d = _positive(sizes, "sizes")
+    c = positive(thresholds, "thresholds")
+    d = positive(sizes, "sizes")
     if c.shape != d.shape:
         raise UserError(f"thresholds has {len(c)} entries and sizes {len(d)}; give one of each for every group.")
     if allocation == "global":
@@ -151,7 +151,7 @@ def sensitivity(thresholds: torch.Tensor | Sequence[float], weights: torch.Tenso
     Formal guarantee: if one example moves group k's sum by at most C_k in ℓ2, it moves (g_1/γ_1, …, g_K/γ_K) by at
     most S. ``thresholds`` must be those that clipped *this* batch.
     """
-    return float((_positive(thresholds, "thresholds") / _positive(weights, "weights")).square().sum().sqrt())
+    return float((positive(thresholds, "thresholds") / positive(weights, "weights")).square().sum().sqrt())
 
 
 def noise_stds(
@@ -184,7 +184,8 @@ def noise_stds(
     return noise_multiplier * math.hypot(sensitivity(thresholds, weights), math.sqrt(groups_elsewhere)) * weights
 
 
-def _positive(values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
+def positive(values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
+    """Return the values as float64 on the CPU, (K,); raises :class:`UserError` unless all are finite and above 0."""
     tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
     if tensor.ndim != 1 or tensor.numel() == 0 or not bool(((tensor > 0) & tensor.isfinite()).all()):
         raise UserError(f"{name} is {tensor.tolist()}; give a flat list of finite numbers above 0, one for each group.")

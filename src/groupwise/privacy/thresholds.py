@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from groupwise.errors import UserError
+from groupwise.privacy.mechanism import positive
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
 
 
@@ -29,7 +30,7 @@ class FixedThresholds:
     """Thresholds C_k that never move; no count is released and no budget spent (r = 0)."""
 
     def __init__(self, values: torch.Tensor | Sequence[float]) -> None:
-        self._raw = _thresholds(values)
+        self._raw = positive(values, "thresholds").clone()
 
     @property
     def clip_thresholds(self) -> torch.Tensor:
@@ -50,7 +51,7 @@ class FixedThresholds:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take C back from :meth:`state_dict`; raises :class:`UserError` when K differs."""
-        values = _thresholds(state["thresholds"])
+        values = positive(state["thresholds"], "thresholds").clone()
         if values.shape != self._raw.shape:
             raise UserError(
                 f"the checkpoint has {len(values)} thresholds for {len(self._raw)} groups; resume with the same."
@@ -141,10 +142,3 @@ class AdaptiveThresholds(FixedThresholds):
         below = released / self.expected_batch_size + 0.5
         moved = self._raw * torch.exp(-self.learning_rate * (below - self.target_quantile))
         self._raw = moved.clamp(self.minimum, self.maximum)
-
-
-def _thresholds(values: torch.Tensor | Sequence[float]) -> torch.Tensor:
-    tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().clone()
-    if tensor.ndim != 1 or not tensor.numel() or not bool(((tensor > 0) & tensor.isfinite()).all()):
-        raise UserError(f"the thresholds are {tensor.tolist()}; give one finite threshold above 0 for every group.")
-    return tensor
