@@ -100,7 +100,8 @@ def _live(pipe: Connection) -> None:
             message = (False, function(rank, world, *args))
         except BaseException:
             message = (True, traceback.format_exc())
+        if not message[0]:
+            dist.destroy_process_group()  # while the folder of its store is there: without, it waits for minutes
         pipe.send_bytes(pickle.dumps(message))
         if message[0]:
             return
-        dist.destroy_process_group()
