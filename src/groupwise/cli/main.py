@@ -102,6 +102,8 @@ def _single(composed: DictConfig) -> RunConfig:
     """The configuration of one run; raises `UserError` for what is of sweeps."""
     if composed.sweep != Command().sweep:
         raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
+    if composed.cell is not None:
+        raise UserError(f"cell={composed.cell} is what the jobs of a sweep are given: leave it out.")
     config = to_run_config(composed)
     refuse_idle(HydraConfig.get().overrides.task, config)
     if config.tuning.name != "off":
