@@ -158,9 +158,9 @@ def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], Non
     if not (folder / CELLS).is_file():
         multirun(given.overrides)
         return
-    shared = [word for word in given.overrides if word.startswith(("hydra", "+hydra", "++hydra", "+sweep="))]
-    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already
     settings = compose_shared(_with_folder(given), conf).hydra
+    shared = [*settings.overrides.hydra, *settings.overrides.task]  # for what their files say of Hydra
+    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already
     run_cells(folder, settings.launcher, lambda words: multirun([*shared, "hydra.sweeper.params=null", *words]))
 
 
