@@ -111,6 +111,7 @@ def absl_keeps_the_capture_open() -> None:
         ("~privacy.epsilon", "such as privacy.epsilon=null"),
         ("train.epochs=7 train.steps=3", "train.epochs=7 changes nothing: train.steps=3 is given"),
         ("+sweep=cifar", "add -m to run them"),
+        ("cell=abc", "leave it out"),
         ("seed=1,2 -m hydra/launcher=joblib hydra.launcher.n_jobs=x", "hydra.launcher.n_jobs=x does not fit"),
         ("-m seed=interval(1,2)", "has no end"),
         ("-m hydra.launcher.gpus=3 seed=1,2", "there is no key or group hydra.launcher.gpus"),

@@ -182,7 +182,7 @@ def paper(tmp_path: Path, *overrides: str):
     """The paper's scale on a few small images and a small network."""
     small = ["data.name=digits", "data.train_limit=64", "model.depth=10", "model.width=1", "model.norm_groups=8"]
     small += ["data.image_size=null", "train.batch_size=32", "train.epochs=2", "train.threads=1"]
-    return compose_run(["task=cifar", f"paths.results={tmp_path}", *small, RDP, *overrides], ROOT / "conf")
+    return compose_run(["task=cifar", f"paths.results={tmp_path}", *small, RDP, *overrides], ROOT / "conf", typed=False)
 
 
 def test_the_papers_cell_without_a_gpu_asks_for_a_scale_or_the_cpu_and_writes_nothing(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_one_task_of_a_pipeline_that_is_stopped_or_killed_takes_all_with_it_and_
 
 
 def test_jobs_of_a_lost_node_and_of_a_pushed_out_one_go_on(tmp_path):
-    short = [*CIFAR, "clip=flat", "seed=0"]
+    short = [*(word for word in CIFAR if not word.startswith(("clip=", "seed="))), "clip=flat", "seed=0"]
     sweep = start(tmp_path / "slurm", *short, *SLURM)
     (cell,) = cells_of(tmp_path / "slurm", sweep)
     node = cell.under_way().shown["NodeList"]

@@ -108,3 +108,24 @@ def test_without_slurm_it_says_where_to_go(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"^hydra/launcher=slurm needs sbatch and srun and squeue: give the command on"):
         slurm.require_slurm()
+
+
+def test_jobs_are_over_when_they_were_missing_twice(tmp_path, monkeypatch):
+    for name in ("7_0", "7_1"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+    queue = tmp_path / "queue"
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {queue}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    answers = iter(["7_0 7_1", "7_1", None, "7_0", "7_0", "7_1", ""])
+
+    def pause(_):
+        answer = next(answers)
+        queue.unlink(missing_ok=True)
+        if answer is not None:
+            queue.write_text(answer)
+
+    slurm.wait_for_the_others(RuntimeError("7_0 has not produced any output"), tmp_path, pause)
+    assert next(answers, "all used") == "all used"
+    with pytest.raises(UserError, match=r"^SLURM refused the jobs \(Invalid account\)"):
+        slurm.wait_for_the_others(RuntimeError("it failed\nsbatch: error: Invalid account"), tmp_path, pause)

@@ -229,6 +229,24 @@ def test_without_grids_the_command_line_is_the_sweep(checkout):
     assert Path(checkout.folder).name.endswith("-cells")
 
 
+def test_a_file_of_the_user_s_may_choose_the_launcher(checkout):
+    (checkout.root / "my" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\nclip: {threshold: 3}\n"
+    (checkout.root / "my" / "experiment" / "mine.yaml").write_text(text)
+    words = (
+        "clip=flat,ghost",
+        "+experiment=mine",
+        "--config-dir",
+        "my",
+        "scale=smoke",
+        "-m",
+        "hydra.launcher.n_jobs=2",
+    )
+    done = checkout.command("run.py", *words)
+    assert (done.returncode, done.stdout.count("done in ")) == (0, 2), done.stderr
+    assert all("threshold: 3" in file.read_text() for file in (checkout.folder / "cells").iterdir())
+
+
 def test_there_is_nothing_to_tell_of_no_sweep(checkout):
     done = checkout.command("-m", "groupwise.sweeps.status")
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)

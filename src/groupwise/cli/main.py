@@ -102,6 +102,8 @@ def _single(composed: DictConfig) -> RunConfig:
     """The configuration of one run; raises `UserError` for what is of sweeps."""
     if composed.sweep != Command().sweep:
         raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
+    if composed.cell is not None:
+        raise UserError(f"cell={composed.cell} is what the jobs of a sweep are given: leave it out.")
     config = to_run_config(composed)
     refuse_idle(HydraConfig.get().overrides.task, config)
     if config.tuning.name != "off":
@@ -156,9 +158,9 @@ def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], Non
     if not (folder / CELLS).is_file():
         multirun(given.overrides)
         return
-    shared = [word for word in given.overrides if word.startswith(("hydra", "+hydra", "++hydra", "+sweep="))]
-    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already
     settings = compose_shared(_with_folder(given), conf).hydra
+    shared = [*settings.overrides.hydra, *settings.overrides.task]  # for what their files say of Hydra
+    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already
     run_cells(folder, settings.launcher, lambda words: multirun([*shared, "hydra.sweeper.params=null", *words]))
 
 

@@ -28,8 +28,9 @@ from groupwise.errors import UserError
 from groupwise.rows import SCALES
 
 
+@functools.cache
 def register() -> None:
-    """Give Hydra the schema, the scales and the resolvers of `conf/`; repeatable."""
+    """Give Hydra the schema, the scales and the resolvers of `conf/`, once in each process."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Command)
     for scale in SCALES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
@@ -21,6 +20,8 @@ from groupwise.errors import UserError, did_you_mean, message
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
 """What composing raises for a mistake; the last for values in a circle."""
+MERGING = "Error merging override "
+"""How Hydra begins where a value does not go with its key; the override follows."""
 EXAMPLES = {
     "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
     "model.shape": "'+model.shape={n_layer:2}'",
@@ -60,6 +61,7 @@ def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
 def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = str(getattr(cause, "full_key", None) or "")
+    given = str(error).removeprefix(MERGING) if str(error).startswith(MERGING) else key  # as it was typed, if known
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OverflowError):
@@ -76,15 +78,15 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return unknown_key(key, groups)
     if isinstance(cause, ValidationError) and key.startswith("hydra."):
-        return f"{_given(error, key)} does not fit: {_first_line(str(cause))}."
+        return f"{given} does not fit: {_first_line(str(cause))}."
     if isinstance(cause, ValidationError) and key:
-        return f"{_given(error, key)} does not fit: {expected(key)} was expected."
+        return f"{given} does not fit: {expected(key)} was expected."
     if isinstance(cause, MissingMandatoryValue) and key:
         return f"{key} has no value: {expected(key)} was expected."
     if isinstance(cause, InterpolationResolutionError) and key:
         return f"{key} cannot be worked out: {_first_line(str(cause))}."
-    if given := re.match(r"Error merging override (.*)", str(error)):
-        return f"{given[1]} does not fit: {expected(given[1].lstrip('+').partition('=')[0])} was expected."
+    if given != key:
+        return f"{given} does not fit: {expected(given.lstrip('+').partition('=')[0])} was expected."
     if "add --multirun" in str(error):
         override = _first_line(str(error)).removeprefix("Ambiguous value for argument ")
         return f"{override} gives several values: add -m to run them all."
@@ -110,12 +112,6 @@ def _unreadable(override: str) -> str:
         f"'{override}' cannot be read as key=value: put a value with signs such as = [ ] {{ }} , : into quotes, "
         f"""'{key}="{quoted}"'."""
     )
-
-
-def _given(error: BaseException, key: str) -> str:
-    """The override as it was typed, where Hydra tells it, else the key alone."""
-    start = "Error merging override "
-    return str(error).removeprefix(start) if str(error).startswith(start) else key
 
 
 def _first_line(message: str | None) -> str:

@@ -223,7 +223,7 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
             f"  {name_of(folder, failure.file.stem) or failure.cell}: {failure.kind} ({failure.file})", file=sys.stderr
         )
     for cell in lost:
-        print(f"  {cell['name']}: no result: killed, or still to come ({type(crash).__name__})", file=sys.stderr)
+        print(f"  {cell['name']}: killed, or never begun ({type(crash).__name__})", file=sys.stderr)
     return exit_code([failure.kind for failure in failed] + [type(crash).__name__ for _ in lost])
 
 

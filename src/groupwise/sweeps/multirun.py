@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from groupwise.config.identity import load_config
+from groupwise.errors import ProcessFailed
 from groupwise.processes.environment import world_size
 from groupwise.sweeps import slurm
 from groupwise.sweeps.folder import cell_file, has_begun, read_cells, unfinished
@@ -35,8 +36,14 @@ def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[s
             words = slurm.job_words(folder, launcher, processes)
             tasks = f"cells: {len(cells)}, tasks of each: {processes}"
             print(f"Submitting jobs ({tasks}); logs: {folder / 'logs'}", file=sys.stderr, flush=True)
-        with slurm.losses_told():
+        try:
             _run(folder, cells, lambda left, words=words: multirun([*words, _chosen(left)]))  # type: ignore[misc]
+        except Exception as error:
+            if not type(error).__module__.startswith("submitit."):
+                raise
+            slurm.wait_for_the_others(error, folder)
+            if lost := [cell for cell in unfinished(folder) if cell in cells]:
+                raise ProcessFailed(f"{len(lost)} jobs ended without a result: see {folder / 'logs'}") from error
 
 
 def _chosen(cells: Cells) -> str:

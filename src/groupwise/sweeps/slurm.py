@@ -4,15 +4,16 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
 from groupwise.atomic import write_text
-from groupwise.errors import INTERRUPTED, ProcessFailed, UserError
+from groupwise.errors import INTERRUPTED, UserError
 from groupwise.processes.environment import interrupt_on
 
 Given = TypeVar("Given")
@@ -59,22 +60,27 @@ def job_words(folder: Path, launcher: DictConfig, processes: int) -> list[str]:
     ]
 
 
-@contextmanager
-def losses_told() -> Iterator[None]:
-    """What submitit raises where SLURM takes no jobs, or has lost one, becomes a sentence."""
-    try:
-        yield
-    except Exception as error:
-        if not type(error).__module__.startswith("submitit."):
-            raise
-        lines = str(error).strip().splitlines()
-        if "has not produced any output" not in str(error):
-            last = lines[-1].removeprefix("sbatch: error: ")
-            raise UserError(f"SLURM refused the jobs ({last}): see what hydra.launcher.* says.") from error
-        state = str(error).partition("(state: ")[2].partition(")")[0] or "unknown"
-        raise ProcessFailed(
-            f"a job ended without a result (state {state}); the others go on by themselves: make status shows them"
-        ) from error
+def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float], None] = time.sleep) -> None:
+    """Hydra's launcher has ended by this error of submitit's: wait until no job of the sweep is in SLURM's queue.
+
+    submitit gives up where a job has no result, also where SLURM puts it back. Such a job may be missing from the queue
+    for a moment, so it is over when it was missing twice in a row.
+
+    Raises:
+        UserError: SLURM took no jobs.
+    """
+    if "has not produced any output" not in str(error):
+        last = str(error).strip().splitlines()[-1].removeprefix("sbatch: error: ")
+        raise UserError(f"SLURM refused the jobs ({last}): see what hydra.launcher.* says.") from error
+    waiting, missing = {path.name for path in (folder / "logs").iterdir() if path.is_dir()}, set[str]()
+    while waiting:
+        pause(10.0)
+        queue = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
+        done = subprocess.run(queue, capture_output=True, text=True)
+        if done.returncode == 0:
+            gone = waiting - set(done.stdout.split())
+            waiting -= gone & missing
+            missing = gone
 
 
 def link_log(link: Path) -> None:
