@@ -252,7 +252,7 @@ REFUSED: dict[str, Misuse] = {
     ),
     "more steps than were planned": (lambda: Use().train().private.step(), "All 3 steps"),
     "a parameter frozen or thawed later": (frozen_later, "frozen"),
-    "a parameter added later": (added_later, "a trainable parameter .* that is not the model.s"),
+    "a parameter added later": (added_later, "0.extra. was added after attaching"),
     "a parameter replaced later": (replaced_later, "replaced by another tensor"),
     "anything after `detach`": (closed, "detached"),
     "an `order` that leaves examples out": (lambda: Use(order=lambda drawn: drawn[:-1]).train(), "other examples than"),

@@ -45,14 +45,14 @@ def test_sums_without_masks_are_those_with_them_or_spoiled(partition, norms, bad
                 engine.reset()
                 clip_batch(engine, losses_of, x[last:])
                 found[masks, last] = sums(model)
-                assert engine.spoiled == (engine.nonfinite > 0 and not masks)
+                assert engine.has_nonfinite == (engine.nonfinite > 0 and not masks)
                 if last and masks is False:
                     assert torch.equal(found[False, 1], found[True, 1])  # where nobody is left out, nothing is lost
         with pytest.raises(UserError, match="masks_rows was False: begin the batch again"):
             engine.sensitivity("add_remove")
         assert engine.nonfinite == 1
         engine.reset()
-        assert not engine.spoiled and engine.sensitivity("add_remove").total > 0
+        assert not engine.has_nonfinite and engine.sensitivity("add_remove").total > 0
     assert not found[False, 0].isfinite().all() or bad == 1e200
     torch.testing.assert_close(found[True, 0], found[True, 1], rtol=1e-12, atol=1e-15)
 
@@ -95,5 +95,5 @@ def test_a_cpu_looks_and_begins_nothing_again():
     with attach(model, per_layer(model), 0.3) as engine:
         engine.masks_rows = False
         clip_batch(engine, lambda rows: model(rows).flatten(1).square().sum(1), x)
-        assert engine.nonfinite == 1 and not engine.spoiled and sums(model).isfinite().all()
+        assert engine.nonfinite == 1 and not engine.has_nonfinite and sums(model).isfinite().all()
         assert engine.sensitivity("add_remove").total > 0

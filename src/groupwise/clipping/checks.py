@@ -93,15 +93,17 @@ class Attached:
             for local, p in module._parameters.items()
             if p is not None
         ]
+        self._counts = [(name, module._parameters, len(module._parameters)) for name, module in model.named_modules()]
 
     def check_same(self) -> None:
-        """Refuse a parameter that was taken away, replaced, frozen, thawed, or got another shape or dtype.
-
-        One that was added since is refused where the losses reach it (`check_paths`).
+        """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or got another shape or dtype.
 
         Raises:
             UserError: naming the parameter.
         """
+        for name, there, count in self._counts:
+            if len(there) > count:
+                _refuse(f"{name}.{next(reversed(there))}".lstrip("."), "added")
         for name, there, local, before, trained, shape, dtype in self._known:
             parameter = there.get(local)
             if parameter is None:
