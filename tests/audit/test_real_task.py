@@ -41,8 +41,8 @@ def _read_once():
 
 @pytest.mark.parametrize("asked", [pytest.param(TEXT, marks=pytest.mark.slow), IMAGES], ids=["sst2", "cifar"])
 def test_what_is_right_passes_and_what_is_wrong_is_broken(asked, monkeypatch):
-    """With a hundredth of the noise 20 plays of two worlds show more than an epsilon of one half."""
-    setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=20)
+    """With a hundredth of the noise 30 plays of two worlds show more than an epsilon of one half."""
+    setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=30)
     with checked_once(asked[0]):
         right = audit_mode(setting)
     assert right.kept and right.share is not None and 0 < right.share <= 1
@@ -57,7 +57,7 @@ def test_a_search_claims_its_own_epsilon_and_is_broken_by_too_little_noise(monke
     setting = make_setting([*IMAGES, "privacy.epsilon=0.5"], design="search", plays=20)
     right = audit_mode(setting)
     assert right.kept and right.claimed == 0.5 and right.gaussian is None
-    alone = make_setting([*IMAGES, "privacy.epsilon=0.5"], plays=20).config
+    alone = make_setting([*IMAGES, "privacy.epsilon=0.5"], plays=30).config
     assert right.plan.noise_multiplier > 1.2 * plan_run(alone, 2, 1).noise_multiplier
     whole = mechanism.noise_stds
     monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.01 * whole(*given, **more))
