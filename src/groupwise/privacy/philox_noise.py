@@ -33,8 +33,6 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
-
-
 Numbered = tuple[Tensor, float, int]
 """A flat tensor, the std of its noise, and the number of its first entry in the release."""
 
