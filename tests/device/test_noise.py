@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from groupwise.privacy import NoiseSource, philox_noise
-from groupwise.privacy.philox_noise import WORD, pairs, philox
+from groupwise.privacy.philox_noise import WORD, noise_, philox
 
 pytestmark = pytest.mark.cuda
 COUNTED = NoiseSource.from_key(bytes(range(32)), generator="Philox")
@@ -56,9 +56,9 @@ def test_compiled_operations_draw_what_plain_ones_draw(
 ) -> None:
     if device.type != "cuda":
         pytest.skip("compiled on a GPU alone")
-    assert philox_noise.draw_on(device) is not pairs, "Triton is of no use here"
+    assert philox_noise.kernel_on(device) is not noise_, "Triton is of no use here"
     by_kernel = released(COUNTED, device, dtype)
-    monkeypatch.setattr(philox_noise, "draw_on", lambda device: pairs)
+    monkeypatch.setattr(philox_noise, "kernel_on", lambda device: noise_)
     rounding = 1e-7 if dtype == torch.float32 else 1e-14
     for one, other in zip(by_kernel, released(COUNTED, device, dtype), strict=True):
         assert float((one - other).abs().max()) <= rounding * float(other.abs().max())

@@ -9,8 +9,8 @@ from scipy import stats
 from torch import Tensor
 
 from groupwise.privacy import NoiseSource, philox_noise
-from groupwise.privacy.noise import CHUNKS, COUNT_STREAM
-from groupwise.privacy.philox_noise import WORD, draw_on, normals, pairs, philox
+from groupwise.privacy.noise import COUNT_STREAM
+from groupwise.privacy.philox_noise import WORD, draws, kernel_on, noise_, philox
 
 CPU = torch.device("cpu")
 SOURCE = NoiseSource.from_key(bytes(range(32)), generator="Philox")
@@ -38,7 +38,7 @@ def test_philox_gives_its_known_answers(counter: list[int], key: list[int], answ
 
 def test_draws_are_the_box_muller_pairs_of_the_blocks() -> None:
     words = [7 * 2**20, 3, 5, 11]
-    found = pairs(torch.tensor([2**33 + 7]), torch.tensor(words)).tolist()
+    found = draws(2 * (2**33 + 7) + torch.arange(2), torch.tensor(words)).tolist()
     counter = tuple(torch.tensor(word) for word in (7, 2, words[2], words[3]))
     w = [int(word) for word in philox(counter, (torch.tensor(words[0]), torch.tensor(words[1])))]
     radius = math.sqrt(-2 * math.log(((w[0] << 32) + w[1] + 0.5) / 2**64))
@@ -48,10 +48,15 @@ def test_draws_are_the_box_muller_pairs_of_the_blocks() -> None:
 
 @pytest.mark.parametrize("place", range(16))
 def test_every_secret_byte_counts(place: int) -> None:
+    def noise(digest: bytes) -> Tensor:
+        sums = torch.zeros(100)
+        philox_noise.add_(digest, [(sums, 1.0, 0)], 1.0)
+        return sums
+
     digest = bytearray(32)
-    first = normals(bytes(digest), 0, 100, CPU)
+    first = noise(bytes(digest))
     digest[place] ^= 0x80
-    assert not bool((normals(bytes(digest), 0, 100, CPU) == first).any())
+    assert not bool((noise(bytes(digest)) == first).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -71,7 +76,7 @@ def test_a_radius_is_never_0_and_ends_beyond_what_single_words_reach(monkeypatch
     """32 bits would end at 6.8."""
     first, second = (torch.tensor([word]) for word in words)
     monkeypatch.setattr(philox_noise, "philox", lambda counter, key: (first, second, first * 0, first * 0))
-    assert least < float(pairs(torch.tensor([0]), torch.zeros(4, dtype=torch.int64))[0]) < most
+    assert least < float(draws(torch.tensor([0]), torch.zeros(4, dtype=torch.int64))) < most
 
 
 def test_steps_streams_and_keys_are_independent() -> None:
@@ -90,38 +95,63 @@ def test_steps_streams_and_keys_are_independent() -> None:
 @pytest.mark.parametrize(
     "layout", [lambda t: t.contiguous(memory_format=torch.channels_last), lambda t: t.mT.contiguous().mT, lambda t: t]
 )
-@pytest.mark.parametrize("chunk", [2, 8, 64])
+@pytest.mark.parametrize("chunk", [1, 8, 64])
 def test_neither_layout_nor_chunks_change_a_draw(monkeypatch: pytest.MonkeyPatch, layout, chunk: int) -> None:
     expected = draw(5, 3, 3, 7)
-    monkeypatch.setitem(CHUNKS, "Philox", chunk)
     monkeypatch.setattr(philox_noise, "CHUNK", chunk)
+    monkeypatch.setattr(philox_noise, "FEW", 8)
     assert torch.equal(SOURCE.add_gaussian_(layout(torch.zeros(5, 3, 3, 7)), 1.0, 0, 0), expected)
+
+
+def released(stds: list[float], divisor: float) -> list[Tensor]:
+    sums = [torch.ones(size, dtype=dtype) for dtype in (torch.float32, torch.float64) for size in (7, 30, 1, 41, 5)]
+    SOURCE.add_gaussians_(sums, stds * 2, 1, divisor)
+    return sums
+
+
+def test_small_and_large_tensors_are_noised_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stds = [1.0, 2.0, 0.0, 3.0, 4.0]
+    expected, noise = released(stds, 3.0), torch.zeros(2 * 83, dtype=torch.float64)
+    SOURCE.add_gaussian_(noise, 1.0, 1, 0)
+    parts = iter(noise.split([7, 30, 41, 5] * 2))
+    for sums, std in zip(expected, stds * 2, strict=True):
+        drawn = next(parts) if std else torch.zeros(len(sums), dtype=torch.float64)
+        assert torch.allclose(sums.double(), (1.0 + drawn * std) / 3.0, atol=1e-6)
+    for few in (0, 10, 35):
+        monkeypatch.setattr(philox_noise, "FEW", few)
+        assert all(map(torch.equal, released(stds, 3.0), expected))
 
 
 @pytest.mark.slow
 def test_the_compiled_operations_draw_the_same() -> None:
-    blocks, secret = torch.arange(2**33 - 500, 2**33 + 500), torch.tensor([WORD, 1, 2**31, 3])
-    compiled = torch.compile(pairs, dynamic=True)
-    assert torch.allclose(compiled(blocks, secret), pairs(blocks, secret), rtol=0.0, atol=1e-12)
+    compiled = torch.compile(noise_, dynamic=True)
+    for dtype in (torch.float32, torch.float64):
+        assert all(philox_noise._agree(compiled, CPU, dtype, count) for count in (1, 99))
 
 
-@pytest.mark.parametrize("wrong", [lambda *words: pairs(*words) * (1 + 1e-9), lambda *words: 1 / 0])
+def off(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
+    noise_(sums, rows, secret)
+    sums.mul_(1 + 1e-9)
+
+
+@pytest.mark.parametrize("wrong", [off, lambda *given: 1 / 0])
 def test_what_compiles_to_other_draws_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     class Cuda:
         type = "cuda"
 
-    arange = torch.arange
+    tensor, arange = torch.tensor, torch.arange
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "arange", lambda *ends, device: arange(*ends))
-    for made, right in ((wrong, False), (lambda *words: pairs(*words), True)):
+    monkeypatch.setattr(torch, "tensor", lambda *given, device=None, **options: tensor(*given, **options))
+    monkeypatch.setattr(torch, "arange", lambda *ends, device=None, **options: arange(*ends, **options))
+    for made, right in ((wrong, False), (lambda *given: noise_(*given), True)):
         monkeypatch.setattr(torch, "compile", lambda function, dynamic, made=made: made)
         if right:
-            assert draw_on.__wrapped__(Cuda()) is made
+            assert kernel_on.__wrapped__(Cuda()) is made
         else:
             with pytest.warns(UserWarning, match="longer to draw: (its draws differ|division by zero)"):
-                assert draw_on.__wrapped__(Cuda()) is pairs
+                assert kernel_on.__wrapped__(Cuda()) is noise_
     monkeypatch.setattr(philox_noise, "COMPILED", False)
-    assert draw_on.__wrapped__(Cuda()) is draw_on(CPU) is pairs
+    assert kernel_on.__wrapped__(Cuda()) is kernel_on(CPU) is noise_
 
 
 def test_known_answers_for_ever() -> None:

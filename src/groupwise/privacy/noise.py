@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 from operator import call
 from typing import Any, Self
 
@@ -134,39 +135,39 @@ class NoiseSource:
         self, flat: Sequence[Tensor], stds: Sequence[float], step: int, stream: int, divisor: float
     ) -> Iterator[Callable[[], object]]:
         """The release in chunks, which are numbered and may be noised in any order."""
-        digest, number = self._digest(step, stream), 0
+        digest, chunk, first = self._digest(step, stream), 0, 0
         for dtype in (torch.float32, torch.float64):
             of_dtype = [(tensor, std) for tensor, std in zip(flat, stds, strict=True) if tensor.dtype == dtype]
             yield from (partial(tensor.div_, divisor) for tensor, std in of_dtype if std == 0.0 and divisor != 1.0)
-            noised = [(tensor, std) for tensor, std in of_dtype if std > 0.0]
+            noised = [(tensor, std) for tensor, std in of_dtype if std > 0.0 and len(tensor)]
             if not noised:
                 continue
-            generator = self.generator or _generator_for(noised[0][0].device)
-            for parts, of_parts in _chunks(noised, secure_noise.CHUNK if self.secure else CHUNKS[generator]):
-                yield partial(self._add, digest, number, generator, parts, of_parts, divisor)
-                number += 1
+            devices = dict.fromkeys(tensor.device for tensor, _ in noised)
+            if not self.secure and (self.generator or _generator_for(next(iter(devices)))) == "Philox":
+                *firsts, first = accumulate((len(tensor) for tensor, _ in noised), initial=first)
+                numbered = [(*each, number) for each, number in zip(noised, firsts, strict=True)]
+                for device in devices:
+                    some = [each for each in numbered if each[0].device == device]
+                    yield partial(philox_noise.add_, digest, some, divisor)
+                continue
+            for parts, of_parts in _chunks(noised, secure_noise.CHUNK if self.secure else cpu_noise.CHUNK):
+                yield partial(self._add, digest, chunk, parts, of_parts, divisor)
+                chunk += 1
 
-    def _add(
-        self, digest: bytes, number: int, generator: str, parts: list[Tensor], stds: list[float], divisor: float
-    ) -> None:
-        """Noise the parts of one chunk."""
+    def _add(self, digest: bytes, chunk: int, parts: list[Tensor], stds: list[float], divisor: float) -> None:
+        """Noise the parts of one chunk with numbers that are drawn on the CPU."""
         if self.secure:
-            secure_noise.add_on_lattice(digest, number, parts, stds)
+            secure_noise.add_on_lattice(digest, chunk, parts, stds)
             for part in parts:
                 part.div_(divisor)
             return
-        sizes, dtype, device = [len(part) for part in parts], parts[0].dtype, parts[0].device
-        if generator == "Philox":
-            drawn = philox_noise.normals(digest, number, sum(sizes), device).to(dtype)
-        else:
-            drawn = cpu_noise.normals(digest, number, sum(sizes), dtype)
+        sizes = [len(part) for part in parts]
+        noises = cpu_noise.normals(digest, chunk, sum(sizes), parts[0].dtype).split(sizes)
         if all(part.device.type == "cpu" for part in parts):
-            _add_on_cpu(parts, drawn.split(sizes), stds, divisor)
-        else:
-            noises = [noise.to(part.device) for noise, part in zip(drawn.to(device).split(sizes), parts, strict=True)]
-            torch._foreach_mul_(noises, stds)
-            torch._foreach_add_(parts, noises)
-            torch._foreach_div_(parts, divisor)
+            _add_on_cpu(parts, noises, stds, divisor)
+            return
+        for part, noise, std in zip(parts, noises, stds, strict=True):
+            part.add_(noise.mul_(std).to(part.device)).div_(divisor)
 
     @staticmethod
     def _check(tensor: Tensor, std: float) -> None:
@@ -181,10 +182,6 @@ class NoiseSource:
     def _digest(self, step: int, stream: int) -> bytes:
         place = int(step).to_bytes(8, "big", signed=True) + int(stream).to_bytes(8, "big", signed=True)
         return hashlib.sha256(b"groupwise noise\0" + place + self.key).digest()
-
-
-CHUNKS = {"SFC64": cpu_noise.CHUNK, "Philox": philox_noise.CHUNK}
-"""How many entries each generator draws at once."""
 
 
 def _generator_for(device: torch.device) -> str:

@@ -8,20 +8,23 @@ Radius and angle take 64 bits each and are computed in float64, whose last bits 
 the same up to about 1e-15, and rounded to float32 it is the same number but once in some ten million times. The radius
 ends at 9.5 standard deviations, which a Gaussian passes with a chance of 2e-21, and is never 0.
 
-Plain operations pass over memory a hundred times. Triton makes them one kernel on a GPU that it knows; `COMPILED`
-switches that off.
+Plain operations pass over memory a hundred times. Triton makes them one kernel on a GPU that it knows, which reads and
+writes a sum once; `COMPILED` switches that off.
 """
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 21
-"""Draws at a time, about 100 bytes each while it lasts."""
+CHUNK = 1 << 20
+"""Entries that plain operations noise at a time, about 150 bytes each while it lasts."""
+FEW = 1 << 16
+"""Entries of a tensor that is noised together with others: a kernel of its own would take longer."""
 COMPILED = True
 """Whether the operations are compiled for a GPU."""
 COUNTING = ("cpu", "cuda")
@@ -30,26 +33,76 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
+Numbered = tuple[Tensor, float, int]
+"""A flat tensor, the std of its noise, and the number of its first entry in the release."""
 
 
-def normals(digest: bytes, chunk: int, count: int, device: torch.device) -> Tensor:
-    """The first `count` draws of N(0, 1), float64, of chunk number `chunk` of a release; ``digest`` is its secret."""
+def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
+    """Add N(0, std²) in place to tensors of one device and dtype, and divide by ``divisor``.
+
+    Entry i of the release takes draw i of ``digest``, its secret. Large tensors take a kernel each, small ones one
+    together; all that the kernels ask for is sent to the device once.
+    """
+    device = tensors[0][0].device
     where = device if device.type in COUNTING else torch.device("cpu")
-    words = [int.from_bytes(digest[at : at + 4], "little") for at in range(0, 16, 4)]
-    secret = torch.tensor(words, dtype=torch.int64).to(where, non_blocking=True)
-    first = chunk * (CHUNK // 2)
-    blocks = torch.arange(first, first + (count + 1) // 2, device=where)
-    return draw_on(where)(blocks, secret)[:count]
+    kernel = kernel_on(where)
+    most = CHUNK if kernel is noise_ else max(len(tensor) for tensor, _, _ in tensors)
+    groups = _groups(
+        [
+            (part, std, first + place * most)
+            for tensor, std, first in tensors
+            for place, part in enumerate(tensor.split(most))
+        ]
+    )
+    words = [float(int.from_bytes(digest[at : at + 4], "little")) for at in range(0, 16, 4)]
+    table = [words]
+    for group in groups:
+        start = 0
+        for part, std, first in group:
+            table.append([first - start, std, divisor, len(part)])
+            start += len(part)
+    secret, rows = torch.tensor(table, dtype=torch.float64).to(where, non_blocking=True).tensor_split([1])
+    for group, own in zip(groups, rows.split([len(group) for group in groups]), strict=True):
+        parts = [part for part, _, _ in group]
+        if len(parts) == 1 and where == device:
+            kernel(parts[0], own, secret)
+            continue
+        sums = torch.cat(parts).to(where)
+        kernel(sums, torch.repeat_interleave(own, own[:, 3].long(), dim=0, output_size=len(sums)), secret)
+        torch._foreach_copy_(parts, sums.to(device).split([len(part) for part in parts]))
 
 
-def pairs(blocks: Tensor, secret: Tensor) -> Tensor:
-    """The Box-Muller pairs of counters: int64 (n,) and four secret words, int64 (4,): float64 (2n,)."""
-    counter = (blocks & WORD, blocks >> 32, secret[2], secret[3])
+def _groups(parts: Sequence[Numbered]) -> list[list[Numbered]]:
+    """Put small parts together, about `CHUNK` entries a group; others are alone."""
+    small = [part for part in parts if len(part[0]) <= FEW]
+    ends = accumulate(len(part[0]) for part in small)
+    together = groupby(zip(small, ends, strict=True), lambda each: each[1] // CHUNK)
+    return [[part for part, _ in some] for _, some in together] + [[part] for part in parts if len(part[0]) > FEW]
+
+
+def noise_(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
+    """Noise sums (n,) in place: (sum + std · draw) / divisor.
+
+    Args:
+        sums: float32 or float64, the dtype that this is computed in.
+        rows: float64 (n, 4), or (1, 4) for all: the number of a sum's draw less its place, std, divisor, any.
+        secret: float64 (1, 4), four whole numbers below 2³².
+    """
+    number, std, divisor, _ = rows.unbind(1)
+    numbers = number.long() + torch.arange(len(sums), device=sums.device)
+    noise = draws(numbers, secret[0].long()).to(sums.dtype) * std.to(sums.dtype)
+    sums.copy_((sums + noise) / divisor.to(sums.dtype))
+
+
+def draws(numbers: Tensor, secret: Tensor) -> Tensor:
+    """The draws of N(0, 1) of these numbers, int64 (n,), under four secret words, int64 (4,): float64 (n,)."""
+    block = numbers >> 1
+    counter = (block & WORD, block >> 32, secret[2], secret[3])
     first, second, third, fourth = philox(counter, (secret[0], secret[1]))
     uniform = (first.double() * 2.0**-32).add(second.double().add(0.5), alpha=2.0**-64).clamp(max=1.0 - 2.0**-53)
     radius = uniform.log().mul(-2.0).sqrt()
     angle = (third.double() * 2.0**-32).add(fourth.double(), alpha=2.0**-64).mul(2.0 * math.pi)
-    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1).flatten()
+    return radius * torch.where(numbers & 1 == 0, angle.cos(), angle.sin())
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -68,17 +121,27 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 @lru_cache
-def draw_on(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """:func:`pairs` for a device, compiled where that works and gives the same numbers."""
+@torch.no_grad()
+def kernel_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """:func:`noise_` for a device, compiled where that works and gives the same numbers."""
     if not (COMPILED and device.type == "cuda" and torch.cuda.is_available()):
-        return pairs
-    compiled = torch.compile(pairs, dynamic=True)
-    blocks, secret = torch.arange(2**33 - 50, 2**33 + 50, device=device), torch.arange(1, 5, device=device)
+        return noise_
+    compiled = torch.compile(noise_, dynamic=True)
     try:
-        if torch.allclose(compiled(blocks, secret), pairs(blocks, secret), rtol=0.0, atol=1e-12):
+        if all(_agree(compiled, device, dtype, count) for dtype in (torch.float32, torch.float64) for count in (1, 99)):
             return compiled
         reason = "its draws differ from those of plain operations"
     except Exception as error:  # whatever a compiler raises
         reason = str(error).splitlines()[0]
     warnings.warn(f"The noise is not compiled, so it takes longer to draw: {reason}.", stacklevel=2)
-    return pairs
+    return noise_
+
+
+def _agree(compiled: Callable[..., object], device: torch.device, dtype: torch.dtype, count: int) -> bool:
+    """Whether both give the same sums, with as many rows."""
+    rows = torch.tensor([[2.0**34 - 50, 1.5, 7.0, 0.0]], dtype=torch.float64, device=device).repeat(count, 1)
+    secret = torch.arange(1.0, 5.0, dtype=torch.float64, device=device)[None]
+    ours, theirs = (torch.arange(99, dtype=dtype, device=device) for _ in range(2))
+    compiled(ours, rows, secret)
+    noise_(theirs, rows, secret)
+    return torch.allclose(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=1e-12 if dtype == torch.float64 else 1e-6)
