@@ -205,10 +205,11 @@ class GroupPass:
             return
         kept, forms = total_numel(*(saved[i] for i in rule.batched), g), rule.materializes(*given)
         formed = rule.count(g) * rule.size(member.wanted) if forms else kept
-        if self.calls == 1 and not (self.waits and min(formed, kept) <= most_kept(g)):
+        alone = self.calls == 1
+        if alone and not (self.waits and formed <= most_kept(g)):
             self.add(member, self._clipped_sum(call, forms))
             self.done = True
-        elif forms and are_kept(formed, kept):
+        elif forms and (alone or are_kept(formed, kept)):
             rows = RowTerms(rule.all_gradients(saved, g, member.wanted))
             self.terms.append(rows)
             self.due.append((member, rows))
