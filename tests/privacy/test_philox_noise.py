@@ -98,7 +98,7 @@ def test_steps_streams_and_keys_are_independent() -> None:
 @pytest.mark.parametrize("chunk", [1, 8, 64])
 def test_neither_layout_nor_chunks_change_a_draw(monkeypatch: pytest.MonkeyPatch, layout, chunk: int) -> None:
     expected = draw(5, 3, 3, 7)
-    monkeypatch.setattr(philox_noise, "CHUNK", chunk)
+    monkeypatch.setitem(philox_noise.CHUNKS, "cpu", chunk)
     monkeypatch.setattr(philox_noise, "FEW", 8)
     assert torch.equal(SOURCE.add_gaussian_(layout(torch.zeros(5, 3, 3, 7)), 1.0, 0, 0), expected)
 

@@ -21,14 +21,13 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 20
-"""Entries that plain operations noise at a time, about 150 bytes each while it lasts."""
+CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 20}
+"""Entries that plain operations noise at a time, by the device: about 150 bytes each while it lasts. For devices that
+do not compute with int64 and float64 the noise is drawn on the CPU."""
 FEW = 1 << 16
 """Entries of a tensor that is noised together with others: a kernel of its own would take longer."""
 COMPILED = True
 """Whether the operations are compiled for a GPU."""
-COUNTING = ("cpu", "cuda")
-"""Devices that compute with int64 and float64; for others the noise is drawn on the CPU."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -44,15 +43,16 @@ def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
     together; all that the kernels ask for is sent to the device once.
     """
     device = tensors[0][0].device
-    where = device if device.type in COUNTING else torch.device("cpu")
-    kernel = kernel_on(where)
-    most = CHUNK if kernel is noise_ else max(len(tensor) for tensor, _, _ in tensors)
+    where = device if device.type in CHUNKS else torch.device("cpu")
+    kernel, chunk = kernel_on(where), CHUNKS[where.type]
+    most = chunk if kernel is noise_ else max(len(tensor) for tensor, _, _ in tensors)
     groups = _groups(
         [
             (part, std, first + place * most)
             for tensor, std, first in tensors
             for place, part in enumerate(tensor.split(most))
-        ]
+        ],
+        chunk,
     )
     words = [float(int.from_bytes(digest[at : at + 4], "little")) for at in range(0, 16, 4)]
     table = [words]
@@ -72,11 +72,11 @@ def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
         torch._foreach_copy_(parts, sums.to(device).split([len(part) for part in parts]))
 
 
-def _groups(parts: Sequence[Numbered]) -> list[list[Numbered]]:
-    """Put small parts together, about `CHUNK` entries a group; others are alone."""
+def _groups(parts: Sequence[Numbered], chunk: int) -> list[list[Numbered]]:
+    """Put small parts together, about ``chunk`` entries a group; others are alone."""
     small = [part for part in parts if len(part[0]) <= FEW]
     ends = accumulate(len(part[0]) for part in small)
-    together = groupby(zip(small, ends, strict=True), lambda each: each[1] // CHUNK)
+    together = groupby(zip(small, ends, strict=True), lambda each: each[1] // chunk)
     return [[part for part, _ in some] for _, some in together] + [[part] for part in parts if len(part[0]) > FEW]
 
 
