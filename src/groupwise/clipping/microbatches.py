@@ -178,11 +178,16 @@ class GroupPass:
         return True
 
     def end(self) -> None:
-        """The pass is over: its sums go to the parameters' gradients."""
+        """Add its sums to the parameters' gradients; the pass is over."""
         for parameter, total in zip(self.group.inputs, self.sums, strict=True):
             if total is not None:
                 self.running.gradients.add(parameter, total)
-        self.sums, self.over, self.probe = [None] * len(self.sums), True, None
+        self.release()
+
+    def release(self) -> None:
+        """The pass is over: let go of all that leads back to the graph, which leads to it."""
+        self.over, self.probe, self.sums = True, None, [None] * len(self.group.inputs)
+        self.due, self.terms, self.joint_calls, self.copies = [], [], [], {}
 
     def report_joint(self) -> None:
         """Add what the layers' own reports miss of the joint norms of parameters that are used more than once."""
@@ -381,5 +386,5 @@ class OpenPasses:
         """The forward passes that are open get no losses."""
         self.last = None
         for group_pass in self.open.values():
-            group_pass.over, group_pass.probe = True, None
+            group_pass.release()
         self.open.clear()
