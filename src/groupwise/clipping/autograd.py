@@ -1,4 +1,4 @@
-"""Puts clipping inside autograd: layers report squared norms, and their group returns clipped sums as gradients.
+"""Puts clipping inside autograd: layers report squared norms, and their group adds clipped sums to .grad.
 
 A group's `GroupFunction` runs just before the group's first layer and gives a probe, B zeros, to all its layers. So its
 backward runs once the backward pass has left the first layer, when every layer has reported its squared norms. It then
@@ -7,7 +7,7 @@ parameters' gradients. The parameters themselves are no part of the graph, so th
 one bypasses its group, and is refused.
 
 Where parameters are shards that become whole tensors only while their layer runs (FSDP2), a group has nothing whole to
-return: `DirectFunction` returns a layer's gradients itself. That takes a norm which one layer knows, or two backward
+add to: `DirectFunction` returns a layer's gradients itself. That takes a norm which one layer knows, or two backward
 passes.
 """
 

@@ -156,7 +156,7 @@ def build_groups(
         partition: which of them belong together.
         clip_rule: norms and threshold -> factors.
         context: what the rules share; each layer gets choices of its own.
-        direct: layers return their parameters' gradients themselves, without a function of the group.
+        direct: layers return their parameters' gradients themselves.
 
     Raises:
         UserError: a layer that cannot be `direct`, or would have to be.
@@ -258,7 +258,7 @@ def _check_direct(groups: tuple[ClippingGroup, ...], uses: dict[int, int], ghost
 
 
 def _check_whole(layers: tuple[Layer, ...]) -> None:
-    """Refuse parameters in shards: their group would return gradients for what is whole only while its layer runs."""
+    """Refuse parameters in shards: their group would add to what is whole only while its layer runs."""
     for layer in layers:
         for local, parameter in layer.trainable.items():
             if hasattr(parameter, "placements"):  # a DTensor, without importing torch.distributed

@@ -57,7 +57,7 @@ class GroupPass:
         self.copies: dict[int, Tensor] = {}
         """Parameters with a copy for each example, by their place."""
         self.probe: Tensor | None = None
-        """Zeros (B,) whose gradient is the group's squared norms; made with the group's first layer."""
+        """Zeros (B,) that tie the layers to the group in autograd's graph; made with the group's first layer."""
         self.over = False
         """Whether the group has closed, or its losses never came."""
         self.joint_calls: list[LayerCall] = []

@@ -35,6 +35,8 @@ from groupwise.clipping.rules.geometry import Geometry
 GROUPED_FLOATS = 3 << 16
 """Weights that a CPU's kernel for many groups of channels keeps in its cache; with more it is much slower."""
 
+ALONE_FLOATS = 20480
+"""Inputs of one example from which torch has a fast kernel for it alone."""
 COPIED_FLOATS = 1 << 18
 """Output gradients that it may copy at a time."""
 
@@ -146,6 +148,8 @@ class ConvRule(LayerRule):
     def chunk(self, g: Tensor, wanted: Wanted) -> int:
         if g.device.type != "cpu":
             return super().chunk(g, wanted)
+        if not g.is_contiguous() and self.module.in_channels * g[0, 0].numel() >= ALONE_FLOATS:
+            return 1  # in channels_last several are copied, and one is not
         return max(1, min(GROUPED_FLOATS // max(1, self.size(wanted)), COPIED_FLOATS // max(1, g[0].numel())))
 
     def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
