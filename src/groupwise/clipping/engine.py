@@ -84,14 +84,13 @@ class ClippingEngine(ThresholdsAndCounts):
         context = RuleContext(save_memory=norms == "ghost", methods=NormMethods(formula, rates))
         super().__init__(model, layers, partition, clip_rule, context, direct)
         self.norms = norms
-        self._passes = OpenPasses()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._passes = OpenPasses(ClippedGradients({} if direct else trained))
         self._checked = False
         self._leaves: Leaves = {}
         self._walks = WALKS
         self._attached = Attached(model, shards=direct)
-        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        trained = {} if direct else {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._gradients = ClippedGradients(trained)
+        self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
         self.set_thresholds(thresholds)
         calls = LayerCalls(self.groups, self._passes, self._context)
@@ -253,7 +252,6 @@ class ClippingEngine(ThresholdsAndCounts):
         """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
         factors = self.factors(squares)
         current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
-        current.gradients = self._gradients
         self._passes.backward_pass = current
         return current
 
@@ -263,8 +261,8 @@ class ClippingEngine(ThresholdsAndCounts):
         try:
             with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
                 self._begin_clipping()
-                current.gradients = self._gradients
-                with self._gradients.collected(), self._patches.installed():  # for what runs once more (checkpointing)
+                # Layers are patched here, too, for what runs once more (checkpointing).
+                with self._passes.gradients.collected(), self._patches.installed():
                     yield current
         finally:
             self._context.products.clear()
@@ -347,7 +345,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def _check_reached(self, current: BackwardPass) -> None:
         check_groups(self.groups, current, self._direct)
-        self._gradients.check()
+        self._passes.gradients.check()
         self._checked = True
 
     def detach(self) -> None:

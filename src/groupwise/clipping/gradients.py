@@ -16,8 +16,8 @@ class ClippedGradients:
         parameters: those that train, by name.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
-        self._parameters = dict(parameters or {})
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
         self._sums: dict[int, Tensor] = {}
 
     @contextmanager
@@ -25,7 +25,7 @@ class ClippedGradients:
         """Inside, .grad is None; afterwards it is what it was, and the sums that were added.
 
         Raises:
-            UserError: autograd found a gradient for a parameter, or no sum was added to any.
+            UserError: autograd found a gradient for a parameter.
         """
         for parameter in self._parameters.values():
             if parameter.grad is not None:

@@ -40,8 +40,6 @@ class BackwardPass:
     """Ghost, second pass: by what rows are multiplied, or None; 0 for examples left out."""
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
-    gradients: ClippedGradients = field(default_factory=ClippedGradients)
-    """The parameters' gradients, to which the clipped sums are added."""
     reported: set[str] = field(default_factory=set)
     """Layers that returned their gradients themselves."""
 
@@ -92,8 +90,7 @@ class GroupPass:
     def receive(self, member: ClippedLayer, layout: Layout, saved: Saved, g: Tensor) -> None:
         """Take a layer's activations and output gradients, for its norms and sums."""
         current, rule = self._current(), member.rule
-        if self.recomputed.on:
-            self.recomputed.note(current.phase, (g, *saved))
+        self.recomputed.note(current.phase, (g, *saved))
         if layout != FIRST and rule.features_last:
             batched = (
                 layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
@@ -181,7 +178,7 @@ class GroupPass:
         """Add its sums to the parameters' gradients; the pass is over."""
         for parameter, total in zip(self.group.inputs, self.sums, strict=True):
             if total is not None:
-                self.running.gradients.add(parameter, total)
+                self._passes.gradients.add(parameter, total)
         self.release()
 
     def release(self) -> None:
@@ -259,9 +256,14 @@ NOT_NAMED: Hashable = object()
 
 
 class OpenPasses:
-    """The group passes of one engine that have run forward; `backward_pass` is the backward pass that runs, if any."""
+    """The group passes of one engine that have run forward; `backward_pass` is the backward pass that runs, if any.
 
-    def __init__(self) -> None:
+    Args:
+        gradients: of the model's parameters, to which the clipped sums are added.
+    """
+
+    def __init__(self, gradients: ClippedGradients) -> None:
+        self.gradients = gradients
         self.backward_pass: BackwardPass | None = None
         self.open: dict[int, GroupPass] = {}
         self.plan = ClipPlan()

@@ -122,6 +122,10 @@ class LayerRule(ABC):
 
         Rounding does not under-state them, also against what `weighted_sum` adds up.
         """
+        return self.formed_norms(saved, g, wanted)
+
+    def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        """Squared norms (B,), float64, from `per_example_gradients`."""
         squares = [sum_of_squares(rows) for rows in self.gradient_chunks(saved, g, wanted)]
         return squares[0] if len(squares) == 1 else torch.cat(squares)
 
@@ -136,7 +140,7 @@ class LayerRule(ABC):
 
     def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum as indices (n,) of rows, some several times, and what is added there, (n, ...)."""
-        raise NotImplementedError
+        raise UserError(f"{type(self).__name__} says that its sums are indexed, but not how: give it `weighted_rows`.")
 
     # -- examples -------------------------------------------------------------------------------------------------
 

@@ -88,9 +88,7 @@ class FilterRule(LayerRule):
             return super().squared_norms(saved, g, _of_used(wanted), context)
         positions = (g.shape[2:] if isinstance(self, ConvRule) else g.shape[1:-1]).numel()
         if self.materializes(saved, g, wanted, context):
-            found = LayerRule.squared_norms(self, saved, g, wanted, context)
-            assert isinstance(found, Tensor)
-            squares = found
+            squares = self.formed_norms(saved, g, wanted)
         else:
             step = max(1, chunk_floats(g) // (4 * positions**2))
             parts = (self.examples(saved, g, slice(i, i + step)) for i in range(0, len(g), step))
@@ -99,9 +97,8 @@ class FilterRule(LayerRule):
                 return squares
         taps = torch.Size(getattr(self.module, "kernel_size", ())).numel()
         slack = taps**0.5 * second_product_slack(x, g, max(positions, weight[0].numel()))
-        return inflate_norms(
-            squares, slack * (scale.abs().amax() + length.abs().amax()).double()
-        )  # the map's norm is less
+        most = (scale.abs().amax() + length.abs().amax()).double()  # the map's norm is less
+        return inflate_norms(squares, slack * most)
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext

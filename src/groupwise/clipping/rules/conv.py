@@ -119,9 +119,7 @@ class ConvRule(LayerRule):
             if rows.shape[2:].numel() <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
                 return squares
         else:
-            found = super().squared_norms(saved, g, wanted, context)
-            assert isinstance(found, Tensor)
-            squares = found
+            squares = self.formed_norms(saved, g, wanted)
         taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
         return inflate_norms(squares, taps**0.5 * second_product_slack(x, rows, rows.shape[2:].numel()))
 

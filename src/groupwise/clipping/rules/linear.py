@@ -75,7 +75,7 @@ class LinearRule(LayerRule):
         return wanted[0] and self.method(x, g, context) == "materialize"
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
-        x, rows = saved[0], g
+        x = saved[0]
         assert x is not None
         if not wanted[0]:
             return squared_row_norms(self.rows(saved, g)[1].sum(1, dtype=torch.promote_types(g.dtype, torch.float32)))
@@ -89,9 +89,7 @@ class LinearRule(LayerRule):
                 return terms
             squares = squares_together([[terms]])[0]
         else:
-            found = super().squared_norms(saved, g, wanted, context)
-            assert isinstance(found, Tensor)
-            squares = found
+            squares = self.formed_norms(saved, g, wanted)
         return inflate_norms(squares, second_product_slack(x, rows, x.shape[1]))
 
     def weighted_sum(
