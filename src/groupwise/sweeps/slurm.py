@@ -16,7 +16,7 @@ from groupwise.atomic import write_text
 from groupwise.errors import INTERRUPTED, UserError
 from groupwise.processes.environment import interrupt_on
 
-Given = TypeVar("Given")
+T = TypeVar("T")
 LAUNCHER = "SlurmLauncher"
 """The class of hydra-submitit-launcher."""
 PUT_BACK = "put_back.sh"
@@ -120,10 +120,10 @@ def heed_warnings(seconds: float) -> None:
     signal.signal(signal.SIGUSR2, warn)
 
 
-def in_job(work: Callable[[Given], Any], seconds: float) -> Callable[[Given], Any]:
+def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
     """``work`` as a task of a job does it: interrupted, it leaves with the exit code that puts the job back."""
 
-    def run(given: Given) -> Any:
+    def run(given: T) -> Any:
         heed_warnings(seconds)
         try:
             return work(given)
