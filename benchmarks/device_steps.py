@@ -1,4 +1,4 @@
-"""One private step of WRN16-4 by microbatch, precision and layout, with profiles:
+"""One private step by microbatch, precision and layout, with profiles; of WRN16-4 unless another is named:
 
 python -m benchmarks.device_steps out=FOLDER
 
@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.device_table import AGAIN, LEFT
+from benchmarks.device_table import AGAIN, LEFT, SIZES, check_known
 from benchmarks.job import Job
 from benchmarks.options import check_above_zero, check_device, command, read, split
 from benchmarks.worker import is_lost
@@ -42,6 +42,7 @@ COLUMNS = (
 HELP = """python -m benchmarks.device_steps [key=value ...]
 
   out=results/measured/benchmarks   the folder of device_steps.csv and the profiles
+  workload=wrn16_4_ws               or gpt2, roberta_base: one
   device=cuda      or cpu
   microbatch=256,512,1024           examples
   precision=float32,tf32,bfloat16   tf32 is on a GPU alone
@@ -57,6 +58,7 @@ class StepOptions:
     """What the command line may say; see `HELP`."""
 
     out: str = "results/measured/benchmarks"
+    workload: str = "wrn16_4_ws"
     device: str = "cuda"
     microbatch: str = "256,512,1024"
     precision: str = "float32,tf32,bfloat16"
@@ -83,7 +85,8 @@ def step_row(
     device = torch.device(options.device)
     row: dict[str, Any] = {"workload": workload_of(options), "microbatch": microbatch}
     row |= {"precision": precision, "layout": layout, "method": method, "device": options.device}
-    job = Job("wrn16_4_ws", method, layout, microbatch, device=options.device, tiny=options.tiny)
+    _, layers, tokens = (None, None, None) if options.tiny else SIZES[options.workload]
+    job = Job(options.workload, method, layout, microbatch, layers, tokens, device=options.device, tiny=options.tiny)
     try:
         precise = autocast(precision, device)
         with arithmetic(device):
@@ -114,7 +117,8 @@ def step_row(
     found = profiler.key_averages()
     order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
     told = found.table(sort_by=order, row_limit=40, max_name_column_width=70)
-    (folder / f"profile-{method}-{microbatch}-{precision}-{layout}.txt").write_text(told)
+    name = f"profile-{row['workload']}-{method}-{microbatch}-{precision}-{layout}.txt".replace(" ", "-")
+    (folder / name).write_text(told)
     seconds = statistics.median(taken)
     launches = sum(
         each.count for each in found if each.key in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
@@ -132,7 +136,7 @@ def step_row(
 
 def workload_of(options: StepOptions) -> str:
     """The name that its rows have."""
-    return Job("wrn16_4_ws", options.method, tiny=options.tiny).named
+    return Job(options.workload, options.method, tiny=options.tiny).named
 
 
 def run(options: StepOptions) -> int:
@@ -178,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = read(StepOptions, given)
         check_above_zero(options, "repeats", "limit")
         check_device(options.device)
+        check_known("workload", [options.workload], SIZES)
         ended[0] = run(options)
 
     return command(work, HELP, "the rows that were done are written", arguments) or ended[0]

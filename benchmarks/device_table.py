@@ -8,7 +8,7 @@ the options.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -71,8 +71,7 @@ def cases(options: TableOptions) -> list[Case]:
     workloads = list(SIZES) if options.workload == "all" else split(options.workload)
     dtypes = list(DTYPES) if options.dtype == "all" else split(options.dtype)
     for key, value, known in (("workload", workloads, SIZES), ("dtype", dtypes, DTYPES)):
-        if unknown := [name for name in value if name not in known]:
-            raise UserError(f"{key}={unknown[0]} is unknown{did_you_mean(unknown[0], known)}: give {', '.join(known)}.")
+        check_known(key, value, known)
     several = (FIRST, GRAPHS, THEN) if options.device == "cuda" else (FIRST, THEN)
     for methods, dtype, workload in product(several, dtypes, workloads):
         batch, layers, tokens = SIZES[workload]
@@ -81,6 +80,16 @@ def cases(options: TableOptions) -> list[Case]:
             job = replace(job, batch=batch, layers=layers, tokens=tokens)
         found.append(Case(job, methods))
     return found
+
+
+def check_known(key: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Refuse a name that is not among those known.
+
+    Raises:
+        UserError: naming it and them.
+    """
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{key}={unknown[0]} is unknown{did_you_mean(unknown[0], known)}: give {', '.join(known)}.")
 
 
 def missing(case: Case, path: Path, hardware: str) -> tuple[str, ...]:
