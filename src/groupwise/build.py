@@ -269,7 +269,7 @@ def losses_of_stage(
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: Sequence[int]) -> Tensor:
-        return torch.randn(tuple(shape), generator=generator).to(device)
+        return torch.randn(tuple(shape), generator=generator, device="cpu").to(device)
 
     b, length = microbatch.examples, microbatch.first.shape[-1]
     given = microbatch.first

@@ -33,7 +33,7 @@ def moved_parameters(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for p in trainable:
                 size = MOVED * (p.abs().mean() + p.numel() ** -0.5) if p.numel() else 0.0
-                p.add_(torch.randn(p.shape, generator=generator).to(p) * size)
+                p.add_(torch.randn(p.shape, generator=generator, device="cpu").to(p) * size)
         yield
     finally:
         with torch.no_grad():

@@ -144,7 +144,7 @@ def _adapter(name: str, empty: Tensor, seed: int) -> Tensor | None:
         return None
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-    return nn.init.kaiming_uniform_(torch.empty(empty.shape), a=math.sqrt(5), generator=generator)
+    return nn.init.kaiming_uniform_(torch.empty(empty.shape, device="cpu"), a=math.sqrt(5), generator=generator)
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
