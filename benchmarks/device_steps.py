@@ -2,9 +2,9 @@
 
 python -m benchmarks.device_steps out=FOLDER
 
-Each row is the forward and clipped backward pass of one microbatch (adaptive per layer): seconds, peak memory, kernels
-or operations. The profile of the operations lies beside the rows. What is in the file is not measured
-again. `--help` lists the options.
+Each row is the forward and clipped backward pass of one microbatch (adaptive per layer): seconds, those of the GPU's own
+work, peak memory, kernels or operations. The profile of the operations lies beside the rows. What is in the file is not
+measured again. `--help` lists the options.
 """
 
 import csv
@@ -35,6 +35,7 @@ COLUMNS = (
         "device",
         "hardware",
         "seconds",
+        "device_seconds",
         "examples_per_second",
     ),
     *("peak_bytes", "launches", "status", "commit", "dirty", "torch", "python", "date"),
@@ -127,6 +128,7 @@ def step_row(
         launches = sum(each.count for each in found if each.key.startswith("aten::"))
     return row | {
         "seconds": seconds,
+        "device_seconds": sum(each.self_device_time_total for each in found) / 1e6 if device.type == "cuda" else None,
         "examples_per_second": microbatch / seconds,
         "peak_bytes": peak,
         "launches": launches,
