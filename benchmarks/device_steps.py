@@ -3,8 +3,8 @@
 python -m benchmarks.device_steps out=FOLDER
 
 Each row is the forward and clipped backward pass of one microbatch (adaptive per layer): seconds, those of the GPU
-itself, peak memory, kernels or operations. The profile of the operations lies beside the rows. What is in the file is not
-measured again. `--help` lists the options.
+itself, peak memory, kernels or operations. The profile of the operations lies beside the rows. What is in the file is
+not measured again. `--help` lists the options.
 """
 
 import csv
