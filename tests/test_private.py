@@ -238,12 +238,20 @@ def test_a_step_tells_how_far_the_training_is_and_what_is_not_private_of_it():
     private = start(task)
     steps = list(private.steps())
     assert [step.number for step in steps] == [1, 2, 3, 4] and len(private.steps()) == 0
-    assert steps[1].epsilon == private.plan.spent(2).epsilon and steps[1].examples_per_second > 0
+    assert steps[1].epsilon == private.plan.spent(2).epsilon
     for number, step in enumerate(steps):
-        told = step.nonprivate
-        assert told["batch_size"] == len(private.core.sampler.indices(number)) and told["nonfinite"] == 0
-        assert told["loss"] > 0 and len(told["clipped"]) == 3 and all(0 <= share <= 1 for share in told["clipped"])
+        shown = step.nonprivate
+        assert shown["batch_size"] == len(private.core.sampler.indices(number)) and shown["nonfinite"] == 0
+        assert shown["loss"] > 0 and len(shown["clipped"]) == 3 and all(0 <= share <= 1 for share in shown["clipped"])
+        assert shown["examples_per_second"] > 0
         assert "loss" not in repr(step), "what is printed may be shown"
+
+
+def test_nothing_of_an_empty_batch_is_clipped():
+    task = Points()
+    private = start(task, batch_size=0.01)
+    step = private.step()
+    assert step.nonprivate["batch_size"] == 0 and step.nonprivate["loss"] == 0 and step.nonprivate["clipped"] == [0] * 3
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])

@@ -20,18 +20,19 @@ def _on_two(rank, world, sigma):
     private = start(
         task, ranks=Ranks(), noise_multiplier=sigma, noise_source=source, order=order, microbatch=microbatch
     )
-    go_on(private)
-    return weights(task.model), private.core.thresholds.clip_thresholds, private.executed
+    steps = list(private.steps())
+    return weights(task.model), private.core.thresholds.clip_thresholds, [step.nonprivate["loss"] for step in steps]
 
 
 def test_two_replicas_are_one_process():
     task = Points(dropout=0.0)
     private = start(task)
-    go_on(private)
-    for found, thresholds, executed in run_ranks(_on_two, 2, 1.0):
+    steps = list(private.steps())
+    for found, thresholds, mean_losses in run_ranks(_on_two, 2, 1.0):
         torch.testing.assert_close(found, weights(task.model), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(thresholds, private.core.thresholds.clip_thresholds, rtol=1e-12, atol=0)
-        assert executed == STEPS
+        assert len(mean_losses) == STEPS
+        np.testing.assert_allclose(mean_losses, [step.nonprivate["loss"] for step in steps], rtol=1e-9)
 
 
 def _small_shares(rank, world):

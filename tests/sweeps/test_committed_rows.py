@@ -17,6 +17,8 @@ PLANNED = (
     *("dataset_size", "expected_batch_size", "steps", "delta", "epsilon"),
     *("num_groups", "quantile_budget", "sampling", "accountant"),
 )
+ROUNDING = 1e-3
+"""Of a noise multiplier: by less than that do searches for it differ from version to version."""
 FILES = sorted(file for file in (ROOT / "results" / "measured").glob("*.csv") if file.stem.rpartition("_")[0] in SWEEPS)
 
 
@@ -66,4 +68,5 @@ def test_committed_noise_is_what_the_plan_finds_today() -> None:
             sampling=sampling,
             accountant=accountant,
         )
-        assert {float(each) for each in found} == {plan.noise_multiplier}, numbers
+        for each in found:
+            assert float(each) == pytest.approx(plan.noise_multiplier, rel=ROUNDING), numbers

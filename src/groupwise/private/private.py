@@ -31,14 +31,13 @@ class Step:
     Args:
         number: how many steps were taken, this one included.
         plan: of the training.
-        examples_per_second: B by the seconds that the step took.
-        nonprivate: "loss", the mean over the examples that were drawn, "batch_size", "clipped", the share of them that
-            was clipped, by group, and "nonfinite", how many were left out: straight from the data, without noise.
+        nonprivate: straight from the data, without noise, over all processes: "loss", the mean over the examples that
+            were drawn, "batch_size", how many they are, "clipped", the share of them that was clipped, by group,
+            "nonfinite", how many were left out, and "examples_per_second", which tells how many they are.
     """
 
     number: int
     plan: PrivacyPlan = field(repr=False)
-    examples_per_second: float
     nonprivate: dict[str, Any] = field(repr=False)
 
     @property
@@ -154,15 +153,17 @@ class Private:
         for module, training in self._modes.items():
             module.training = training
         released = core.step()
-        seconds = time.monotonic() - began
+        seconds = max(time.monotonic() - began, 1e-9)
+        parts = core.ranks.gather((released.loss, released.nonfinite))
         drawn = max(released.drawn, 1)
         shown = {
-            "loss": released.loss / drawn,
+            "loss": sum(loss for loss, _ in parts) / drawn,
             "batch_size": released.drawn,
-            "clipped": (1 - released.counts / drawn).tolist(),
-            "nonfinite": released.nonfinite,
+            "clipped": ((released.drawn - released.counts) / drawn).tolist(),
+            "nonfinite": sum(nonfinite for _, nonfinite in parts),
+            "examples_per_second": released.drawn / seconds,
         }
-        return Step(core.executed, self.plan, self.plan.expected_batch_size / max(seconds, 1e-9), shown)
+        return Step(core.executed, self.plan, shown)
 
     def _progress(self, end: int) -> AbstractContextManager[Progress | None]:
         if not (self.core.ranks.main and sys.stderr.isatty()):
