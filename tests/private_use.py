@@ -37,12 +37,13 @@ class Use:
         model: nn.Module | None = None,
         data: Any = DATA,
         seed: int = 3,
+        optimizer: torch.optim.Optimizer | None = None,
         losses: Any = cross_entropy,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model = model or network()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
+        self.optimizer = optimizer or torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
         settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": BATCH, "accountant": "rdp", "delta": 1e-3}
         own = {"microbatch": MICROBATCH, "noise_source": NoiseSource.from_seed(seed)}
         self.private = make_private(self.model, self.optimizer, data, losses, **{**settings, **own, **options})

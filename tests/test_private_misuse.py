@@ -119,6 +119,14 @@ def freeze(use: Use) -> None:
     use.model[0].weight.requires_grad_(False)
 
 
+def momentum_from_before() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    cross_entropy(model, (X, Y)).mean().backward()
+    optimizer.step()
+    Use(model, optimizer=optimizer)
+
+
 def more_in_the_optimizer(use: Use) -> None:
     use.optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
 
@@ -232,10 +240,7 @@ REFUSED: dict[str, Misuse] = {
         "let the private step run the backward",
     ),
     "a penalty's own `backward()`": (lambda: in_the_losses(data_in_a_penalty), "changed gradients or weights"),
-    "`zero_grad()` in the losses: sums of a part of the batch": (
-        lambda: in_the_losses(lambda model, x, y: model.zero_grad()),
-        "changed gradients or weights",
-    ),
+    "an optimizer with the momentum of plain training": (momentum_from_before, "has state of earlier steps .SGD."),
     "weights that the losses change": (lambda: in_the_losses(weights_in_the_losses), "changed gradients or weights"),
     "a buffer that the losses change": (buffer_in_the_losses, "'seen', a buffer or frozen parameter, was changed"),
     "frozen weights that the losses change": (frozen_in_the_losses, "'2.bias', a buffer or frozen parameter, was"),
@@ -263,6 +268,30 @@ REFUSED: dict[str, Misuse] = {
 @pytest.mark.parametrize("misuse", REFUSED, ids=lambda name: name.replace("`", ""))
 def test_is_refused_in_one_sentence(misuse):
     refuses(*REFUSED[misuse])
+
+
+def test_the_losses_see_no_sums_of_the_batch():
+    seen = []
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        seen.extend(parameter.grad for parameter in model.parameters())
+        model.zero_grad()
+        return cross_entropy(model, batch)
+
+    changed, plain = Use(losses=losses), Use()
+    plain.train()
+    seen.clear()  # of the check before training
+    changed.train()
+    assert seen and all(gradient is None for gradient in seen)
+    assert all(map(torch.equal, changed.model.parameters(), plain.model.parameters()))
+
+
+def test_the_state_of_a_private_training_may_go_on_in_another():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first = Use(model, optimizer=optimizer).train()
+    first.private.detach()
+    Use(model, optimizer=optimizer).train()
 
 
 def test_the_page_says_how_many():

@@ -126,24 +126,18 @@ def refusals(ranks) -> dict[str, str]:
     return found
 
 
-def tampered(ranks, change) -> str:
-    """What is said of losses that change the gradient of the microbatch before."""
-    model = network(True)
-    gradient = next(parameter for name, parameter in model.named_parameters() if name == "head.weight")
+def sums_in_the_losses(ranks) -> bool:
+    """Whether losses see the gradients of the microbatches before."""
+    model, seen = network(True), []
 
     def losses(model, batch):
-        if gradient.grad is not None:
-            change(gradient.grad)
+        seen.extend(parameter.grad is not None for parameter in model.parameters())
         return cross_entropy(model, batch)
 
     private = private_of("fixed_layer", ranks, model, losses=losses)
-    try:
-        list(private.steps())
-    except UserError as error:
-        return str(error)
-    finally:
-        private.detach()
-    return ""
+    list(private.steps())
+    private.detach()
+    return any(seen)
 
 
 def averages(model) -> torch.Tensor:
@@ -170,10 +164,7 @@ def _on_two(rank, world):
         "resumed": resumed(ranks, True),
         "moved": moved(ranks, True),
         "refused": refusals(ranks),
-        "tampered": [
-            tampered(ranks, lambda gradient: gradient.mul_(2)),
-            tampered(ranks, lambda gradient: gradient.to_local().mul_(2)),
-        ],
+        "sums in the losses": sums_in_the_losses(ranks),
         "given back": given_back(ranks),
         "held": sum(parameter.to_local().numel() for parameter in network(True).parameters()),
     }
@@ -238,5 +229,5 @@ def test_what_cannot_be_clipped_in_shards_is_refused_in_one_sentence(two, name, 
         assert words in process["refused"][name] and "\n" not in process["refused"][name]
 
 
-def test_gradients_in_shards_are_watched_too(two):
-    assert ["changed gradients or weights" in told for process in two for told in process["tampered"]] == [True] * 4
+def test_the_losses_see_no_sums_in_shards(two):
+    assert not any(process["sums in the losses"] for process in two)

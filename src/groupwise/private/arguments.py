@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,6 +21,8 @@ from groupwise.training.ranks import Alone, Ranks
 
 PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 """Modules that are in a private training."""
+PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that took private steps alone, as far as is known."""
 
 KINDS: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "a torch.nn.Module"),
@@ -116,6 +118,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UserError("SparseAdam takes sparse gradients alone, and clipped ones are dense: use Adam.")
+
+
+def check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser whose state, momentum say, comes from steps that were not private, with a `UserError`."""
+    moved = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    if optimizer not in PRIVATE_OPTIMIZERS and any(bool(value.any()) for value in moved):
+        raise UserError(
+            f"The optimizer has state of earlier steps ({type(optimizer).__name__}), in which unclipped gradients may "
+            "go on to move the model: make a new one over the same parameters."
+        )
 
 
 def check_model(model: nn.Module, ranks: Alone | Ranks) -> None:

@@ -16,7 +16,14 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_kinds, check_model, check_optimizer, check_parameters, check_settings
+from groupwise.private.arguments import (
+    check_fresh,
+    check_kinds,
+    check_model,
+    check_optimizer,
+    check_parameters,
+    check_settings,
+)
 from groupwise.private.data import choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums, Order
 from groupwise.private.private import Private
@@ -99,6 +106,7 @@ def make_private(
     ranks = ranks or Alone()
     check_model(model, ranks)
     check_parameters(model, optimizer)
+    check_fresh(optimizer)
     for group in optimizer.param_groups:
         group.update(plain(group))  # a learning rate of numpy's, which files do not keep
     if noise not in ALLOCATIONS:

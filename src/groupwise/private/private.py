@@ -15,7 +15,7 @@ from torch import nn
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.private.arguments import PRIVATE_MODULES, check_parameters
+from groupwise.private.arguments import PRIVATE_MODULES, PRIVATE_OPTIMIZERS, check_parameters
 from groupwise.private.checksum import check_state, with_checksum
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
@@ -86,6 +86,7 @@ class Private:
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         PRIVATE_MODULES.update(core.model.modules())
+        PRIVATE_OPTIMIZERS.add(core.optimizer)
 
     def __repr__(self) -> str:
         """The model, and how many steps were taken."""

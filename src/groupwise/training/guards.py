@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from groupwise.errors import UserError
@@ -63,16 +63,24 @@ class StepGuard:
 
     @contextmanager
     def losses(self) -> Iterator[None]:
-        """Around the losses of a microbatch.
+        """Around the losses of a microbatch, which do not see the sums of those before it: `.grad` is None inside.
 
         Raises:
-            UserError: torch was seeded; a parameter got a hook; gradients or trainable parameters were changed.
+            UserError: torch was seeded; a parameter got a hook or a gradient; a trainable parameter was changed.
         """
-        before = self._versions()
-        yield
+        sums = [parameter.grad for parameter in self._trainable]
+        before = self._versions(sums)
+        for parameter in self._trainable:
+            parameter.grad = None
+        try:
+            yield
+            changed = any(p.grad is not None for p in self._trainable) or self._versions(sums) != before
+        finally:
+            for parameter, gradient in zip(self._trainable, sums, strict=True):
+                parameter.grad = gradient
         refuse_another_seed()
         self._refuse_hooks()
-        if self._versions() != before:
+        if changed:
             raise UserError(
                 "The losses changed gradients or weights of the model by themselves, past the clipping and the noise: "
                 "leave backward(), zero_grad() and changes of parameters out of them."
@@ -92,8 +100,8 @@ class StepGuard:
         frozen = ((name, p) for name, p in self._model.named_parameters() if not p.requires_grad)
         return {name: (id(tensor), tensor._version) for name, tensor in (*self._model.named_buffers(), *frozen)}
 
-    def _versions(self) -> list[int]:
-        """Which gradients there are, and how often they and the parameters were changed in place."""
-        tensors: list[Any] = [tensor for p in self._trainable for tensor in (p, p.grad) if tensor is not None]
+    def _versions(self, sums: Sequence[Tensor | None]) -> list[int]:
+        """How often the parameters and their gradients were changed in place."""
+        tensors: list[Any] = [*self._trainable, *(gradient for gradient in sums if gradient is not None)]
         shards = [tensor._local_tensor for tensor in tensors if hasattr(tensor, "_local_tensor")]
-        return [*map(id, tensors), *(tensor._version for tensor in (*tensors, *shards))]
+        return [tensor._version for tensor in (*tensors, *shards)]
