@@ -24,7 +24,6 @@ from groupwise.config.identity import (
 )
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy import PrivacyPlan
 from groupwise.rows import HELD_OUT, row_of_data
 from groupwise.training.checkpoint import forget_checkpoints, previous
 from groupwise.training.provenance import environment, git_state
@@ -275,32 +274,29 @@ def neighbours_of(config: RunConfig) -> str:
     )
 
 
-def provenance_of(
-    config: RunConfig,
-    plan: PrivacyPlan,
-    private: bool,
-    git: Mapping[str, Any],
-    description: Mapping[str, Any],
-    metrics: Mapping[str, float],
-) -> dict[str, Any]:
+def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
     """What stands beside an exported model, field by field on an allow list.
 
     Args:
-        private: whether ε is a guarantee.
-        git: of the record.
+        record: whose privacy.json is written.
         description: of the data; included only where no noise was added, as the weights then show as much.
         metrics: the final ones. With noise only those on held-out examples are included, and with `data.holdout`, where
             these are a part of the training set, only those on the test set.
     """
+    git, privacy = record.read("git"), record.read("privacy")
     provenance: dict[str, Any] = {
-        "hash": config_hash(config),
-        "config": stable_config(config),
+        "hash": record.hash,
+        "config": stable_config(record.config),
         "git": {key: git[key] for key in ("sha", "dirty")},
-        "privacy": {"private": private, "neighbours_differ_by": neighbours_of(config), **plan.to_dict()},
+        "privacy": {
+            "private": privacy["private"],
+            "neighbours_differ_by": neighbours_of(record.config),
+            **privacy["plan"],
+        },
     }
-    if plan.noise_multiplier == 0.0:
+    if privacy["plan"]["noise_multiplier"] == 0.0:
         return {**provenance, "data": dict(description), "metrics": dict(metrics)}
-    elsewhere = HELD_OUT[1:] if config.data.holdout else HELD_OUT
+    elsewhere = HELD_OUT[1:] if record.config.data.holdout else HELD_OUT
     return {**provenance, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
 
 

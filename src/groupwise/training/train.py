@@ -7,7 +7,7 @@ agreed on once per step, together with the sums that the step reports. Only the 
 import io
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.reports import make_tracker, result_lines
 from groupwise.training.step import Trainer
+from groupwise.training.task import Task
 
 
 def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _close(
     if not main:
         return {}
     if record.config.export is not None:
-        export(record, trainer, final, private)
+        export(record, trainer.task, trainer.export, final)
     row = record.finish(
         final,
         plan={
@@ -202,11 +203,17 @@ def _close(
     return row
 
 
-def export(record: RunRecord, trainer: Trainer, final: dict[str, float], private: bool) -> None:
-    """Write the model to `export=FOLDER` for other programs, with its provenance."""
+def export(
+    record: RunRecord, task: Task, write: Callable[[Path, dict[str, Any]], None], metrics: Mapping[str, float]
+) -> None:
+    """Write the model of a run that is accounted for to `export=FOLDER` for other programs, with its provenance.
+
+    Args:
+        write: writes the model of `task` and the provenance to a folder.
+        metrics: the final ones.
+    """
     folder = Path(str(record.config.export)).expanduser()
-    description = trainer.task.describe_data()
-    trainer.export(folder, provenance_of(record.config, trainer.plan, private, record.read("git"), description, final))
+    write(folder, provenance_of(record, task.describe_data(), metrics))
     print(f"Exported: {folder}")
 
 
