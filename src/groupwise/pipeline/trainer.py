@@ -45,6 +45,7 @@ class StageSums:
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         """All microbatches of this replica's share, through the pipeline and back."""
+        private.clear()
         run = self.runner.run_flat if self.one_group and private.engine is not None else self.runner.run
         share = private.ranks.share(self.feed.order(drawn))
         losses = run(self.feed.microbatches(share, self.size, self.runner.least), partial(private.microbatch, step))

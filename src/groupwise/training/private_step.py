@@ -51,7 +51,7 @@ class BatchSums(Protocol):
     """Whether gradients are set to zero between batches, and not to None: CUDA graphs write to their memory."""
 
     def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
-        """Add the clipped sums of this process's share of a batch to the parameters' .grad, which are empty or zero.
+        """Set the parameters' .grad to the clipped sums of this process's share of a batch, after `PrivateStep.clear`.
 
         Returns:
             The sum of its losses, (), which is not private.
@@ -157,7 +157,6 @@ class PrivateStep:
             drawn = self.sampler.indices(step)  # line 6
             if self.engine is not None and self.thresholds is not None:
                 self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
-            self.clear()
             loss = self.sums.add(self, step, drawn)  # lines 7-12
         counts = self._sum_over_replicas()
         self.executed += 1  # before the noise: if anything fails from here on, no step repeats this noise
