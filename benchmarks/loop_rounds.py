@@ -57,13 +57,13 @@ class Rounds:
             if len(self.pairs) == self.rounds + 1:
                 raise Measured
             self._bare_seconds = self._time_bare(range(step, step + self.steps))
-            self._watch = Stopwatch(self.trainer.device)
+            self._watch = Stopwatch(self.trainer.private.device)
         return self._step(step)
 
     def _time_bare(self, steps: Sequence[int]) -> Seconds:
         batches = [self._bare.load(self.trainer.private.sampler.indices(step)) for step in steps]
         self._run_bare(steps, batches)  # loading has moved memory and caches: steps after it are a few per cent slower
-        watch = Stopwatch(self.trainer.device)
+        watch = Stopwatch(self.trainer.private.device)
         self._run_bare(steps, batches)
         return watch.read(len(batches))
 
@@ -118,9 +118,9 @@ def _row(config: RunConfig, trainer: Trainer, number: int, steps: int, loop: Sec
         "clip": config.clip.name,
         "parameters": sum(p.numel() for p in trainer.task.model.parameters()),
         "batch": config.train.batch_size,
-        "microbatch": trainer.microbatch,
+        "microbatch": trainer.private.sums.size,
         "threads": torch.get_num_threads(),
-        "device": trainer.device.type,
+        "device": trainer.private.device.type,
         "dtype": config.train.precision,
         "round": number,
         "steps": steps,
@@ -128,7 +128,7 @@ def _row(config: RunConfig, trainer: Trainer, number: int, steps: int, loop: Sec
         "bare_cpu_seconds": bare.cpu,
         "loop_wall_seconds": loop.wall,
         "bare_wall_seconds": bare.wall,
-        "ratio": wall if trainer.device.type == "cuda" else cpu,
+        "ratio": wall if trainer.private.device.type == "cuda" else cpu,
         "wall_ratio": wall,
     }
 
@@ -141,7 +141,7 @@ class BareStep:
 
     def __init__(self, trainer: Trainer, precision: str) -> None:
         self._trainer = trainer
-        self._precision = autocast(precision, trainer.device)
+        self._precision = autocast(precision, trainer.private.device)
         self._trainable = [p for p in trainer.task.model.parameters() if p.requires_grad]
         self._classes = self._count_classes()
         self._noise = trainer.private.noise.child("bare steps")  # never the run's own key: its noise is used once
@@ -151,7 +151,7 @@ class BareStep:
 
         The labels are drawn at random, as a task does not show its own; they do not change what a step costs.
         """
-        size = self._trainer.microbatch
+        size = self._trainer.private.sums.size
         return [self._inputs(examples[start : start + size]) for start in range(0, len(examples), size)]
 
     def step(self, step: int, batch: list[Microbatch]) -> None:
@@ -197,7 +197,7 @@ class BareStep:
         try:
             self._trainer.task.losses_of(examples)
         except _CaughtError as caught:
-            labels = torch.randint(self._classes, (len(examples),), device=self._trainer.device)
+            labels = torch.randint(self._classes, (len(examples),), device=self._trainer.private.device)
             return caught.inputs, labels
         finally:
             handle.remove()

@@ -158,7 +158,7 @@ def _explain(trainer: Trainer) -> dict[str, Any]:
     if trainer.engine is None:
         print("clip=none clips nothing, so there are no norms to explain.")
         return {}
-    size = min(trainer.microbatch, trainer.task.train_size)
+    size = min(trainer.private.sums.size, trainer.task.train_size)
     trainer.engine.clip(trainer.task.losses_of, range(size))
     print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.engine)}")
     trainer.engine.detach()

@@ -108,7 +108,7 @@ def weights(made: Trainer) -> Tensor:
 
 
 def trained(made: Trainer, steps: range = range(STEPS)) -> Trainer:
-    with arithmetic(made.device):
+    with arithmetic(made.private.device):
         for step in steps:
             made.step(step)
     return made
@@ -199,14 +199,14 @@ def test_memory_that_runs_out_halves_and_changes_nothing(
     assert isinstance(short.task, Images)
     short.task.calls, short.task.fails = 0, (2, 4)  # when something has been summed already, at 16 and at 8 examples
     trained(short, range(2))
-    assert short.microbatch == 4 and "4 examples at once" in capsys.readouterr().err
+    assert short.private.sums.size == 4 and "4 examples at once" in capsys.readouterr().err
     torch.testing.assert_close(weights(short), weights(usual), rtol=1e-4, atol=1e-5)
 
 
 def recorded(made: Trainer) -> Trainer:
-    if made.device.type != "cuda":
+    if made.private.device.type != "cuda":
         pytest.skip("CUDA graphs are of a GPU")
-    made.private.sums = GraphSums(made.task, made.microbatch, recorder_of(made.device))
+    made.private.sums = GraphSums(made.task, made.private.sums.size, recorder_of(made.private.device))
     return made
 
 

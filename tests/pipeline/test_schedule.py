@@ -51,7 +51,7 @@ def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():
 
 def test_thresholds_that_need_other_stages_are_refused():
     trainer = make_trainer(Case(stages=1), Alone())
-    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.ranks).private
+    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.private.ranks).private
     rescaled.thresholds.rescale_to = 1.0
     with pytest.raises(UserError, match=r"clip\.rescale=false"):
         PipelineTrainer(**{**_fields(trainer), "private": rescaled})

@@ -38,6 +38,6 @@ def test_what_does_not_fit_is_checked_with_fewer_examples_before_a_step_halves_i
     sizes = {"dataset_size": 40, "expected_batch_size": 40, "steps": 1, "delta": 1e-5}
     plan = make_plan(**sizes, noise_multiplier=1.0, num_groups=len(engine.groups), accountant="rdp")
     trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
-    assert "checking with 4 examples at once" in capsys.readouterr().err and trainer.microbatch == 32
+    assert "checking with 4 examples at once" in capsys.readouterr().err and trainer.private.sums.size == 32
     trainer.step(0)
-    assert trainer.microbatch == 4
+    assert trainer.private.sums.size == 4

@@ -127,7 +127,7 @@ def steps(trainer: Trainer, start: int = 0) -> list[dict[str, float]]:
     """Run the steps that are left as a session does; returns their reports."""
     reports = []
     for step in range(start, trainer.plan.steps):
-        reports.append(trainer.report(trainer.ranks.agree(*trainer.step(step))))
+        reports.append(trainer.report(trainer.private.ranks.agree(*trainer.step(step))))
         trainer.evaluate("valid", 8)
     return reports
 

@@ -56,18 +56,18 @@ def _noises(ranks, kind, change=lambda trainer: None):
 
 def _add_noise_on_every_rank(trainer):
     release = trainer.private._release
-    trainer.private.gradient_noise = NoiseSource.from_seed(100 + trainer.ranks.replica)
+    trainer.private.gradient_noise = NoiseSource.from_seed(100 + trainer.private.ranks.replica)
 
     def release_and_sum(step):
         found = release(step)
-        trainer.ranks.sum_([parameter.grad for parameter in trainer.private.trainable])
+        trainer.private.ranks.sum_([parameter.grad for parameter in trainer.private.trainable])
         return found
 
     trainer.private._release = release_and_sum
 
 
 def _share_one_stream(trainer):
-    trainer.private.gradient_noise = trainer.noise
+    trainer.private.gradient_noise = trainer.private.noise
 
 
 def _on_two(rank, world, folder):

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def recorded(trainer, tape=None):
     """The same trainer, whose microbatches a tape holds."""
-    trainer.private.sums = GraphSums(trainer.task, trainer.microbatch, tape or Tape())
+    trainer.private.sums = GraphSums(trainer.task, trainer.private.sums.size, tape or Tape())
     return trainer
 
 

@@ -84,7 +84,7 @@ def test_wherever_it_runs_out_the_update_is_that_of_half_the_physical_batch(clip
     _, operations = trained(clip, 16)
     for at in range(1, operations, max(1, operations // 6)):
         whole, _ = trained(clip, 16, at)
-        assert whole.microbatch == 8
+        assert whole.private.sums.size == 8
         assert torch.equal(weights(whole), weights(half))
         if half.thresholds is not None:
             assert torch.equal(whole.thresholds.clip_thresholds, half.thresholds.clip_thresholds)
@@ -94,7 +94,7 @@ def test_wherever_it_runs_out_the_update_is_that_of_half_the_physical_batch(clip
 @pytest.mark.parametrize("kind", ERRORS)
 def test_every_allocators_words_are_understood(kind):
     whole, _ = trained(FLAT, 16, 20, kind)
-    assert whole.microbatch == 8
+    assert whole.private.sums.size == 8
 
 
 def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
@@ -113,7 +113,7 @@ def test_what_is_no_lack_of_memory_is_not_tried_again():
     trainer = make_trainer(FLAT)
     with FailingOnce(10, lambda: RuntimeError("a bug")), pytest.raises(RuntimeError, match="a bug"):
         sums_of_the_first_batch(trainer)
-    assert trainer.microbatch == 64
+    assert trainer.private.sums.size == 64
 
 
 def test_one_example_that_does_not_fit_is_one_sentence():
@@ -135,7 +135,7 @@ def test_nothing_of_the_part_that_did_not_fit_is_held():
         trainer.private.sums.add(trainer.private, 0, np.arange(0))
         before = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
         sums_of_the_first_batch(trainer)
-    assert trainer.microbatch == 8
+    assert trainer.private.sums.size == 8
     trainer.private.clear()
     gc.collect()
     assert sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()) <= before + 2 * len(

@@ -193,7 +193,7 @@ class Worst:
         engine = make_engine(task.model, self.clip)
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
         size = len(self.others) + canary
-        key = trainer.noise.derive("sampling")
+        key = trainer.private.noise.derive("sampling")
         trainer.private.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
         return trainer
 

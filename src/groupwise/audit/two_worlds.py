@@ -274,8 +274,8 @@ def _clipped_sum(trainer: Trainer, examples: np.ndarray) -> Tensor:
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
     trainer.private.clear()
-    for start in range(0, len(examples), trainer.microbatch):
-        engine.clip(trainer.task.losses_of, examples[start : start + trainer.microbatch].tolist())
+    for start in range(0, len(examples), trainer.private.sums.size):
+        engine.clip(trainer.task.losses_of, examples[start : start + trainer.private.sums.size].tolist())
     sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.task.model.parameters()]
     return torch.cat([own.flatten() for own in sums]).double()
 

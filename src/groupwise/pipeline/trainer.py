@@ -69,7 +69,7 @@ class PipelineTrainer(Trainer):
 
     def __post_init__(self) -> None:
         stage, private = self.runner.stage, self.private
-        source = private.gradient_noise = stage_noise(self.noise, stage.index)
+        source = private.gradient_noise = stage_noise(self.private.noise, stage.index)
         if not self.one_group:
             private.count_noise = source
             if isinstance(self.thresholds, AdaptiveThresholds) and self.thresholds.rescale_to is not None:
@@ -84,8 +84,8 @@ class PipelineTrainer(Trainer):
             return parts
         loss, nonfinite = parts
         groups = 1 / self.runner.stage.count if self.one_group else len(self.engine.groups) / self.plan.num_groups
-        clipped = self._known["nonprivate/clipped"] * groups / self.ranks.replicas
-        square = self._known["noise_norm"] ** 2 / self.ranks.replicas
+        clipped = self._known["nonprivate/clipped"] * groups / self.private.ranks.replicas
+        square = self._known["noise_norm"] ** 2 / self.private.ranks.replicas
         by_stage = [0.0] * self.runner.stage.count
         by_stage[self.runner.stage.index] = nonfinite
         return [loss, clipped, square, *by_stage]
@@ -131,7 +131,7 @@ class PipelineTrainer(Trainer):
             batch_size,
             limit,
             final,
-            device=self.device,
+            device=self.private.device,
             group=self.runner.group,
         )
 
@@ -142,7 +142,7 @@ class PipelineTrainer(Trainer):
             return own
         stage = f"stage {self.runner.stage.index}"
         named = {stage if len(own) == 1 else f"{stage} {name}": value for name, value in own.items()}
-        by_stage = self.ranks.gather(named)[: self.ranks.stages]
+        by_stage = self.private.ranks.gather(named)[: self.private.ranks.stages]
         return {name: value for of_one in by_stage for name, value in of_one.items()}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
@@ -151,19 +151,19 @@ class PipelineTrainer(Trainer):
         common = {
             name: own[name] for name in own if name in ("step", "plan", "microbatches") or name.startswith("noise_")
         }
-        checkpoint.save(path, own, {**common, **extra}, self.ranks)
+        checkpoint.save(path, own, {**common, **extra}, self.private.ranks)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         """Go on from the stage's own file of the checkpoint `state`, which was read from `path`."""
-        self.load_state_dict(checkpoint.load(path, state, self.ranks, self.device))
+        self.load_state_dict(checkpoint.load(path, state, self.private.ranks, self.private.device))
 
     def save_model(self, path: Path) -> None:
         """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
-        checkpoint.save_weights(path, self.runner.stage.names(), self.private.weights(), self.ranks)
+        checkpoint.save_weights(path, self.runner.stage.names(), self.private.weights(), self.private.ranks)
 
     def machine(self) -> dict[str, Any]:
         """The most memory that each process held at once."""
-        return {"peak_memory_bytes_by_process": self.ranks.gather(peak_memory_bytes(self.device))}
+        return {"peak_memory_bytes_by_process": self.private.ranks.gather(peak_memory_bytes(self.private.device))}
 
 
 def stage_noise(noise: NoiseSource, stage: int) -> NoiseSource:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, PrivacyPlan
+from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.memory import halve_on_oom
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Split, Task
 
 
@@ -80,11 +79,6 @@ class Trainer:
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
     @property
-    def microbatch(self) -> int:
-        """Examples that a step computes at once, at most."""
-        return self.private.sums.size
-
-    @property
     def engine(self) -> ClippingEngine | None:
         """What clips; None for plain training."""
         return self.private.engine
@@ -98,21 +92,6 @@ class Trainer:
     def plan(self) -> PrivacyPlan:
         """What was promised."""
         return self.private.plan
-
-    @property
-    def noise(self) -> NoiseSource:
-        """The run's source."""
-        return self.private.noise
-
-    @property
-    def device(self) -> torch.device:
-        """Of the model."""
-        return self.private.device
-
-    @property
-    def ranks(self) -> Alone | Ranks:
-        """The processes of the run."""
-        return self.private.ranks
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
@@ -169,9 +148,9 @@ class Trainer:
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, with the main process's `extra`, and keep the one before it."""
         state = self.state_dict()
-        if self.ranks.main:
+        if self.private.ranks.main:
             save_checkpoint(path, {**state, **extra}, keep=previous(path))
-        self.ranks.barrier()  # a process that ended meanwhile would end the run
+        self.private.ranks.barrier()  # a process that ended meanwhile would end the run
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         """Go on from `state`, which was read from `path`."""
@@ -181,7 +160,7 @@ class Trainer:
         """Write the weights alone."""
         with self._averaged():
             state = self.private.weights()
-            if self.ranks.main:
+            if self.private.ranks.main:
                 save_checkpoint(path, state)
 
     def _averaged(self) -> AbstractContextManager[None]:

@@ -41,8 +41,8 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
         KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step; in the last
             evaluation at once, as the last step has its checkpoint.
     """
-    plan, ranks, headline = trainer.plan, trainer.ranks, trainer.task.headline
-    private = plan.is_private and trainer.noise.is_secret
+    plan, ranks, headline = trainer.plan, trainer.private.ranks, trainer.task.headline
+    private = plan.is_private and trainer.private.noise.is_secret
     replayed = _begin(record, trainer, start, state, private) if ranks.main else 0
     trackers = [make_tracker(config, record, start)] if ranks.main else []
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
@@ -120,7 +120,7 @@ def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any
     record.write("privacy", privacy)  # before `cut_metrics` removes the lines that `replayed` counts
     record.cut_metrics(start)
     seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
-    record.write("seeds", {**seeds, "noise_is_secret": trainer.noise.is_secret})
+    record.write("seeds", {**seeds, "noise_is_secret": trainer.private.noise.is_secret})
     return replayed
 
 
@@ -166,7 +166,7 @@ def _close(
     throughput: float,
 ) -> dict[str, Any]:
     """Account for the steps that were released, write the result and the weights, and remove the key of the noise."""
-    plan, main = trainer.plan, trainer.ranks.main
+    plan, main = trainer.plan, trainer.private.ranks.main
     thresholds, machine = trainer.named_thresholds(), trainer.machine()
     report = plan.spent(trainer.private.executed)
     if report.executed_steps != plan.steps:
@@ -219,11 +219,11 @@ def export(
 
 def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, Any]:
     return {
-        **resources(trainer.device, seconds),
-        **arithmetic_settings(trainer.device),
+        **resources(trainer.private.device, seconds),
+        **arithmetic_settings(trainer.private.device),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
-        "microbatch": trainer.microbatch,
+        "microbatch": trainer.private.sums.size,
         "examples_per_second": throughput,
     }
 
