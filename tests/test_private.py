@@ -19,7 +19,6 @@ from groupwise import make_private
 from groupwise.build import build_trainer
 from groupwise.clipping import per_layer
 from groupwise.config.schema import OptimConfig, RunConfig
-from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, make_plan
 from groupwise.private import Private
 from groupwise.private.data import fingerprint
@@ -365,10 +364,3 @@ def test_data_are_looked_at_without_a_draw_from_the_callers_generators():
     data = Drawn(torch.zeros(3) for _ in range(3))
     assert after(lambda: fingerprint(data, NoiseSource.from_seed(0))) == after(lambda: None)
     assert fingerprint(data, NoiseSource.from_seed(0)) == fingerprint(data, NoiseSource.from_seed(0)) is not None
-
-
-def test_a_state_of_more_processes_is_refused():
-    private = start(Points())
-    state = private.state_dict() | {"processes": "2 processes"}
-    with pytest.raises(UserError, match=r"made by 2 processes, and here are 1 process:"):
-        start(Points()).load_state_dict(state)
