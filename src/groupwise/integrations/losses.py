@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from groupwise.errors import UserError
 from groupwise.tasks.samples import IGNORED
+from groupwise.tasks.text_task import at_least_float32, token_losses
 from groupwise.training.task import eval_mode
 
 LossesOf = Callable[[nn.Module, dict[str, Any]], Tensor]
@@ -19,7 +20,7 @@ GIVE_LOSSES = "give PrivateTrainer(losses=...), a function of (model, inputs) th
 
 
 def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False) -> Tensor:
-    """Cross-entropy of logits (b, C) with labels (b,), or of (b, T, V) with (b, T) as `mean_token_losses` has it; (b,).
+    """Cross-entropy of logits (b, C) with labels (b,), or its mean over tokens, of (b, T, V) with (b, T); returns (b,).
 
     Args:
         model, inputs: of b examples; the labels are not given to the model, which would average over the batch.
@@ -32,8 +33,7 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise UserError(f"The inputs have no whole numbers as 'labels', so no loss is known for them: {GIVE_LOSSES}.")
     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-    logits = outputs["logits"]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_float32(outputs["logits"])
     if labels.ndim not in (1, 2) or logits.ndim != labels.ndim + 1 or labels.shape != logits.shape[:-1]:
         raise UserError(
             f"The logits have shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}, which is neither "
@@ -48,16 +48,9 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
         )
     if labels.ndim == 1:
         return F.cross_entropy(logits, labels, reduction="none")
-    return mean_token_losses(logits[:, :-1], labels[:, 1:]) if shifted else mean_token_losses(logits, labels)
-
-
-def mean_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy over each example's own labelled tokens: (b, T, V), (b, T) with -100 -> (b,).
-
-    An example without any has loss 0.
-    """
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
-    return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return token_losses(logits, labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
 CANDIDATES: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
