@@ -42,8 +42,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
             evaluation at once, as the last step has its checkpoint.
     """
     plan, ranks, headline = trainer.plan, trainer.private.ranks, trainer.task.headline
-    private = plan.is_private and trainer.private.noise.is_secret
-    replayed = _begin(record, trainer, start, state, private) if ranks.main else 0
+    privacy = _begin(record, trainer, start, state) if ranks.main else {}
     trackers = [make_tracker(config, record, start)] if ranks.main else []
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
@@ -102,12 +101,11 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     del final["seconds"]  # the row has those of the whole run
     if ranks.main:
         record.write_outputs(trainer.task.outputs())
-    return _close(record, trainer, final, private, replayed, seconds, throughput)
+    return _close(record, trainer, final, privacy, seconds, throughput)
 
 
-def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], private: bool) -> int:
-    """Write what is known before the first step, unless what is there was altered; returns the number of replayed
-    steps."""
+def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any]) -> dict[str, Any]:
+    """Write what is known before the first step, unless what is there was altered; returns what is so of privacy."""
     replayed = record.replayed(start) if state else 0
     record.write_data(trainer.task.describe_data())
     privacy = {
@@ -115,13 +113,13 @@ def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any
         "neighbours_differ_by": neighbours_of(record.config),
         "executed_steps": start,
         "replayed_steps": replayed,
-        "private": private,
+        "private": trainer.plan.is_private and trainer.private.noise.is_secret,
     }
     record.write("privacy", privacy)  # before `cut_metrics` removes the lines that `replayed` counts
     record.cut_metrics(start)
     seeds = {"seed": record.config.seed, "noise_seed": record.config.debug.noise_seed}
     record.write("seeds", {**seeds, "noise_is_secret": trainer.private.noise.is_secret})
-    return replayed
+    return privacy
 
 
 def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
@@ -160,8 +158,7 @@ def _close(
     record: RunRecord,
     trainer: Trainer,
     final: dict[str, float],
-    private: bool,
-    replayed: int,
+    privacy: dict[str, Any],
     seconds: float,
     throughput: float,
 ) -> dict[str, Any]:
@@ -178,25 +175,19 @@ def _close(
         raise UserError(
             f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
         )
-    spent, neighbours = {**report.to_dict(), "guaranteed": private}, neighbours_of(record.config)
     if main:
-        steps = {"executed_steps": report.executed_steps, "replayed_steps": replayed}
-        promised = {"plan": plan.to_dict(), "neighbours_differ_by": neighbours}
-        record.write("privacy", {**promised, "thresholds": thresholds, "spent": spent, **steps, "private": private})
+        spent = {**report.to_dict(), "guaranteed": privacy["private"]}
+        steps = {"executed_steps": report.executed_steps}
+        record.write("privacy", {**privacy, "thresholds": thresholds, "spent": spent, **steps})
     trainer.save_model(record.folder / "model.pt")
     if not main:
         return {}
     if record.config.export is not None:
         export(record, trainer.task, trainer.export, final)
+    said = {name: privacy[name] for name in ("private", "neighbours_differ_by", "replayed_steps")}
     row = record.finish(
         final,
-        plan={
-            **plan.to_dict(),
-            "spent_epsilon": spent["epsilon"],
-            "private": private,
-            "neighbours_differ_by": neighbours,
-            "replayed_steps": replayed,
-        },
+        plan={**plan.to_dict(), "spent_epsilon": report.to_dict()["epsilon"], **said},
         system={**_system(trainer, seconds, throughput), **machine},
     )
     print(*result_lines(row), f"Record: {record.folder}", sep="\n")
