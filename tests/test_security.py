@@ -136,7 +136,7 @@ def with_sum(content: bytes) -> bytes:
 def test_checkpoints_and_weights(tmp_path, bomb, make, end):
     from groupwise.pipeline import checkpoint
     from groupwise.run import start_from
-    from groupwise.training.checkpoint import load_checkpoint, load_newest
+    from groupwise.training.checkpoint import load_checkpoint, load_newest, save_checkpoint
     from groupwise.training.ranks import Alone
 
     path = tmp_path / "model.pt"
@@ -149,8 +149,8 @@ def test_checkpoints_and_weights(tmp_path, bomb, make, end):
     ]
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "stage-0.pt").write_bytes(end(make(bomb)))
-    state = {"stages": 1, "folder": "checkpoint-1"}
-    attempts.append(lambda: checkpoint.load(tmp_path / "checkpoint.pt", state, Alone(), torch.device("cpu")))
+    save_checkpoint(tmp_path / "checkpoint.pt", {"stages": 1, "folder": "checkpoint-1"})
+    attempts.append(lambda: checkpoint.load(tmp_path / "checkpoint.pt", Alone(), torch.device("cpu")))
     bare_pickle = end is bytes and make is PLACES[0]  # no file of torch's, and without a sum
     for attempt in attempts:
         with pytest.raises(UserError, match="truncated or altered" if bare_pickle else "could run code"):

@@ -3,6 +3,7 @@
 import textwrap
 import time
 import warnings
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from groupwise.privacy.plan import WIDTH
 from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.arithmetic import arithmetic
-from groupwise.training.checkpoint import load_newest
+from groupwise.training.checkpoint import load_checkpoint, load_newest
 from groupwise.training.from_config import make_engine, plan_of
 from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
@@ -112,7 +113,7 @@ def _run(
         return _explain(trainer)
     start = 0 if state is None else int(state["step"])
     if state is not None and checkpoint is not None:
-        trainer.load(checkpoint, state)
+        trainer.load_state_dict(state)
         print(f"Resuming after step {start} of {plan.steps}, from {checkpoint.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:
@@ -144,13 +145,10 @@ def _check_exports(config: RunConfig, task: Task) -> None:
 def _load_checkpoint(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint that is sound on all processes, and its content."""
     if ranks.stages == 1:
-        return load_newest(record.checkpoint, device, ranks)
+        return load_newest(record.checkpoint, partial(load_checkpoint, device=device), ranks)
     from groupwise.pipeline import checkpoint
 
-    def check(path: Path, state: dict[str, Any]) -> None:
-        checkpoint.load(path, state, ranks, torch.device("cpu"))
-
-    return load_newest(record.checkpoint, device, ranks, check)
+    return load_newest(record.checkpoint, partial(checkpoint.load, ranks=ranks, device=device), ranks)
 
 
 def _explain(trainer: Trainer) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Checkpoints of a pipeline: whole or not at all, whoever fails; and weights that any number of stages can read."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from groupwise.errors import UserError
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.split import choose_ranges, cut
-from groupwise.training.checkpoint import forget_checkpoints, load_checkpoint, load_newest
+from groupwise.training.checkpoint import forget_checkpoints, load_checkpoint, load_newest, save_checkpoint
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import Case, make_model
@@ -30,7 +31,7 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def load() -> tuple[int, list[float]]:
-        state = checkpoint.load(path, load_checkpoint(path), ranks, CPU)
+        state = checkpoint.load(path, ranks, CPU)
         return state["step"], state["model"].tolist()
 
     for step in (0, 3):
@@ -41,15 +42,12 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
     stage_file = Path(folder) / "checkpoint-3" / f"stage-{ranks.stage}.pt"
     seen["key in a stage's file"] = "noise_key" in load_checkpoint(stage_file)
 
-    def check(file: Path, state: dict[str, Any]) -> None:
-        checkpoint.load(file, state, ranks, CPU)
-
     content = stage_file.read_bytes()
     for harmed in (False, True):
         if rank == 1 and harmed:
             stage_file.write_bytes(content[:-1])
         ranks.barrier()
-        _, newest = load_newest(path, CPU, ranks, check)
+        _, newest = load_newest(path, partial(checkpoint.load, ranks=ranks, device=CPU), ranks)
         seen[f"newest, {harmed=}"] = newest["step"]
         ranks.barrier()
     if rank == 1:
@@ -153,7 +151,8 @@ class Alone:
 
 
 def test_a_checkpoint_of_other_stages_or_without_a_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"is of 4 stages, not 2: give pipeline.stages=4"):
-        checkpoint.load(tmp_path / "checkpoint.pt", {"stages": 4, "folder": "checkpoint-1"}, Alone, CPU)
-    with pytest.raises(UserError, match="there is no checkpoint"):
-        checkpoint.load(tmp_path / "checkpoint.pt", {"stages": 2, "folder": "checkpoint-1"}, Alone, CPU)
+    path = tmp_path / "checkpoint.pt"
+    for stages, words in ((4, r"is of 4 stages, not 2: give pipeline.stages=4"), (2, "there is no checkpoint")):
+        save_checkpoint(path, {"stages": stages, "folder": "checkpoint-1"})
+        with pytest.raises(UserError, match=words):
+            checkpoint.load(path, Alone, CPU)

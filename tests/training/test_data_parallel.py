@@ -97,7 +97,7 @@ def _resumed(ranks, case, folder):
     first.step(1)
     first.save(folder / case, {})
     ranks.barrier()  # written
-    second.load(folder / case, load_checkpoint(folder / case))
+    second.load_state_dict(load_checkpoint(folder / case))
     steps(second, 2)
     second.save_model(folder / f"{case}.pt")
     ranks.barrier()

@@ -37,7 +37,7 @@ def session(folder, ranks, stops=False, resumes=False):
     record = RunRecord.open(config)
     state = load_checkpoint(record.checkpoint) if resumes else {}
     if resumes:
-        trainer.load(record.checkpoint, state)
+        trainer.load_state_dict(state)
     if ranks.main:
         record.begin()
     try:

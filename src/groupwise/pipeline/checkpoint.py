@@ -49,16 +49,13 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
         _remove_others(path)
 
 
-def load(path: Path, state: Mapping[str, Any], ranks: Alone | Ranks, device: torch.device) -> dict[str, Any]:
-    """The stage's own state and what is common.
-
-    Args:
-        path: of checkpoint.pt.
-        state: its content.
+def load(path: Path, ranks: Alone | Ranks, device: torch.device) -> dict[str, Any]:
+    """The stage's own state and what is common, from checkpoint.pt (`path`) and the stage's file.
 
     Raises:
-        UserError: the stage's file is gone or altered; another number of stages wrote it.
+        UserError: one of the files is gone or altered; another number of stages wrote them.
     """
+    state = load_checkpoint(path, device)
     if state["stages"] != ranks.stages:
         raise UserError(
             f"{path} is of {state['stages']} stages, not {ranks.stages}: give pipeline.stages={state['stages']}, or "

@@ -153,10 +153,6 @@ class PipelineTrainer(Trainer):
         }
         checkpoint.save(path, own, {**common, **extra}, self.private.ranks)
 
-    def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Go on from the stage's own file of the checkpoint `state`, which was read from `path`."""
-        self.load_state_dict(checkpoint.load(path, state, self.private.ranks, self.private.device))
-
     def save_model(self, path: Path) -> None:
         """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
         checkpoint.save_weights(path, self.runner.stage.names(), self.private.weights(), self.private.ranks)

@@ -77,16 +77,13 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
 
 
 def load_newest(
-    path: Path,
-    device: str | torch.device = "cpu",
-    ranks: Alone | Ranks | None = None,
-    check: Callable[[Path, dict[str, Any]], None] | None = None,
+    path: Path, read: Callable[[Path], dict[str, Any]] = load_checkpoint, ranks: Alone | Ranks | None = None
 ) -> tuple[Path, dict[str, Any]]:
     """The last checkpoint, or the one before it where that is no good; with a line on stderr that says so.
 
     Args:
         path: of the last one; all processes of the run call this together, and get the same one.
-        check: raises `UserError` where the other files of a checkpoint, (its path, its content), are no good.
+        read: reads a checkpoint with all of its files; raises `UserError` where it is no good.
 
     Returns:
         The path and the content.
@@ -100,9 +97,7 @@ def load_newest(
         state: dict[str, Any] = {}
         problem = None
         try:
-            state = load_checkpoint(candidate, device)
-            if check is not None:
-                check(candidate, state)
+            state = read(candidate)
         except UserError as error:
             problem = str(error)
         found = next(filter(None, ranks.gather(problem)), None)

@@ -152,10 +152,6 @@ class Trainer:
             save_checkpoint(path, {**state, **extra}, keep=previous(path))
         self.private.ranks.barrier()  # a process that ended meanwhile would end the run
 
-    def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Go on from `state`, which was read from `path`."""
-        self.load_state_dict(state)
-
     def save_model(self, path: Path) -> None:
         """Write the weights alone."""
         with self._averaged():
