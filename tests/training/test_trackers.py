@@ -10,26 +10,27 @@ import pytest
 from groupwise.config.schema import PathsConfig, RunConfig, TrackerConfig
 from groupwise.errors import UserError
 from groupwise.training.record import RunRecord
-from groupwise.training.reports import FilesTracker, make_tracker
+from groupwise.training.reports import BESIDE, FilesTracker
 
 
-def begun(tmp_path: Path, tracker: str, mode: str = "offline") -> tuple[RunConfig, RunRecord]:
-    config = RunConfig(paths=PathsConfig(results=str(tmp_path)), tracker=TrackerConfig(name=tracker, mode=mode))
-    record = RunRecord.open(config)
+def begun(tmp_path: Path, tracker: str) -> RunRecord:
+    record = RunRecord.open(RunConfig(paths=PathsConfig(results=str(tmp_path)), tracker=TrackerConfig(name=tracker)))
     record.begin()
-    return config, record
+    return record
 
 
 def test_files_keep_every_metric(tmp_path: Path) -> None:
-    config, record = begun(tmp_path, "files")
-    tracker = make_tracker(config, record)
+    record = begun(tmp_path, "files")
+    tracker = FilesTracker(record)
     tracker.log(1, {"nonprivate/train_loss": 2.0})
     tracker.log(2, {"valid_accuracy": 0.5})
     tracker.finish()
     assert record.metrics() == [{"step": 1, "nonprivate/train_loss": 2.0}, {"step": 2, "valid_accuracy": 0.5}]
 
 
-def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Failing:
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             raise ConnectionError("server gone")
@@ -37,8 +38,9 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(tm
         def finish(self) -> None:
             raise ConnectionError("server gone")
 
-    _, record = begun(tmp_path, "files")
-    tracker = FilesTracker(record, Failing())
+    record = begun(tmp_path, "files")
+    monkeypatch.setitem(BESIDE, "files", lambda record, step: Failing())
+    tracker = FilesTracker(record)
     with pytest.warns(UserWarning, match="Failing failed .server gone."):
         tracker.log(1, {"loss": 1.0})
     tracker.log(2, {"loss": 0.5})
@@ -48,21 +50,21 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(tm
 
 def test_a_tracker_that_is_not_installed_is_a_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    config, record = begun(tmp_path, "wandb")
+    record = begun(tmp_path, "wandb")
     with pytest.raises(UserError, match="tracker=files"):
-        make_tracker(config, record)
+        FilesTracker(record)
 
 
 @pytest.mark.slow
 def test_tensorboard_writes_events_into_the_runs_folder(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config, record = begun(tmp_path, "tensorboard")
-    tracker = make_tracker(config, record)
+    record = begun(tmp_path, "tensorboard")
+    tracker = FilesTracker(record)
     for step in (1, 2, 3):
         tracker.log(step, {"valid_accuracy": step / 10})
     tracker.finish()
-    resumed = make_tracker(config, record, step=1)
+    resumed = FilesTracker(record, step=1)
     resumed.log(2, {"valid_accuracy": 0.9})
     resumed.finish()
     events = EventAccumulator(str(record.folder / "tensorboard")).Reload().Scalars("valid_accuracy")
@@ -74,8 +76,8 @@ def test_wandb_is_told_what_the_run_is_called(tmp_path: Path, monkeypatch: pytes
     told: dict[str, object] = {}
     fake = SimpleNamespace(init=lambda **given: told.update(given), Settings=lambda **given: given)
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    config, record = begun(tmp_path, "wandb")
-    make_tracker(config, record)
+    record = begun(tmp_path, "wandb")
+    FilesTracker(record)
     assert told["name"] == "cifar wide_resnet adaptive_layer eps 8 seed 0"
     assert (told["tags"], told["mode"]) == (["paper"], "offline")
 
@@ -86,22 +88,22 @@ def test_a_resumed_run_goes_on_in_wandb_and_one_that_began_anew_is_another(
     told: list[object] = []
     fake = SimpleNamespace(init=lambda **given: told.append(given["id"]), Settings=lambda **given: given)
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    config, record = begun(tmp_path, "wandb")
-    make_tracker(config, record)
-    make_tracker(config, record, step=3)
+    record = begun(tmp_path, "wandb")
+    FilesTracker(record)
+    FilesTracker(record, step=3)
     record.close()
-    config.overwrite = True
-    again = RunRecord.open(config)
+    record.config.overwrite = True
+    again = RunRecord.open(record.config)
     again.begin()
-    make_tracker(config, again)
+    FilesTracker(again)
     first, resumed, anew = told
     assert first == resumed != anew
 
 
 @pytest.mark.slow
 def test_wandb_works_offline_in_the_runs_folder(tmp_path: Path) -> None:
-    config, record = begun(tmp_path, "wandb")
-    tracker = make_tracker(config, record)
+    record = begun(tmp_path, "wandb")
+    tracker = FilesTracker(record)
     tracker.log(1, {"valid_accuracy": 0.1})
     tracker.finish()
     assert list((record.folder / "wandb").glob("offline-run-*/*.wandb"))

@@ -8,7 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from groupwise.atomic import write_text
 from groupwise.config.identity import flat_config
@@ -19,50 +19,6 @@ from groupwise.rows import METRICS
 from groupwise.training.record import RunRecord
 
 
-class Tracker(Protocol):
-    """Takes metrics by step; the caller names those that are not private ``nonprivate/...``."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-def make_tracker(config: RunConfig, record: RunRecord, step: int = 0) -> Tracker:
-    """The files of ``record``, with ``config.tracker`` beside them, from the checkpoint's ``step`` on.
-
-    Call it after ``record.begin()``. wandb and tensorboard are imported only when they are asked for; raises
-    `UserError` when that fails.
-    """
-    if config.tracker.name == "wandb":
-        return FilesTracker(record, WandbTracker(config, record))
-    if config.tracker.name == "tensorboard":
-        return FilesTracker(record, TensorBoardTracker(record, step))
-    return FilesTracker(record)
-
-
-class FilesTracker:
-    """metrics.jsonl in the run's folder, and a tracker beside it; one that fails is dropped, with one warning."""
-
-    def __init__(self, record: RunRecord, beside: Tracker | None = None) -> None:
-        self._record, self._beside = record, beside
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._record.log(step, metrics)
-        self._try(lambda tracker: tracker.log(step, metrics))
-
-    def finish(self) -> None:
-        self._try(lambda tracker: tracker.finish())
-
-    def _try(self, act: Callable[[Tracker], None]) -> None:
-        if self._beside is None:
-            return
-        try:
-            act(self._beside)
-        except Exception as error:
-            name, self._beside = type(self._beside).__name__, None
-            warnings.warn(f"{name} failed ({reason(error)}) and is dropped; the files keep everything", stacklevel=3)
-
-
 class WandbTracker:
     """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run continues it, and one
     that began again (overwrite=true) is another.
@@ -70,7 +26,8 @@ class WandbTracker:
     The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
     """
 
-    def __init__(self, config: RunConfig, record: RunRecord) -> None:
+    def __init__(self, record: RunRecord, step: int) -> None:
+        config = record.config
         os.environ.setdefault("WANDB_SILENT", "true")
         try:
             import wandb
@@ -126,6 +83,44 @@ class TensorBoardTracker:
 
     def finish(self) -> None:
         self._writer.close()
+
+
+class FilesTracker:
+    """metrics.jsonl in the run's folder, and `tracker` beside it; one that fails is dropped, with one warning.
+
+    The caller names metrics that are not private ``nonprivate/...``. wandb and tensorboard are imported only where they
+    are asked for.
+
+    Args:
+        record: of the run, begun.
+        step: of the checkpoint that it resumes from.
+
+    Raises:
+        UserError: the tracker cannot start.
+    """
+
+    def __init__(self, record: RunRecord, step: int = 0) -> None:
+        make = BESIDE.get(record.config.tracker.name)
+        self._record, self._beside = record, make and make(record, step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._record.log(step, metrics)
+        self._try(lambda tracker: tracker.log(step, metrics))
+
+    def finish(self) -> None:
+        self._try(lambda tracker: tracker.finish())
+
+    def _try(self, act: Callable[[Any], None]) -> None:
+        if self._beside is None:
+            return
+        try:
+            act(self._beside)
+        except Exception as error:
+            name, self._beside = type(self._beside).__name__, None
+            warnings.warn(f"{name} failed ({reason(error)}) and is dropped; the files keep everything", stacklevel=3)
+
+
+BESIDE: dict[str, Callable[[RunRecord, int], Any]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
 
 
 def _budget(config: RunConfig) -> str:

@@ -21,7 +21,7 @@ from groupwise.training.arithmetic import arithmetic_settings
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
-from groupwise.training.reports import make_tracker, result_lines
+from groupwise.training.reports import FilesTracker, result_lines
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
@@ -43,7 +43,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     """
     plan, ranks, headline = trainer.plan, trainer.private.ranks, trainer.task.headline
     privacy = _begin(record, trainer, start, state) if ranks.main else {}
-    trackers = [make_tracker(config, record, start)] if ranks.main else []
+    trackers = [FilesTracker(record, start)] if ranks.main else []
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
