@@ -104,7 +104,7 @@ class PrivateTrainer(Trainer):
         self.privacy, self._noise_source = privacy, noise_source
         self._given_losses = losses
         self._folder = Path(str(self.args.output_dir))
-        self._resuming, self._released = False, 0
+        self._resuming = False
 
     # -- the data, and the plan --------------------------------------------------------------------------------------
 
@@ -182,9 +182,9 @@ class PrivateTrainer(Trainer):
         if resume_from_checkpoint:
             checkpoint = str(resume.find(self._folder, resume_from_checkpoint))
         else:
-            if self._released:
+            if released := 0 if self.private is None else self.private.executed:
                 raise UserError(
-                    f"{self._released} steps were released here, and training again would spend another epsilon: "
+                    f"{released} steps were released here, and training again would spend another epsilon: "
                     "resume_from_checkpoint=True resumes it, and a new PrivateTrainer starts again."
                 )
             resume.check_new(self._folder)
@@ -197,7 +197,6 @@ class PrivateTrainer(Trainer):
             self.is_in_train = False
             self.accelerator.gradient_state._set_sync_gradients(True)  # one state for all that accelerate prepares
             if self.private is not None:
-                self._released = self.private.executed
                 self.private.detach()
 
     def training_step(
