@@ -145,15 +145,6 @@ def test_a_truncated_checkpoint_is_refused(path: Path, share: float) -> None:
         load_checkpoint(path)
 
 
-def test_one_flipped_bit_is_noticed(path: Path) -> None:
-    save_checkpoint(path, {"weights": torch.randn(5000)})
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="truncated or altered"):
-        load_checkpoint(path)
-
-
 def test_a_missing_or_foreign_file_is_a_users_mistake(path: Path) -> None:
     with pytest.raises(UserError, match="there is no checkpoint"):
         load_checkpoint(path)

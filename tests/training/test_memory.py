@@ -116,17 +116,6 @@ def test_what_is_no_lack_of_memory_is_not_tried_again():
     assert trainer.private.sums.size == 64
 
 
-def test_one_example_that_does_not_fit_is_one_sentence():
-    trainer = make_trainer(FLAT, microbatch=4)
-
-    def full(*_: Any) -> torch.Tensor:
-        raise ERRORS["CPU"]()
-
-    trainer.task.losses = full
-    with pytest.raises(UserError, match="One example does not fit into memory"):
-        trainer.step(0)
-
-
 @pytest.mark.usefixtures("few_objects")
 def test_nothing_of_the_part_that_did_not_fit_is_held():
     trainer = make_trainer(ADAPTIVE_BLOCK, microbatch=16)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from groupwise.errors import UserError
 from groupwise.training import ranks as module
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 
 LENGTHS = -np.sort(-np.random.default_rng(0).integers(1, 100, 103))
@@ -101,12 +101,3 @@ def test_shares_are_the_batch_and_as_long_as_each_other(replicas):
     counts, totals = [len(share) for share in shares], [share.sum() for share in shares]
     assert max(counts) - min(counts) <= 1 and max(totals) - min(totals) <= LENGTHS.max()
     assert all(list(share) == sorted(share, reverse=True) for share in shares)
-
-
-def test_one_process_agrees_with_itself():
-    alone, (a, b) = Alone(), (torch.ones(2), torch.zeros(1))
-    alone.sum_([a, b])
-    alone.copy_([a, b])
-    assert (a.tolist(), b.tolist()) == ([1, 1], [0])
-    assert alone.agree(1, 0.1) == [1, 0.1] and alone.broadcast("key") == "key" and alone.gather(3) == [3]
-    assert alone.share(LENGTHS) is LENGTHS and alone.main
