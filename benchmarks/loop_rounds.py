@@ -37,9 +37,9 @@ class Rounds:
 
     def __init__(self, trainer: Trainer, config: RunConfig, rounds: int, steps: int) -> None:
         needed = (rounds + 1) * steps + 1
-        if trainer.plan.steps < needed:
+        if trainer.private.plan.steps < needed:
             raise UserError(
-                f"The run has {trainer.plan.steps} steps, and {rounds} rounds of {steps} need {needed}: give "
+                f"The run has {trainer.private.plan.steps} steps, and {rounds} rounds of {steps} need {needed}: give "
                 f"train.steps={needed}, or fewer rounds."
             )
         self.trainer, self.rounds, self.steps = trainer, rounds, steps
@@ -165,7 +165,7 @@ class BareStep:
 
     def _backward(self, inputs: tuple[Any, ...], labels: Tensor) -> None:
         """One microbatch; a function of its own, so that nothing of it is alive in the next."""
-        engine = self._trainer.engine
+        engine = self._trainer.private.engine
         with nullcontext() if engine is None else engine.forward(len(labels)), self._precision():
             logits = self._trainer.task.model(*inputs)
         losses = F.cross_entropy(logits.float(), labels, reduction="none")
@@ -175,16 +175,16 @@ class BareStep:
             engine.backward(losses)
 
     def _release(self, step: int) -> None:
-        trainer, batch_size = self._trainer, self._trainer.plan.expected_batch_size
-        if trainer.engine is None or trainer.thresholds is None:
+        trainer, batch_size = self._trainer, self._trainer.private.plan.expected_batch_size
+        if trainer.private.engine is None or trainer.private.thresholds is None:
             for parameter in self._trainable:
                 if parameter.grad is not None:
                     parameter.grad.div_(batch_size)
             return
         release_gradients(
-            trainer.engine.sensitivity("add_remove"),
+            trainer.private.engine.sensitivity("add_remove"),
             allocation=trainer.private.allocation,
-            noise_multiplier=trainer.plan.gradient_noise_multiplier,
+            noise_multiplier=trainer.private.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
             noise=self._noise,
             step=step,

@@ -96,7 +96,7 @@ def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
         trainer.step(step)
     assert go_on(private) == STEPS
     assert torch.equal(weights(own.model), weights(task.model))
-    assert torch.equal(private.core.thresholds.clip_thresholds, trainer.thresholds.clip_thresholds)
+    assert torch.equal(private.core.thresholds.clip_thresholds, trainer.private.thresholds.clip_thresholds)
     assert private.executed == trainer.private.executed == STEPS
 
 

@@ -123,8 +123,8 @@ def _run(
         return train(config, record, trainer, start, state or {})
     finally:
         record.close()
-        if trainer.engine is not None:
-            trainer.engine.detach()
+        if trainer.private.engine is not None:
+            trainer.private.engine.detach()
 
 
 def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) -> None:
@@ -153,13 +153,13 @@ def _load_checkpoint(record: RunRecord, device: torch.device, ranks: Alone | Ran
 
 def _explain(trainer: Trainer) -> dict[str, Any]:
     """Print the cost model's choices for one microbatch of the size that training will use."""
-    if trainer.engine is None:
+    if trainer.private.engine is None:
         print("clip=none clips nothing, so there are no norms to explain.")
         return {}
     size = min(trainer.private.sums.size, trainer.task.train_size)
-    trainer.engine.clip(trainer.task.losses_of, range(size))
-    print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.engine)}")
-    trainer.engine.detach()
+    trainer.private.engine.clip(trainer.task.losses_of, range(size))
+    print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.private.engine)}")
+    trainer.private.engine.detach()
     return {}
 
 

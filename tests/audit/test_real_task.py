@@ -77,7 +77,7 @@ def test_one_more_example_moves_public_masks_by_many_thresholds_and_its_own_grad
     setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=64"], design="masks", plays=2)
     trainer = real._trainer(setting, 0)
     first = int(real._everybody(trainer)[0])
-    threshold = float(trainer.thresholds.clip_thresholds[0])
+    threshold = float(trainer.private.thresholds.clip_thresholds[0])
     assert real._public_difference(trainer, first, 0).norm() > 4 * threshold
     assert real._mean_gradient(trainer, first).norm() <= threshold * (1 + 1e-6)
 

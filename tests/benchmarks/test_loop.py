@@ -85,8 +85,8 @@ def test_a_bare_step_clips_noises_and_updates_the_very_same_microbatches(clip, m
             moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.task.model.parameters(), strict=True))
             sizes = [len(labels) for _, labels in batch]
             seen.append((len(drawn), sizes, moved, trainer.private.sums.size))
-            if trainer.engine is not None:
-                assert trainer.engine.examples == len(drawn)
+            if trainer.private.engine is not None:
+                assert trainer.private.engine.examples == len(drawn)
             (inputs,), _ = batch[0]
             caught = []
             handle = trainer.task.model.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))

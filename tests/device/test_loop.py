@@ -129,23 +129,23 @@ def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, m
     made = trainer(MODES[mode], device)
     truth = trainer(MODES[mode], torch.device("cpu"), dtype=torch.float64)
     drawn = made.private.sampler.indices(0)
-    thresholds = made.thresholds
-    assert thresholds is not None and made.engine is not None
+    thresholds = made.private.thresholds
+    assert thresholds is not None and made.private.engine is not None
     clips = thresholds.clip_thresholds.tolist()
     made.private.sums = seen = Seen(made.task, 16)
     with arithmetic(device):
         noisy = made.private.step()
     names = {parameter: name for name, parameter in made.task.model.named_parameters()}
-    assert truth.engine is not None
-    partition = truth.engine.partition
+    assert truth.private.engine is not None
+    partition = truth.private.engine.partition
     loop = clipped_sums(truth.task.model, lambda i: truth.task.losses_of([i])[0], drawn.tolist(), partition, clips)
     for name, expected in loop.sums.items():
         assert float((seen.clipped[name] - expected).norm()) <= 1e-4 * max(clips) * len(drawn) ** 0.5
     assert noisy.drawn == len(drawn) and noisy.noise_norm is not None and noisy.noise_norm > 0.0
-    again = [torch.zeros(p.shape) for group in made.engine.groups for p in group.parameters]
-    std = made.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
+    again = [torch.zeros(p.shape) for group in made.private.engine.groups for p in group.parameters]
+    std = made.private.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
     NoiseSource.from_key(KEY, generator="Philox").add_gaussians_(again, [std] * len(again), 0)
-    order = [names[p] for group in made.engine.groups for p in group.parameters]
+    order = [names[p] for group in made.private.engine.groups for p in group.parameters]
     for name, noise in zip(order, again, strict=True):
         gradient = made.task.model.get_parameter(name).grad
         assert gradient is not None
@@ -173,8 +173,10 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
     resumed.load(tmp_path / "checkpoint.pt", state)
     trained(resumed, range(2, STEPS))
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-4, atol=1e-6)
-    assert whole.thresholds is not None and resumed.thresholds is not None
-    torch.testing.assert_close(resumed.thresholds.clip_thresholds, whole.thresholds.clip_thresholds, rtol=1e-6, atol=0)
+    assert whole.private.thresholds is not None and resumed.private.thresholds is not None
+    torch.testing.assert_close(
+        resumed.private.thresholds.clip_thresholds, whole.private.thresholds.clip_thresholds, rtol=1e-6, atol=0
+    )
 
 
 def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.device, tmp_path: Path) -> None:
@@ -222,8 +224,10 @@ def test_recorded_microbatches_train_as_eager_ones(device: torch.device, mode: s
     trained(found)
     assert len(graphs_of(found)) >= 1
     torch.testing.assert_close(weights(found), weights(eager), rtol=1e-4, atol=1e-6)
-    assert found.thresholds is not None and eager.thresholds is not None
-    torch.testing.assert_close(found.thresholds.clip_thresholds, eager.thresholds.clip_thresholds, rtol=1e-6, atol=0)
+    assert found.private.thresholds is not None and eager.private.thresholds is not None
+    torch.testing.assert_close(
+        found.private.thresholds.clip_thresholds, eager.private.thresholds.clip_thresholds, rtol=1e-6, atol=0
+    )
 
 
 def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.device) -> None:

@@ -14,7 +14,7 @@ def gradients(grouping: str = "device", rematerialize: bool = False, step: int =
     """Clipped sums of one step of dropout, whatever the default generator was."""
     case = Case(stages=1, grouping=grouping, rematerialize=rematerialize, dropout=0.4)
     trainer = make_trainer(case, Alone(), (tuple(BATCH),))
-    trainer.engine.set_thresholds(0.01)
+    trainer.private.engine.set_thresholds(0.01)
     torch.rand(1)
     trainer.private.sums.add(trainer.private, step, BATCH)
     return [p.grad.clone() for p in trainer.runner.stage.parameters()]

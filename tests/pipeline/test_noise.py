@@ -21,12 +21,12 @@ def noise_of(case: Case, ranks: Ranks, groups: int | None = None) -> tuple[np.nd
     """Gradients of empty batches, (DRAWS, parameters of the stage); thresholds of the steps; std that is reported."""
     trainer = make_trainer(case, ranks, EMPTY)
     if case.policy == "fixed":
-        trainer.private.thresholds = FixedThresholds([THRESHOLDS[ranks.stage]] * len(trainer.engine.groups))
+        trainer.private.thresholds = FixedThresholds([THRESHOLDS[ranks.stage]] * len(trainer.private.engine.groups))
     if groups is not None:
-        object.__setattr__(trainer.plan, "num_groups", groups)
+        object.__setattr__(trainer.private.plan, "num_groups", groups)
     drawn, thresholds, told = [], [], 0.0
     for step in range(DRAWS):
-        thresholds.append(trainer.thresholds.clip_thresholds.tolist())
+        thresholds.append(trainer.private.thresholds.clip_thresholds.tolist())
         told = trainer.report(ranks.agree(*trainer.step(step)))["noise_norm"]
         drawn.append(np.concatenate([p.grad.flatten().numpy() for p in trainer.runner.stage.parameters()]))
     return np.array(drawn), thresholds, told
@@ -113,7 +113,7 @@ def test_a_stage_noise_is_as_secret_as_the_run_and_tells_nothing_of_its_key():
 
 def test_noise_that_would_need_other_stages_thresholds_is_refused():
     trainer = make_trainer(Case(stages=1, sigma=SIGMA), Alone(), EMPTY)
-    object.__setattr__(trainer.plan, "num_groups", 2)
+    object.__setattr__(trainer.private.plan, "num_groups", 2)
     trainer.private.allocation = "global"
     with pytest.raises(UserError, match=r"noise\.allocation=equal_budget"):
         trainer.step(0)

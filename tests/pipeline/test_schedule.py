@@ -137,7 +137,7 @@ def losses(ranks: Ranks) -> tuple:
 def same_dropout(ranks: Ranks) -> float:
     """Flat clipping of one example, with dropout: the squared norm of this stage's part."""
     trainer = make_trainer(Case(grouping="flat", dropout=0.5), ranks, batches=((3,),))
-    trainer.engine.set_thresholds(0.01)
+    trainer.private.engine.set_thresholds(0.01)
     microbatches = drawn(trainer, 1, 2)
     trainer.runner.run_flat(microbatches, partial(trainer.private.microbatch, 0))
     return sum(float(p.grad.square().sum()) for p in trainer.runner.stage.parameters())
@@ -157,7 +157,7 @@ def left_out(ranks: Ranks) -> tuple:
             )
             run = trainer.runner.run_flat if grouping == "flat" else trainer.runner.run
             run(feed.microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
-            counts = (trainer.engine.nonfinite, trainer.engine.examples)
+            counts = (trainer.private.engine.nonfinite, trainer.private.engine.examples)
             both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
         found.append(both)
     return tuple(found)

@@ -85,7 +85,7 @@ def run_case(case: Case, ranks: Ranks | Alone) -> tuple[dict[str, Tensor], list,
     stage = trainer.runner.stage
     names = stage.names()
     weights = {names[name]: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
-    thresholds = [] if trainer.thresholds is None else trainer.thresholds.clip_thresholds.tolist()
+    thresholds = [] if trainer.private.thresholds is None else trainer.private.thresholds.clip_thresholds.tolist()
     return weights, thresholds, reports
 
 

@@ -126,7 +126,7 @@ def build(
 def steps(trainer: Trainer, start: int = 0) -> list[dict[str, float]]:
     """Run the steps that are left as a session does; returns their reports."""
     reports = []
-    for step in range(start, trainer.plan.steps):
+    for step in range(start, trainer.private.plan.steps):
         reports.append(trainer.report(trainer.private.ranks.agree(*trainer.step(step))))
         trainer.evaluate("valid", 8)
     return reports

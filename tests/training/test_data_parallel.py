@@ -44,7 +44,7 @@ def _noises(ranks, kind, change=lambda trainer: None):
     for step in range(16):
         trainer.step(step)
         places.append(parameters(trainer))
-    groups = trainer.engine.groups
+    groups = trainer.private.engine.groups
     units = {}
     for group in groups:  # std_k = σ·S·C_k/√d_k with S = √(Σ d_j); moved by 0.5/8 of it
         size = sum(p.numel() for p in group.parameters)

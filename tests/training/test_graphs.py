@@ -52,7 +52,7 @@ def state(trainer):
         values = trainer.step(step)
     flat = [parameter.detach().flatten() for parameter in trainer.task.model.parameters()]
     thresholds = torch.tensor(list(trainer.named_thresholds().values()))
-    counted = None if trainer.engine is None else trainer.engine.examples
+    counted = None if trainer.private.engine is None else trainer.private.engine.examples
     return torch.cat(flat), thresholds, [*values, counted]
 
 
@@ -214,7 +214,7 @@ def test_norms_are_those_of_the_last_launch():
         for first, count in ((0, 9), (0, 6), (0, 6), (0, 6), (0, 4), (0, 4), (0, 4), (3, 6)):
             one.private.sums.run(one.private, 0, 0, range(first, first + count), False)
     assert len(graphs_of(trainer)) == 2
-    assert torch.equal(trainer.engine.per_example_norms, eager.engine.per_example_norms)
+    assert torch.equal(trainer.private.engine.per_example_norms, eager.private.engine.per_example_norms)
 
 
 def test_another_device_and_what_cannot_be_recorded_are_refused():

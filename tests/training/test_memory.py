@@ -86,8 +86,8 @@ def test_wherever_it_runs_out_the_update_is_that_of_half_the_physical_batch(clip
         whole, _ = trained(clip, 16, at)
         assert whole.private.sums.size == 8
         assert torch.equal(weights(whole), weights(half))
-        if half.thresholds is not None:
-            assert torch.equal(whole.thresholds.clip_thresholds, half.thresholds.clip_thresholds)
+        if half.private.thresholds is not None:
+            assert torch.equal(whole.private.thresholds.clip_thresholds, half.private.thresholds.clip_thresholds)
         assert capsys.readouterr().err == "warning: memory ran out; continuing with 8 examples at once.\n"
 
 

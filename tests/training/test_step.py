@@ -108,8 +108,8 @@ def test_the_physical_batch_changes_neither_update_nor_thresholds(clip):
     for microbatch in (1, 4):
         part = make_trainer(clip, microbatch=microbatch)
         torch.testing.assert_close(after(part), expected, rtol=1e-9, atol=1e-12)
-        if part.thresholds is not None:
-            clips = (part.thresholds.clip_thresholds, whole.thresholds.clip_thresholds)
+        if part.private.thresholds is not None:
+            clips = (part.private.thresholds.clip_thresholds, whole.private.thresholds.clip_thresholds)
             torch.testing.assert_close(*clips, rtol=1e-12, atol=0)
 
 
@@ -138,22 +138,22 @@ def test_an_empty_batch_is_a_step_of_noise_alone():
     trainer = make_trainer(ADAPTIVE_LAYER, batch_size=0.01)
     assert len(trainer.private.sampler.indices(0)) == 0
     before = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()])
-    thresholds = trainer.thresholds.clip_thresholds
+    thresholds = trainer.private.thresholds.clip_thresholds
     report = trainer.report(trainer.step(0))
     moved = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()]) - before
     assert report["nonprivate/batch_size"] == 0 and bool((moved != 0).all())
     expected = (
-        0.5 * trainer.plan.gradient_noise_multiplier * 0.5 * math.sqrt(len(moved)) / 0.01
+        0.5 * trainer.private.plan.gradient_noise_multiplier * 0.5 * math.sqrt(len(moved)) / 0.01
     )  # rate · σ_new · S · √d / B
     assert float(moved.norm()) == pytest.approx(expected, rel=0.3)
-    assert not torch.equal(trainer.thresholds._raw, thresholds)
+    assert not torch.equal(trainer.private.thresholds._raw, thresholds)
 
 
 def test_noise_uses_the_thresholds_that_clipped(monkeypatch):
     trainer, seen = make_trainer(ADAPTIVE_LAYER), []
 
     def spy(sensitivity, **settings):
-        seen.append((sensitivity.thresholds.clone(), trainer.engine.thresholds.clone()))
+        seen.append((sensitivity.thresholds.clone(), trainer.private.engine.thresholds.clone()))
         return release(sensitivity, **settings)
 
     release = a_step.release_gradients
@@ -174,7 +174,7 @@ def test_state_goes_back_and_forth():
     second.step(1)
     rates = second.report(second.step(2))["learning_rate"]
     assert torch.equal(torch.cat([p.detach().flatten() for p in second.task.model.parameters()]), expected)
-    assert torch.equal(second.thresholds.clip_thresholds, whole.thresholds.clip_thresholds)
+    assert torch.equal(second.private.thresholds.clip_thresholds, whole.private.thresholds.clip_thresholds)
     assert rates == make_trainer_rate(adam, 2)
 
 

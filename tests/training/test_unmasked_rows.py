@@ -80,7 +80,7 @@ def test_a_spoiled_batch_is_begun_again_with_masks(clip):
         read = trainer.task.read
         trainer.task.read = lambda examples: seen.append(len(examples)) or read(examples)
         steps = after(trainer)
-        return steps, seen, trainer.engine.masks_rows
+        return steps, seen, trainer.private.engine.masks_rows
 
     (always, once, _), (later, again, _) = run(True, True), run(False, True)
     assert torch.equal(later, always) and later.isfinite().all()

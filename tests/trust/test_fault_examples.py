@@ -50,7 +50,7 @@ def pair(request) -> Iterator[tuple]:
     good.private.sampler.indices = lambda step: np.delete(drawn, 1)
     yield bad, good
     for trainer in (bad, good):
-        trainer.engine.detach()
+        trainer.private.engine.detach()
 
 
 def test_a_run_goes_on_as_if_the_example_were_not_there(pair):
@@ -60,10 +60,10 @@ def test_a_run_goes_on_as_if_the_example_were_not_there(pair):
     assert [report["nonprivate/nonfinite"] for report in reports] == [1, 0]
     for a, b in zip(*(trainer.task.model.parameters() for trainer in pair), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-    assert all(bool(trainer.thresholds.clip_thresholds.isfinite().all()) for trainer in pair)
+    assert all(bool(trainer.private.thresholds.clip_thresholds.isfinite().all()) for trainer in pair)
 
 
 def test_the_check_before_training_bears_them_too(pair):
     bad, _ = pair
     bad.task.x[:2] = torch.tensor([math.nan, math.inf]).double().unsqueeze(1)
-    verify(bad.engine, bad.task.losses_of, range(3))
+    verify(bad.private.engine, bad.task.losses_of, range(3))

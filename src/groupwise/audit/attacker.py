@@ -92,11 +92,11 @@ class Attacker:
     def __init__(
         self, trainer: Trainer, plain: nn.Module, losses_of: Callable[[nn.Module, Tensor], Tensor], setting: Setting
     ) -> None:
-        assert trainer.engine is not None and trainer.thresholds is not None
+        assert trainer.private.engine is not None and trainer.private.thresholds is not None
         self._trainer, self._plain, self._losses_of, self._m = trainer, plain, losses_of, setting.canaries
         self._masks = MASKS if setting.dropout else 1
-        self._groups = trainer.engine.groups
-        self._thresholds = trainer.thresholds
+        self._groups = trainer.private.engine.groups
+        self._thresholds = trainer.private.thresholds
         self._clip = setting.config.clip
         names = {id(p): name for name, p in trainer.task.model.named_parameters()}
         self._names = [[names[id(p)] for p in group.parameters] for group in self._groups]
@@ -109,7 +109,7 @@ class Attacker:
         raw = self._thresholds.state_dict()["thresholds"]
         stds = stds_of(self._trainer)
         self._trainer.step(step)
-        batch = self._trainer.plan.expected_batch_size
+        batch = self._trainer.private.plan.expected_batch_size
         released = {name: (before[name] - after) * (batch / self._rate) for name, after in self._weights().items()}
         flat = [(name, std) for names, std in zip(self._names, stds, strict=True) for name in names]
         evidence = in_gradients(
@@ -119,7 +119,7 @@ class Attacker:
         )
         policy = self._thresholds
         if isinstance(policy, AdaptiveThresholds) and policy.learning_rate > 0:  # else no threshold shows its count
-            chance = 0.5 * self._trainer.plan.sample_rate
+            chance = 0.5 * self._trainer.private.plan.sample_rate
             evidence += in_counts(self._released_counts(policy, raw), bits, policy.count_noise_multiplier, chance)
         return evidence
 
@@ -158,10 +158,10 @@ class Attacker:
 
 def stds_of(trainer: Trainer) -> list[float]:
     """Of the noise on each group's sum in the next step, worked out from the plan alone."""
-    assert trainer.engine is not None and trainer.thresholds is not None
-    plan, groups = trainer.plan, trainer.engine.groups
+    assert trainer.private.engine is not None and trainer.private.thresholds is not None
+    plan, groups = trainer.private.plan, trainer.private.engine.groups
     return noise_stds(
-        trainer.thresholds.clip_thresholds,
+        trainer.private.thresholds.clip_thresholds,
         trainer.private.group_sizes,
         plan.gradient_noise_multiplier,
         trainer.private.allocation,

@@ -72,7 +72,7 @@ class TrainerWorld:
         self._trainers, self._steps, self._score = trainers, steps, score
         self._together = together or self._one_by_one
         self._start = [p.detach().clone() for p in trainers[0].task.model.parameters()]
-        policy = trainers[0].thresholds
+        policy = trainers[0].private.thresholds
         self._thresholds = None if policy is None else policy.state_dict()
         self._done = 0
 
@@ -82,7 +82,7 @@ class TrainerWorld:
         releases, before = [], self._weights()
         for step in range(self._done, self._done + self._steps):
             self._together(step)
-            after, policy = self._weights(), self._trainers[0].thresholds
+            after, policy = self._weights(), self._trainers[0].private.thresholds
             releases.append(Release(before - after, torch.zeros(0) if policy is None else policy.clip_thresholds))
             before = after
         self._done += self._steps
@@ -101,8 +101,8 @@ class TrainerWorld:
             with torch.no_grad():
                 for parameter, start in zip(trainer.task.model.parameters(), self._start, strict=True):
                     parameter.copy_(start)
-            if trainer.thresholds is not None and self._thresholds is not None:
-                trainer.thresholds.load_state_dict(self._thresholds)
+            if trainer.private.thresholds is not None and self._thresholds is not None:
+                trainer.private.thresholds.load_state_dict(self._thresholds)
 
 
 class CountWorld:
@@ -199,9 +199,10 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     direction = (_public_difference(trainer, canary, setting.config.seed) if public else own) / stds.square()
     without, having = (_world(made, direction, kept) for made, kept in ((trainer, canary), (other, None)))
     worlds = (without, having) if claimed is None else (SearchWorld(without, RUNS), SearchWorld(having, RUNS))
-    told = distinguish(worlds[0], worlds[1], setting.plays, trainer.plan.delta, setting.confidence)
-    share = float((own / stds).norm()) * trainer.plan.gradient_noise_multiplier
-    return trainer.plan if claimed is None else replace(trainer.plan, epsilon=claimed, accountant="rdp"), told, share
+    plan = trainer.private.plan
+    told = distinguish(worlds[0], worlds[1], setting.plays, plan.delta, setting.confidence)
+    share = float((own / stds).norm()) * plan.gradient_noise_multiplier
+    return plan if claimed is None else replace(plan, epsilon=claimed, accountant="rdp"), told, share
 
 
 def _with_noise_for_a_search(setting: Setting) -> tuple[Setting, float]:
@@ -270,7 +271,7 @@ def _public_difference(trainer: Trainer, canary: int, seed: int) -> Tensor:
 
 def _clipped_sum(trainer: Trainer, examples: np.ndarray) -> Tensor:
     """Of these examples, (P,) float64, parameters in the model's order, with masks of the default generator."""
-    engine, thresholds = trainer.engine, trainer.thresholds
+    engine, thresholds = trainer.private.engine, trainer.private.thresholds
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
     trainer.private.clear()
@@ -282,9 +283,8 @@ def _clipped_sum(trainer: Trainer, examples: np.ndarray) -> Tensor:
 
 def _by_entry(trainer: Trainer) -> Tensor:
     """The noise's std on every entry of the sum, (P,); infinite where nothing is released."""
-    assert trainer.engine is not None
-    stds = {
-        id(p): std for group, std in zip(trainer.engine.groups, stds_of(trainer), strict=True) for p in group.parameters
-    }
+    engine = trainer.private.engine
+    assert engine is not None
+    stds = {id(p): std for group, std in zip(engine.groups, stds_of(trainer), strict=True) for p in group.parameters}
     parameters = trainer.task.model.parameters()
     return torch.cat([torch.full((p.numel(),), stds.get(id(p), float("inf")), dtype=torch.float64) for p in parameters])

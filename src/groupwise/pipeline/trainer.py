@@ -72,7 +72,8 @@ class PipelineTrainer(Trainer):
         source = private.gradient_noise = stage_noise(self.private.noise, stage.index)
         if not self.one_group:
             private.count_noise = source
-            if isinstance(self.thresholds, AdaptiveThresholds) and self.thresholds.rescale_to is not None:
+            thresholds = private.thresholds
+            if isinstance(thresholds, AdaptiveThresholds) and thresholds.rescale_to is not None:
                 raise UserError("clip.rescale=true needs the thresholds of all stages: use clip.rescale=false.")
         if any("lora_" in name and parameter.requires_grad for name, parameter in stage.named_parameters()):
             self._adapters = MovedAdapters(stage)
@@ -80,10 +81,11 @@ class PipelineTrainer(Trainer):
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
         parts = super().step(step)
-        if self.engine is None:
+        if self.private.engine is None:
             return parts
         loss, nonfinite = parts
-        groups = 1 / self.runner.stage.count if self.one_group else len(self.engine.groups) / self.plan.num_groups
+        own = 1 if self.one_group else len(self.private.engine.groups)
+        groups = own / (self.runner.stage.count if self.one_group else self.private.plan.num_groups)
         clipped = self._known["nonprivate/clipped"] * groups / self.private.ranks.replicas
         square = self._known["noise_norm"] ** 2 / self.private.ranks.replicas
         by_stage = [0.0] * self.runner.stage.count
@@ -92,7 +94,7 @@ class PipelineTrainer(Trainer):
 
     def report(self, totals: list[float]) -> dict[str, float]:
         """What the last step may log, of all stages, from the sums over all processes."""
-        if self.engine is None:
+        if self.private.engine is None:
             return super().report(totals)
         loss, clipped, square, *nonfinite = totals
         whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}

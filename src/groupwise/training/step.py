@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import ClippingEngine
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.memory import halve_on_oom
 from groupwise.training.private_step import PrivateStep
@@ -77,21 +75,6 @@ class Trainer:
     average: WeightAverage | None = None
     """What is evaluated and saved in place of the last weights, if anything."""
     _known: dict[str, float] = field(init=False, default_factory=dict)
-
-    @property
-    def engine(self) -> ClippingEngine | None:
-        """What clips; None for plain training."""
-        return self.private.engine
-
-    @property
-    def thresholds(self) -> FixedThresholds | AdaptiveThresholds | None:
-        """Those of the engine's groups."""
-        return self.private.thresholds
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """What was promised."""
-        return self.private.plan
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""

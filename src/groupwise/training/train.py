@@ -41,7 +41,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
         KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step; in the last
             evaluation at once, as the last step has its checkpoint.
     """
-    plan, ranks, headline = trainer.plan, trainer.private.ranks, trainer.task.headline
+    plan, ranks, headline = trainer.private.plan, trainer.private.ranks, trainer.task.headline
     privacy = _begin(record, trainer, start, state) if ranks.main else {}
     trackers = [FilesTracker(record, start)] if ranks.main else []
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
@@ -109,11 +109,11 @@ def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any
     replayed = record.replayed(start) if state else 0
     record.write_data(trainer.task.describe_data())
     privacy = {
-        "plan": trainer.plan.to_dict(),
+        "plan": trainer.private.plan.to_dict(),
         "neighbours_differ_by": neighbours_of(record.config),
         "executed_steps": start,
         "replayed_steps": replayed,
-        "private": trainer.plan.is_private and trainer.private.noise.is_secret,
+        "private": trainer.private.plan.is_private and trainer.private.noise.is_secret,
     }
     record.write("privacy", privacy)  # before `cut_metrics` removes the lines that `replayed` counts
     record.cut_metrics(start)
@@ -163,7 +163,7 @@ def _close(
     throughput: float,
 ) -> dict[str, Any]:
     """Account for the steps that were released, write the result and the weights, and remove the key of the noise."""
-    plan, main = trainer.plan, trainer.private.ranks.main
+    plan, main = trainer.private.plan, trainer.private.ranks.main
     thresholds, machine = trainer.named_thresholds(), trainer.machine()
     report = plan.spent(trainer.private.executed)
     if report.executed_steps != plan.steps:
