@@ -45,11 +45,11 @@ class Looped:
     def __init__(self, having: bool, seed: int) -> None:
         self.task = Line(having)
         settings = {"steps": 1000, "batch_size": 2, "clip": "flat"}
-        self.private = start(self.task, adam=False, noise_source=NoiseSource.from_seed(seed), **settings)
-        self.thresholds = self.private.core.thresholds
+        self.own = start(self.task, adam=False, noise_source=NoiseSource.from_seed(seed), **settings)
+        self.private = self.own.core
 
     def step(self, step: int) -> None:
-        go_on(self.private, 1)
+        go_on(self.own, 1)
 
 
 def both() -> list[Looped]:
