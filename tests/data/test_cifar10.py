@@ -50,8 +50,8 @@ def test_the_root_may_be_an_npz_file(tmp_path, npz_arrays):
 
 def test_a_root_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file.txt").touch()
-    assert "file.txt was given as the data" in refused(tmp_path / "file.txt")
-    assert "gone.npz was given as the data" in refused(tmp_path / "gone.npz")
+    assert "file.txt is given as the data" in refused(tmp_path / "file.txt")
+    assert "gone.npz is given as the data" in refused(tmp_path / "gone.npz")
 
 
 def test_a_broken_layout_is_not_passed_over(tmp_path, npz_arrays):

@@ -122,7 +122,7 @@ class TestNpz:
         with zipfile.ZipFile(tmp_path / "mine.npz") as sound, zipfile.ZipFile(tmp_path / "other.npz", "w") as other:
             for name in sound.namelist():
                 other.writestr(name, b"text" if name == "y_train.npy" else sound.read(name))
-        assert "y_train is no array" in refused(read_npz, tmp_path / "other.npz")
+        assert "y_train is not a NumPy array" in refused(read_npz, tmp_path / "other.npz")
 
     def test_a_header_that_claims_a_thousand_terabytes(self, tmp_path, npz_arrays):
         claims = io.BytesIO()

@@ -74,7 +74,7 @@ def test_tables_with_their_texts_are_documents_in_the_form_of_fine_tuning(tmp_pa
     ]
     assert read_corpus([tmp_path]).documents == ["text"], "of a folder its text files alone"
     (tmp_path / "b.json").write_text("[]")
-    assert "holds no list of objects" in refused(tmp_path / "b.json")
+    assert "does not hold a list of objects" in refused(tmp_path / "b.json")
 
 
 def test_what_is_not_there_is_told(tmp_path):

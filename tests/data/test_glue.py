@@ -131,7 +131,7 @@ def test_a_missing_file_is_named_and_the_hub_is_not_asked(tmp_path, gone, monkey
 
 
 def test_a_training_file_without_its_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data.train_file=x.tsv was given, but the folder .*glue/SST-2 is not there"):
+    with pytest.raises(UserError, match=r"data.train_file=x.tsv was given, but its folder .*glue/SST-2 is missing"):
         load_glue("sst2", tmp_path, hub="none", train_file="x.tsv")
 
 

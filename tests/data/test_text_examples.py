@@ -69,7 +69,7 @@ def test_a_list_of_objects_is_read(tmp_path):
 @pytest.mark.parametrize("text", ['{"a": 1}', "[]", '["a"]', "3"])
 def test_json_of_another_form_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UserError, match=r"a.json holds no list of objects"):
+    with pytest.raises(UserError, match=r"a.json does not hold a list of objects"):
         read_json_list(tmp_path / "a.json", "put it there")
 
 
@@ -93,9 +93,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[" * 100_000, r"no JSON that can be read \(it is nested too deeply\)"),
-        ("[1" + "0" * 5000 + "]", "no JSON that can be read .*digits"),
-        ('[{"a": "\\ud800"}]', "half of a character"),
+        ("[" * 100_000, r"not readable JSON \(it is nested too deeply\)"),
+        ("[1" + "0" * 5000 + "]", "not readable JSON .*digits"),
+        ('[{"a": "\\ud800"}]', "a lone surrogate"),
     ],
 )
 def test_json_that_python_chokes_on(tmp_path, content, words):

@@ -28,7 +28,7 @@ def slept(monkeypatch):
 
 def test_a_hub_out_of_reach_is_told_within_seconds(no_hub, slept):
     with pytest.raises(
-        UserError, match=r"model\.source=some/model is no folder, and the hub cannot be reached"
+        UserError, match=r"model\.source=some/model is not a folder, and the hub cannot be reached"
     ) as told:
         locate("model.source", "some/model")
     assert sum(slept) < 5
@@ -38,13 +38,13 @@ def test_a_hub_out_of_reach_is_told_within_seconds(no_hub, slept):
 
 
 def test_no_name_is_spelt_like_a_path():
-    with pytest.raises(UserError, match=r"no name on the hub is spelt like that: give model\.tokenizer=FOLDER"):
+    with pytest.raises(UserError, match=r"nor a valid name on the hub: give model\.tokenizer=FOLDER"):
         locate("model.tokenizer", "/no/such/folder")
 
 
 def test_a_model_of_our_own_that_is_gone_is_not_asked_for_at_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)  # would show any name
-    with pytest.raises(UserError, match=r"pretrained/none is a model of this project's own.*make pretrain"):
+    with pytest.raises(UserError, match=r"pretrained/none is one of this project's models.*make pretrain"):
         locate("model.source", "pretrained/none")
 
 
@@ -57,7 +57,7 @@ def test_a_name_that_the_hub_does_not_show(monkeypatch, kind):
         raise error.__new__(error)
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
-    with pytest.raises(UserError, match="the hub shows no model of that name"):
+    with pytest.raises(UserError, match="the hub has no public model of that name"):
         locate("model.source", "some/model")
 
 

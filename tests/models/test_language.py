@@ -212,7 +212,7 @@ def test_dropout_reaches_every_layer_by_its_familys_name(fresh, folders, tokeniz
 
 def test_dropout_that_a_model_does_not_have(fresh, tokenizer):
     shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-    with pytest.raises(UserError, match=r"model\.dropout=0\.1 was asked for, but a llama has none"):
+    with pytest.raises(UserError, match=r"model\.dropout=0\.1 was given, but a llama has none"):
         load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.1), tokenizer)
     load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.0), tokenizer)
 
@@ -241,17 +241,20 @@ def test_the_most_positions(fresh, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architecture": "robrta"}, r"model\.architecture=robrta is no model type of transformers \(did you mean rob"),
+        (
+            {"architecture": "robrta"},
+            r"model\.architecture=robrta is not a model type of transformers",
+        ),
         (
             {"shape": {"n_lyer": 2}},
-            r"model\.shape\.n_lyer is no key of a gpt2 configuration \(did you mean n_layer\?\)",
+            r"model\.shape\.n_lyer is not a key of a gpt2 config \(did you mean n_layer\?\)",
         ),
-        ({"shape": {"n_layer": "two"}}, r"model\.shape makes no gpt2 \(.*expected int, got str"),
+        ({"shape": {"n_layer": "two"}}, r"model\.shape does not fit a gpt2 \(.*expected int, got str"),
         ({"shape": {"n_embd": 16, "n_head": 3}}, r"model\.architecture=gpt2 cannot be built .*divisible.*model\.shape"),
         ({"shape": {"vocab_size": 50}}, "The tokeniser has 60 tokens, but model.architecture=gpt2 embeds only 50"),
-        ({"architecture": "roberta"}, r"\(roberta\) predicts no next token: give a causal language model"),
-        ({"architecture": "bart"}, r"\(bart\) predicts no next token"),
-        ({"architecture": "vit"}, r"\(vit\) predicts no next token"),
+        ({"architecture": "roberta"}, r"\(roberta\) does not predict the next token: give a causal language model"),
+        ({"architecture": "bart"}, r"\(bart\) does not predict the next token"),
+        ({"architecture": "vit"}, r"\(vit\) does not predict the next token"),
         ({"architecture": "gptj"}, r"model\.architecture=gptj cannot be built .*model\.attention=eager"),
         ({"architecture": None}, r"There is no language model to load: give model\.source"),
         ({"fresh": False}, r"There is no language model to load: give model\.source"),
@@ -265,9 +268,9 @@ def test_what_makes_no_causal_model(tokenizer, changes, told):
 
 
 def test_the_wrong_kind_of_model(folders, tokenizer):
-    with pytest.raises(UserError, match=r"roberta\) predicts no next token"):
+    with pytest.raises(UserError, match=r"roberta\) does not predict the next token"):
         load_causal(ModelConfig(source=str(folders["roberta"])), tokenizer)
-    with pytest.raises(UserError, match=r"\(gpt2\) predicts no hidden tokens: give an encoder"):
+    with pytest.raises(UserError, match=r"\(gpt2\) does not predict masked tokens: give an encoder"):
         load_masked(ModelConfig(source=str(folders["gpt2"])), tokenizer)
     with pytest.raises(UserError, match=r"\(vit\) has no classifier"):
         load_classifier(ModelConfig(fresh=True, architecture="vit"), CLASSES, tokenizer)
@@ -310,7 +313,7 @@ def test_folders_without_a_model(folders, tokenizer, tmp_path):
         assert str(folder) in str(error.value)
         assert "\n" not in str(error.value)
 
-    refused(tmp_path, "has no config.json: give a folder that save_pretrained wrote")
+    refused(tmp_path, "has no config.json: give a folder written by save_pretrained")
     target = copy(folders["gpt2"], tmp_path)
     (target / "model.safetensors").write_bytes(b"not weights at all")
     refused(target, "cannot be loaded")
@@ -341,5 +344,5 @@ def test_weights_that_are_missing_are_not_made_up(fresh, folders, tokenizer, tmp
 
 def test_a_name_that_is_nowhere(tokenizer, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"model\.source=roberta-base is no folder, and the hub cannot be reached"):
+    with pytest.raises(UserError, match=r"model\.source=roberta-base is not a folder, and the hub cannot be reached"):
         load_classifier(ModelConfig(source="roberta-base"), CLASSES, tokenizer)

@@ -202,7 +202,7 @@ def test_a_type_without_usual_targets_and_a_rank_of_nothing(gpt2):
     with pytest.raises(UserError, match=r"peft refuses model\.lora \(.*r.*0"):
         add_adapters(gpt2, LoraConfig(rank=0, targets=["c_attn"]))
     gpt2.config.model_type = "homemade"
-    with pytest.raises(UserError, match=r"no usual layers of homemade: give model\.lora\.targets, some of c_attn"):
+    with pytest.raises(UserError, match=r"no default layers for homemade: give model\.lora\.targets, some of c_attn"):
         add_adapters(gpt2, LoraConfig())
 
 

@@ -88,7 +88,7 @@ def test_counts_that_do_not_add_up(counts):
 
 @pytest.mark.parametrize("stages", [0, 5])
 def test_too_many_stages(stages):
-    with pytest.raises(UserError, match=rf"pipeline.stages={stages} does not suit a model of 4 blocks: give 1 to 4"):
+    with pytest.raises(UserError, match=rf"pipeline.stages={stages} cannot share 4 blocks: give 1 to 4"):
         choose_ranges(gpt2(), stages)
 
 

@@ -198,7 +198,7 @@ def test_the_empty_model_is_enough_to_choose_ranges(folders, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "gpt2-of-the-hub"}, r"model.source=gpt2-of-the-hub is no folder here.*download it first"),
+        ({"source": "gpt2-of-the-hub"}, r"model.source=gpt2-of-the-hub is not a local folder.*download it first"),
         ({"fresh": True}, r"model.fresh=true has none: give model.source=FOLDER"),
         ({"source": None}, r"give model.source=FOLDER"),
     ],
@@ -214,10 +214,10 @@ def test_a_folder_that_lacks_something_is_refused(folders, tokenizer, tmp_path):
     settings = ModelConfig(source=str(tmp_path), untie=True)
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"has no model.safetensors and no model.safetensors.index.json"):
+    with pytest.raises(UserError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         loaded(settings, tokenizer, 0)
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"has weights that cannot be read .*: copy the folder anew"):
+    with pytest.raises(UserError, match=r"has weights that cannot be read .*: copy the folder again"):
         loaded(settings, tokenizer, 0)
     (tmp_path / "model.safetensors").unlink()
     for file in source.glob("*.safetensors*"):

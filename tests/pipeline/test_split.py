@@ -319,15 +319,15 @@ def test_a_model_that_is_not_known_is_refused():
     import transformers
 
     config = transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=WORDS)
-    with pytest.raises(UserError, match=r"A bloom cannot be cut into stages: give a model of type gpt2, .*gemma2"):
+    with pytest.raises(UserError, match=r"A bloom cannot be split into stages: give a model of type gpt2, .*gemma2"):
         cut(transformers.BloomForCausalLM(config), ((0, 1),), 0)
-    with pytest.raises(UserError, match=r"A Linear cannot be cut"):
+    with pytest.raises(UserError, match=r"A Linear cannot be split"):
         cut(nn.Linear(2, 2), ((0, 1),), 0)
-    with pytest.raises(UserError, match=r"GPT2Model predicts no next token"):
+    with pytest.raises(UserError, match=r"GPT2Model does not predict the next token"):
         cut(language_model("gpt2").transformer, ((0, 1),), 0)
 
 
 @pytest.mark.parametrize("ranges", [((0, 2), (3, 4)), ((0, 2), (2, 3)), ((0, 0), (0, 4))])
 def test_ranges_hold_each_block_once(ranges):
-    with pytest.raises(UserError, match=r"do not hold each of the 4 blocks once"):
+    with pytest.raises(UserError, match=r"do not contain each of the 4 blocks exactly once"):
         cut(untied("gpt2"), ranges, 0)

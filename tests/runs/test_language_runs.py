@@ -184,7 +184,7 @@ REFUSED = [
     ("samsum", "model.lora.targets=[c_atn]", "c_atn"),
     ("sst2", "model.tokenizer=pretrained/gpt2_mini +model.shape.vocab_size=100", "embeds only 100"),
     ("sst2", "model=hub model.source=nobody/nothing-of-the-kind", "nobody/nothing-of-the-kind"),
-    ("e2e", "model=roberta_tiny", "predicts no next token"),
+    ("e2e", "model=roberta_tiny", "does not predict the next token"),
     ("sst2", "model=wrn", "cannot read text"),
     ("cifar", "export=folder", "language models"),
     ("cifar", "clip=none eval.shots=1", "generate text"),

@@ -61,8 +61,8 @@ def test_what_a_template_writes_before_an_answer_is_in_every_prompt_and_its_day_
     ("template", "told"),
     [
         (None, "has no chat template"),
-        ("{% for message in messages %}{{ message.content | upper }}{% endfor %}", "otherwise than as they are"),
-        ("{{ raise_exception('Only one turn!') }}", r"takes no question with its answer \(Only one turn!\)"),
+        ("{% for message in messages %}{{ message.content | upper }}{% endfor %}", "changes the texts"),
+        ("{{ raise_exception('Only one turn!') }}", r"cannot format a question and an answer \(Only one turn!\)"),
     ],
 )
 def test_a_tokeniser_that_has_no_turns_for_it(folders, template, told):

@@ -119,11 +119,11 @@ def test_hydra_s_flags_know_its_file(folder: Path) -> None:
     [
         ({"_target_": "nowhere.make"}, "cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
         ({"_target_": "broken.make"}, "SyntaxError: invalid syntax"),
-        ({"_target_": "sums"}, "names no function"),
+        ({"_target_": "sums"}, "is not a function"),
         ({"_target_": "sums.make_sum"}, "the module sums has no make_sum (did you mean make_sums?)"),
         ({"_target_": "sums.constant"}, "is of type int: give a function"),
         ({"_target_": "sums.make_sums", "colour": "red"}, "does not take (config, device, colour)"),
-        ({"_target_": "sums.nothing"}, "returned a NoneType that is no Task"),
+        ({"_target_": "sums.nothing"}, "returned a NoneType that is not a Task"),
         ({"_target_": "sums.headless"}, "returned a Sums without a model"),
         ({"_target_": "sums.empty"}, "returned a Sums of 0 training examples"),
     ],
@@ -171,7 +171,7 @@ def test_the_hash_covers_the_function_and_its_options_and_leaves_others_as_they_
 
 
 def test_a_name_of_the_packages_is_refused() -> None:
-    with pytest.raises(UserError, match="task=cifar is the package's"):
+    with pytest.raises(UserError, match="task=cifar is a task of the package"):
         make_task(RunConfig(task="cifar", own_task={"_target_": "sums.make_sums"}), torch.device("cpu"))
     with pytest.raises(UserError, match=r"own_task\._target_"):
         make_task(RunConfig(task="mine"), torch.device("cpu"))

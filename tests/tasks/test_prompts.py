@@ -50,7 +50,7 @@ def test_another_set_is_refused(number):
 
 
 def test_fewer_than_no_shots_are_refused():
-    with pytest.raises(UserError, match=r"eval\.shots=-1 is less"):
+    with pytest.raises(UserError, match=r"eval\.shots=-1 is negative"):
         demonstrations(TRAIN, -1, 0, anything)
 
 

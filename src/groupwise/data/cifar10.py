@@ -20,7 +20,7 @@ from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError, reason
 from groupwise.torchvision_import import import_torchvision
 
-NETWORK_PATIENCE = 30.0  # seconds without an answer after which a download is given up
+NETWORK_PATIENCE = 30.0  # seconds without an answer after which a download is aborted
 
 
 def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
@@ -38,7 +38,9 @@ def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
     """
     if root.is_file() or root.suffix == ".npz":
         if root.suffix != ".npz" or not root.is_file():
-            raise UserError(f"{root} was given as the data, but is no folder and no .npz file; give one of the two.")
+            raise UserError(
+                f"{root} is given as the data, but is neither a folder nor a .npz file; give one of the two."
+            )
         return read_npz(root)
     if (root / BATCHES_FOLDER).is_dir():
         return read_batches(root)
@@ -72,7 +74,7 @@ def _download(root: Path) -> None:
 
 @contextmanager
 def _network_patience() -> Iterator[None]:
-    """Give up on a silent network: torchvision's download sets no limit of its own."""
+    """Set a timeout on a silent network, which torchvision's download lacks."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(NETWORK_PATIENCE)
     try:
@@ -117,7 +119,7 @@ def read_batches(root: Path) -> ImageData:
             rows = np.concatenate([batch["data"] for batch in batches])
             arrays[f"x_{split}"] = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             arrays[f"y_{split}"] = np.concatenate([batch["labels"] for batch in batches])
-        except Exception as error:  # whatever a file makes of an unpickler
+        except Exception as error:  # an unpickler may raise anything
             raise UserError(f"{folder} cannot be read ({reason(error)}); replace it by the published one.") from error
     return _image_data(arrays, folder, [folder / name for name in sums], root, "the standard folder")
 
@@ -155,11 +157,11 @@ def read_npz(path: Path) -> ImageData:
                         f"{path} has no array {key}; it must hold {', '.join(NPZ_KEYS)}; write it again with all four."
                     )
                 arrays[key] = archive[key]
-                if not isinstance(arrays[key], np.ndarray):  # numpy hands out what is no array as it is
-                    raise UserError(f"{path}: {key} is no array of numpy; write the file again.")
+                if not isinstance(arrays[key], np.ndarray):  # numpy returns members that are not arrays as bytes
+                    raise UserError(f"{path}: {key} is not a NumPy array; write the file again.")
     except UserError:
         raise
-    except Exception as error:  # what numpy, zipfile, zlib and ast make of broken bytes
+    except Exception as error:  # numpy, zipfile, zlib and ast may raise these on broken bytes
         why = "it holds pickled objects, which are not opened" if "pickle" in str(error) else reason(error)
         raise UserError(
             f"{path} is not a readable .npz file ({why}); it may be truncated, so write it again."
@@ -207,7 +209,7 @@ def _read_mosaic(path: Path) -> np.ndarray:
             pixels = np.asarray(picture.convert("RGB"))
     except UserError:
         raise
-    except Exception as error:  # what Pillow and its decoders make of broken bytes; a bomb is an Exception of its own
+    except Exception as error:  # Pillow and its decoders may raise anything on broken bytes
         raise UserError(
             f"{path} is not a readable picture ({reason(error)}); it may be truncated, so replace it."
         ) from error
@@ -241,14 +243,14 @@ ALLOWED = {
     }.items()
     for name in names
 }
-"""What pickles of NumPy arrays look up, by versions old and new."""
+"""Globals that pickles of NumPy arrays look up, of old and new versions."""
 
 
 def load_arrays(content: bytes) -> Any:
-    """Return what a pickle of lists, dicts, text, numbers and NumPy arrays holds (text of Python 2 as latin-1).
+    """Load a pickle of lists, dicts, text, numbers and NumPy arrays (text of Python 2 as latin-1).
 
     Raises:
-        pickle.UnpicklingError: it looks up anything else, of which nothing is run; other errors as `pickle` has them.
+        pickle.UnpicklingError: it looks up anything else, none of which is run; other errors as in `pickle`.
     """
     return _Arrays(io.BytesIO(content), encoding="latin1").load()
 

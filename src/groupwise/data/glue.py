@@ -13,20 +13,20 @@ from groupwise.errors import UserError, reason
 
 @dataclass(frozen=True)
 class GlueTask:
-    """How a task's files are laid out; labels are numbered as on the hub.
+    """The layout of a task's files; labels are numbered as on the hub.
 
     Attributes:
         folder: name of its folder.
         texts: columns of the sentence or the pair.
         label: column of the label.
         classes: the classes' names, by label.
-        spelled: how the classes are written in the label's column, by label.
+        spelled: the classes' spelling in the label column, by label.
         valid: validation files by name.
         hub_texts: `texts` on the hub, where the label's column is "label".
         hub_valid: validation splits on the hub, by name.
-        unlabelled: what stands in the label's column where people did not agree; such rows are dropped and counted.
-        broken_rows: the published training file has rows with too few columns; they are dropped and counted, which
-            every loader of the field does, but not all to the same number.
+        unlabelled: the entry of the label column where annotators did not agree; such rows are dropped and counted.
+        broken_rows: the published training file has rows with too few columns, which are dropped and counted. Other
+            loaders drop them too, but do not agree on their number.
     """
 
     folder: str
@@ -107,7 +107,7 @@ def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None)
     if folder is None:
         place = root / "glue" / task.folder
         if train_file is not None:
-            raise UserError(f"data.train_file={train_file} was given, but the folder {place} is not there; make it.")
+            raise UserError(f"data.train_file={train_file} was given, but its folder {place} is missing; create it.")
         return load_from_hub(name, hub, place)
     parts, notes, files = [], [], []
     for file in (train_file or "train.tsv", *task.valid.values()):
@@ -156,7 +156,7 @@ def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
                 dropped += 1
                 continue
             raise UserError(
-                f"{path}: line {number} has {len(cells)} columns, but the header has {width}; mend or remove the line."
+                f"{path}: line {number} has {len(cells)} columns, but the header has {width}; fix or remove the line."
             )
         word = cells[label_at].strip()
         if word not in numbers:
@@ -165,7 +165,7 @@ def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
                 continue
             raise UserError(
                 f"{path}: line {number} has the {task.label} {word!r}, but {task.folder} knows "
-                f"{', '.join(task.spelled)}; mend or remove the line."
+                f"{', '.join(task.spelled)}; fix or remove the line."
             )
         texts.append((cells[first].strip(), None if first == second else cells[second].strip()))
         labels.append(numbers[word])
@@ -174,14 +174,14 @@ def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
     return Labelled(texts, labels), dropped
 
 
-NETWORK_PATIENCE = 10.0  # seconds without an answer after which the hub is taken to be out of reach
+NETWORK_PATIENCE = 10.0  # seconds without an answer after which the hub counts as unreachable
 
 
 def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
     """Load the configuration `name` (sst2, qnli, qqp, mnli) of `hub`.
 
-    What is downloaded stays in the datasets library's own cache, and is found there again without a network. Of a
-    local folder nothing is cached. The fingerprints are of the examples, not of files.
+    Downloads stay in the datasets library's own cache and are found there without a network. A local folder is not
+    cached. The fingerprints are of the examples, not of files.
 
     Args:
         name: a key of `GLUE`.
@@ -226,7 +226,7 @@ def _load(hub: str, name: str, splits: list[str], way_out: str) -> list[Any]:
             f"GLUE's {name} is not on this machine, and {hub} on the Hugging Face hub cannot be reached "
             f"({why or reason(error)}); {way_out}, or give this machine access to the hub."
         ) from error
-    except Exception as error:  # the library lets through what pyarrow, httpx, yaml and others raise
+    except Exception as error:  # the library passes on exceptions of pyarrow, httpx, yaml and others
         raise UserError(f"GLUE's {name} cannot be read from {hub} ({reason(error)}); {way_out}.") from error
 
 
@@ -260,9 +260,9 @@ def _examples(part: dict[str, Any], task: GlueTask, title: str) -> Labelled:
 
 @contextmanager
 def _offline_unless_the_hub_answers() -> Iterator[str]:
-    """Ask the hub once; when it is silent, have the library look into its cache instead of trying again and again.
+    """Ask the hub once; if it does not answer, have the library use its cache in place of retrying.
 
-    Yields why the library is offline; nothing where it is not.
+    Yields the reason why the library is offline; empty if it is online.
     """
     from datasets import config
     from huggingface_hub.utils import get_session

@@ -1,8 +1,8 @@
 """Loads labelled images by name: CIFAR-10, or the 1,797 handwritten digits that come with scikit-learn; or features.
 
-The features are fixed functions of one image each, kept on disk: wavelet scattering (Mallat 2012; kymatio) of depth
-J = 2 with 8 angles has no weights and sees one image at a time, so a model trained privately on the features is private
-in the images. Tramèr and Boneh (2021) trained small networks so.
+The features are fixed functions of single images and are cached on disk. Wavelet scattering (Mallat 2012; kymatio) of
+depth J = 2 with 8 angles has no weights, so a model trained privately on the features is private in the images. Tramèr
+and Boneh (2021) trained small networks on them.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ TEST_EVERY = 5
 
 
 def load_digits() -> ImageData:
-    """Load the UCI digits: 8×8 grey images in 10 classes, of which every fifth of a class is the test set.
+    """Load the UCI digits: 8×8 grey images in 10 classes; every fifth image of a class is in the test set.
 
     Intensities 0..16 become 0..255. The split is fixed, the same on every machine and stratified: within each
     class the examples 0, 5, 10, ... in scikit-learn's order are for testing (1,433 for training, 364 for
-    testing). The fingerprint is of the decoded arrays: where scikit-learn keeps its file is its own affair.
+    testing). The fingerprint is of the decoded arrays, not of scikit-learn's file.
     """
     from sklearn.datasets import load_digits as read
 
@@ -53,12 +53,12 @@ def load_digits() -> ImageData:
 
 
 def load_images(name: str, root: Path, download: bool = True, image_size: int | None = None) -> ImageData:
-    """Load a data set by name, scaled down where `image_size` asks for it.
+    """Load a data set by name, scaled down to `image_size` if that is given.
 
     Args:
         name: "cifar10" (three layouts under `root`, see `cifar10`) or "digits" (comes with scikit-learn).
-        root: folder of the data; for CIFAR-10 an .npz file too. The digits do not look at it.
-        download: fetch CIFAR-10 into `root` when it is not there.
+        root: folder of the data, or an .npz file of CIFAR-10; the digits ignore it.
+        download: fetch CIFAR-10 into `root` if it is missing.
         image_size: average blocks of pixels down to this height and width; None keeps the images.
 
     Raises:
@@ -83,18 +83,18 @@ def load_images(name: str, root: Path, download: bool = True, image_size: int | 
 SCALE = 2
 """J: features are at 1/2^J of the pixels' resolution."""
 COEFFICIENTS = 81
-"""A channel's: 1 + 8 J + 64 J (J - 1) / 2."""
+"""Features per channel: 1 + 8 J + 64 J (J - 1) / 2."""
 PIECE = 500
 """Images that are transformed together."""
 
 
 def scattering(data: ImageData) -> ImageData:
-    """The data set with features (N, 81·C, H/4, H/4) of float16 in the place of images, in [0, 1] as the pixels are.
+    """The data set with features (N, 81·C, H/4, H/4) of float16 in place of its images, scaled to [0, 1].
 
-    Computed once, some 6 ms an image of 32×32 pixels, and then read from the cache folder, where they lie by SHA-256.
+    Computed once, in about 6 ms per image of 32×32 pixels, then read from the cache folder, by SHA-256 of the images.
 
     Raises:
-        UserError: kymatio is not installed, or the images' side is no multiple of 4 pixels, at least 8.
+        UserError: kymatio is not installed, or the images' side is not a multiple of 4 pixels, at least 8.
     """
     side = data.image_size
     if side < 8 or side % 2**SCALE:
@@ -121,7 +121,7 @@ def _features(images: Tensor, split: str) -> Tensor:
         if tuple(found.shape) == shape and found.dtype == torch.float16:
             return found
     except (OSError, ValueError, TypeError):
-        pass  # not there, or broken: made anew
+        pass  # missing or broken: computed again
     features = _transform(images, shape, split)
 
     def write(file: BufferedRandom) -> None:
@@ -131,7 +131,7 @@ def _features(images: Tensor, split: str) -> Tensor:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, write)
     except OSError:
-        pass  # a cache that cannot be written costs time alone
+        pass  # without a cache it only takes longer
     return features
 
 

@@ -1,4 +1,4 @@
-"""Holds labelled images in memory: checked as they come, normalised by public constants, flipped or shifted."""
+"""Labelled images in memory: checked on loading, normalised by public constants, flipped or shifted."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -47,10 +47,10 @@ class ImageData:
 
 
 def hold_out(data: ImageData, share: float, key: int = 0) -> ImageData:
-    """Set about a `share` of the training images aside, and validate on them in the place of the test set; for tuning.
+    """Set about a `share` of the training images aside, and validate on them in place of the test set; for tuning.
 
-    Each goes by a hash of its own pixels and the public `key`: no image decides on which side another one is, equal
-    images are on one side, and what remains keeps its order.
+    The split follows a hash of each image's own pixels and the public `key`: no image affects the side of another one,
+    and equal images are on the same side. The remaining images keep their order.
 
     Raises:
         UserError: a share that leaves one of the two sides empty.
@@ -79,9 +79,10 @@ def average_pool(images: Tensor, image_size: int) -> Tensor:
 
 
 def augment(images: Tensor, views: int, flip: bool, crop: int) -> Tensor:
-    """Views of each image: shifted by up to `crop` pixels each way, as if reflected at the edges, and mirrored or not.
+    """Random views of each image: shifted by up to `crop` pixels each way, reflected at the edges, perhaps mirrored.
 
-    The default generator of torch draws, which the run's secret key seeds: no other image has a part in a view.
+    The numbers come from torch's default generator, which the run's secret key seeds. A view depends on its own image
+    alone.
 
     Args:
         images: (n, C, H, W), of any type; W and H above `crop`.
@@ -171,11 +172,10 @@ _STATISTICS: dict[str, ChannelStatistics] = {
 def channel_statistics(name: str) -> ChannelStatistics:
     """Return a data set's public (mean, std) for each channel, of intensities in [0, 1].
 
-    They are constants of this file, never computed from the data that is loaded. CIFAR-10's are the
-    published mean and standard deviation of its training images: computed once by others from those very
-    images, without noise. De et al. (2022) use them, and like them we treat them as public; no epsilon
-    covers them. Where that will not do, 0.5 for every mean and deviation depends on nothing, and so the
-    digits are centred.
+    They are constants of this file, never computed from the data that is loaded. CIFAR-10's are the published
+    mean and standard deviation of its training images, which others computed from those images without
+    noise. Like De et al. (2022) we treat them as public; no epsilon covers them. A mean and deviation of 0.5,
+    as for the digits, depends on no data.
 
     Raises:
         UserError: the name is not a data set's.
@@ -204,7 +204,7 @@ def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 @lru_cache(maxsize=16)
 def _scales(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """255·mean and 255·std, (1, C, 1, 1), copied to a device once: each copy would wait for all that it has to do."""
+    """255·mean and 255·std, (1, C, 1, 1), copied to a device once, as each copy would synchronise with it."""
     centre, spread = (
         torch.tensor(values, dtype=torch.float32).to(device).view(1, -1, 1, 1) * 255 for values in (mean, std)
     )

@@ -1,7 +1,7 @@
-"""Makes up small data sets from templates and a seed: no file, no network, no licence.
+"""Makes small synthetic data sets from templates and a seed: no file, no network, no licence.
 
-The templates are a grammar: rules in YAML, draws by one random generator, and names that are bound on the way.
-They are synthetic/*.yaml. A program is a mapping, followed from top to bottom, or a list of programs:
+The templates, synthetic/*.yaml, are a grammar: rules, draws by one random generator, and names that are bound on the
+way. A program is a mapping, executed from top to bottom, or a list of programs:
 
 | entry | what it does |
 |---|---|
@@ -39,7 +39,7 @@ _MARK = re.compile(r"<(\w+)>|\{([\w ]+)\}")
 
 @cache
 def read_rules(file: str) -> dict[str, Any]:
-    """Read synthetic/`file`.yaml, with combinations and counts written out; all share the result, so leave it as is."""
+    """Read synthetic/`file`.yaml, with combinations and counts expanded; the result is shared: do not change it."""
     text = (files("groupwise.data") / "synthetic" / f"{file}.yaml").read_text("utf-8")
     return _written_out(yaml.safe_load(text))
 
@@ -56,7 +56,7 @@ def _written_out(node: Any) -> Any:
 
 
 def follow(file: str, program: str, rng: random.Random, **names: Any) -> dict[str, Any]:
-    """Follow a program of synthetic/`file`.yaml, beginning with `names`; what each name stands for at its end."""
+    """Run a program of synthetic/`file`.yaml, starting with `names`; returns all names with their values."""
     _Grammar(read_rules(file), rng, names).follow(program)
     return names
 
@@ -105,7 +105,7 @@ PairedMaker = Callable[[random.Random], Request]
 
 
 def make_review(rng: random.Random, label: int) -> Texts:
-    """SST-2: a sentence on a film, negative (0) or positive (1); where two clauses disagree, the main one decides."""
+    """SST-2: a sentence on a film, negative (0) or positive (1); if two clauses disagree, the main one decides."""
     return follow("reviews", "review", rng, label=label)["text"], None
 
 
@@ -145,13 +145,13 @@ def make_question_and_sentence(rng: random.Random, label: int) -> Texts:
     name, another = rng.sample(kind["names"], 2)
     asked = rng.choice(attributes[:2] if rng.random() < rules["asked_first"][label] else attributes[2:])
     second, third = rng.sample([attribute for attribute in attributes if attribute is not asked], 2)
-    told, about = [asked, second], name
+    facts, about = [asked, second], name
     if label == 1 and rng.random() < 0.6:
-        told = [second, third]
+        facts = [second, third]
     elif label == 1:
         about = another
-    rng.shuffle(told)
-    clauses = [rng.choice(attribute["clauses"]).format(rng.choice(attribute["values"])) for attribute in told]
+    rng.shuffle(facts)
+    clauses = [rng.choice(attribute["clauses"]).format(rng.choice(attribute["values"])) for attribute in facts]
     return rng.choice(asked["questions"]).format(name), _tell(rng, kind, about, clauses)
 
 
@@ -159,8 +159,8 @@ def make_triples_and_texts(rng: random.Random) -> Request:
     """DART: one to three triples of an entity, linearised, and two texts with the same facts."""
     kind = rng.choice(read_rules("facts")["kinds"])
     name = rng.choice(kind["names"])
-    told = rng.sample(kind["attributes"], rng.randint(1, 3))
-    facts = [(attribute, rng.choice(attribute["values"])) for attribute in told]
+    attributes = rng.sample(kind["attributes"], rng.randint(1, 3))
+    facts = [(attribute, rng.choice(attribute["values"])) for attribute in attributes]
     texts: list[str] = []
     while len(texts) < 2:
         clauses = [rng.choice(attribute["clauses"]).format(value) for attribute, value in facts]
@@ -175,8 +175,8 @@ def _tell(rng: random.Random, kind: dict[str, Any], name: str, clauses: list[str
     *others, last = clauses
     if not others:
         return f"{name} {last}."
-    told = {"name": name, "listed": ", ".join(others), "joined": " and ".join(others), "last": last}
-    return str(follow("facts", "tell", rng, **told, pronoun=kind["pronoun"], relative=kind["relative"])["text"])
+    names = {"name": name, "listed": ", ".join(others), "joined": " and ".join(others), "last": last}
+    return str(follow("facts", "tell", rng, **names, pronoun=kind["pronoun"], relative=kind["relative"])["text"])
 
 
 def make_restaurant(rng: random.Random) -> Request:
@@ -196,7 +196,7 @@ def make_restaurant(rng: random.Random) -> Request:
 
 
 def make_dialogue(rng: random.Random) -> Request:
-    """SAMSum: a dialogue of three to eight turns in the instruction format, and what the two settle on."""
+    """SAMSum: a dialogue of three to eight turns in the instruction format, and a summary of what the two agree on."""
     names = follow("dialogues", "dialogue", rng)
     lines = (names["hello"] + names["turns"] + names["bye"]).splitlines()
     turns = [f"{names['ab'[number % 2]]}: {line}" for number, line in enumerate(lines)]
@@ -209,7 +209,7 @@ LABELLED: dict[str, dict[str, LabelledMaker]] = {
     "qqp": {"": make_question_pair},
     "mnli": {"": make_scene_pair, "mismatched": partial(make_scene_pair, about="news")},
 }
-"""What makes an example, by task and validation set; the first of these makes the training set too."""
+"""The function that makes an example, by task and validation set; the first one makes the training set too."""
 PAIRED: dict[str, PairedMaker] = {"e2e": make_restaurant, "dart": make_triples_and_texts, "samsum": make_dialogue}
 
 
@@ -219,15 +219,15 @@ SOURCE = "made up by groupwise from templates (seed {})"
 
 
 def synthetic_labelled(task: str, seed: int = 0) -> LabelledText:
-    """Make up sst2, qnli, qqp or mnli: 2,000 training texts and 200 for each validation set, classes in equal shares.
+    """Synthetic sst2, qnli, qqp or mnli: 2,000 training texts and 200 per validation set, with balanced classes.
 
-    The same on every machine; no text is in two sets. MNLI's mismatched set comes from templates of its own.
+    The same on every machine; no text is in two sets. MNLI's mismatched set has its own templates.
 
     Raises:
         UserError: an unknown task.
     """
     if task not in LABELLED:
-        raise UserError(f"task={task} has no made-up labelled texts; choose one of {', '.join(LABELLED)}.")
+        raise UserError(f"task={task} has no synthetic labelled texts; choose one of {', '.join(LABELLED)}.")
     makers = LABELLED[task]
     rng, seen, classes = random.Random(f"{task} {seed}"), set[Texts](), GLUE[task].classes
     train = _labelled(TRAIN, makers[""], len(classes), rng, seen)
@@ -237,16 +237,16 @@ def synthetic_labelled(task: str, seed: int = 0) -> LabelledText:
 
 
 def synthetic_paired(task: str, seed: int = 0) -> PairedText:
-    """Make up e2e, dart or samsum: 2,000 training pairs, 100 requests for validation and 100 for testing.
+    """Synthetic e2e, dart or samsum: 2,000 training pairs, 100 requests for validation and 100 for testing.
 
-    The sources have the form that files are brought into: linearised tables, instructed dialogues. The same on every
-    machine; no source is in two sets. E2E has four references for a source, DART two and SAMSum one.
+    The sources have the same form as those of files: linearised tables, dialogues with an instruction. They are the
+    same on every machine; no source is in two sets. E2E has four references per source, DART two and SAMSum one.
 
     Raises:
         UserError: an unknown task.
     """
     if task not in PAIRED:
-        raise UserError(f"task={task} has no made-up pairs of texts; choose one of {', '.join(PAIRED)}.")
+        raise UserError(f"task={task} has no synthetic pairs of texts; choose one of {', '.join(PAIRED)}.")
     make, rng, seen = PAIRED[task], random.Random(f"{task} {seed}"), set[str]()
     train: list[tuple[str, str]] = []
     while len(train) < TRAIN:

@@ -86,9 +86,9 @@ def linearise_mr(mr: str) -> str:
     """Write an MR as text: "name[Alimentum], area[city centre], familyFriendly[no]" becomes
     "name : Alimentum | area : city centre | family friendly : no".
 
-    The form is that of Li & Liang (2021), which Li et al. (2022) took over: eatType is called Type, priceRange price,
-    and familyFriendly family friendly; slots stay in the MR's own order. Values are left as they are, where those
-    authors' copy of the data is tokenised (£ 30).
+    The form is that of Li & Liang (2021) and Li et al. (2022): eatType becomes Type, priceRange price, and
+    familyFriendly family friendly; slots keep the MR's order. Values are unchanged, whereas those authors' copy of the
+    data is tokenised (£ 30).
 
     Raises:
         ValueError: the MR is not a list of slot[value].
@@ -134,17 +134,17 @@ def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
     try:
         rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num} is not CSV ({error}); mend its quotes.") from error
+        raise UserError(f"{path}: line {reader.line_num} is not CSV ({error}); fix its quotes.") from error
     pairs = []
     for number, row in rows:
         if len(row) < len(header) or not row[ref_at].strip():
-            raise UserError(f"{path}: line {number} has no mr or no ref; expected both, so mend or remove the line.")
+            raise UserError(f"{path}: line {number} has no mr or no ref; expected both, so fix or remove the line.")
         try:
             pairs.append((linearise_mr(row[mr_at]), row[ref_at].strip()))
         except ValueError as error:
             raise UserError(
                 f"{path}: line {number} has an mr that cannot be parsed; expected slots such as name[Alimentum], "
-                "area[city centre], so mend or remove the line."
+                "area[city centre], so fix or remove the line."
             ) from error
     if not pairs:
         raise UserError(f"{path} holds no row; at least one is needed, so replace the file.")
@@ -167,14 +167,14 @@ def read_dart_json(path: Path) -> list[Request]:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{path}: entry {number} is not of the form tripleset (lists of subject, predicate, object) and "
-                "annotations (each with a text); mend or remove it."
+                "annotations (each with a text); fix or remove it."
             ) from error
         requests.append(Request(source, texts))
     return requests
 
 
 def _first_there(folder: Path, names: tuple[str, ...]) -> str:
-    """The first of the names that is a file in the folder; the first name when none is."""
+    """The first of the names that is a file in the folder; the first name if none is."""
     return next((name for name in names if (folder / name).is_file()), names[0])
 
 
@@ -208,8 +208,8 @@ def load_samsum(root: Path, train_file: str | None = None) -> PairedText:
 def instruct(dialogue: str) -> str:
     """The source of a dialogue: an instruction before it and the delimiter of the summary after it.
 
-    The paper prepends "Summarize the following dialogue" to inputs and "TL;DR" to outputs. The delimiter stands at the
-    end of our source, so that the loss and the generated text are of the summary alone.
+    The paper prepends "Summarize the following dialogue" to inputs and "TL;DR" to outputs. Here the delimiter is at
+    the end of the source, so that loss and generated text cover the summary alone.
     """
     return f"Summarize the following dialogue\n{dialogue}\nTL;DR"
 
@@ -225,7 +225,7 @@ def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
         name = row.get("id", f"number {number}")
         for field in ("dialogue", "summary"):
             if not isinstance(row.get(field), str):
-                raise UserError(f"{path}: row {name} has no {field}; every row has id, dialogue, summary, so mend it.")
+                raise UserError(f"{path}: row {name} has no {field}; every row needs id, dialogue, summary, so fix it.")
         dialogue, summary = (row[field].replace("\r\n", "\n").strip() for field in ("dialogue", "summary"))
         if not summary:
             raise UserError(f"{path}: row {name} has an empty summary; write one, or remove the row.")
@@ -239,7 +239,7 @@ def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
 
 
 PAIRED = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}
-"""What reads a task's files below a folder, training on another file of it where one is named."""
+"""The function that reads a task's files below a folder, with another training file if one is named."""
 
 
 ENDINGS = (".txt", ".txt.gz", ".txt.xz")
@@ -266,17 +266,17 @@ class Corpus:
 def read_corpus(paths: Sequence[Path], end: str = "\n") -> Corpus:
     """Read text files (.txt, or that compressed as .gz or .xz), folders of them, sorted by name, or files of pairs.
 
-    The text is cut at blank lines: paragraphs that follow each other are joined to a document as long as they fit into
-    `MAX_CHARACTERS`, and only a paragraph that is longer is cut itself, at a blank where there is one. A .json file is
-    read as DART's and a .csv file as E2E's: each table with one of its texts is a document, as `task=dart` and
-    `task=e2e` lay them out.
+    The text is split at blank lines: consecutive paragraphs are joined to a document as long as they fit into
+    `MAX_CHARACTERS`; only a longer paragraph is split itself, at a blank if it has one. A .json file is read as DART's
+    and a .csv file as E2E's: each table with one of its texts is a document, in the layout of `task=dart` and
+    `task=e2e`.
 
     Args:
         paths: files and folders; in a folder only text files count.
-        end: the tokeniser's end of text, which stands between a table and its text.
+        end: the tokeniser's end of text, which separates a table and its text.
 
     Raises:
-        UserError: nothing there, no text file in a folder, a broken file, no UTF-8, or no text at all.
+        UserError: a missing path, a folder without text files, a broken file, no UTF-8, or no text at all.
     """
     documents: list[str] = []
     sha256: dict[str, str] = {}
@@ -291,7 +291,7 @@ def read_corpus(paths: Sequence[Path], end: str = "\n") -> Corpus:
 
 
 def split_documents(text: str, max_characters: int = MAX_CHARACTERS) -> list[str]:
-    """Cut a text into documents of at most `max_characters`; no character but blanks around the cuts is lost."""
+    """Split a text into documents of at most `max_characters`; only blanks at the splits are lost."""
     documents: list[str] = []
     gathered: list[str] = []
     size = 0
@@ -308,7 +308,7 @@ def split_documents(text: str, max_characters: int = MAX_CHARACTERS) -> list[str
 
 
 def _pieces(paragraph: str, max_characters: int) -> Iterator[str]:
-    """The paragraph, or cuts of it where it is too long; nothing where it is empty."""
+    """The paragraph, split if it is too long; nothing if it is empty."""
     while len(paragraph) > max_characters:
         cut = max(paragraph.rfind(blank, 0, max_characters) for blank in " \n")
         cut = cut if cut > 0 else max_characters
@@ -333,7 +333,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _pairs(file: Path) -> list[tuple[str, str]]:
-    """(table, text) of a file of DART or E2E; nothing of a text file."""
+    """(table, text) pairs of a file of DART or E2E; none for a text file."""
     if file.suffix == ".json":
         return [(entry.source, text) for entry in read_dart_json(file) for text in entry.references]
     return read_e2e_csv(file) if file.suffix == ".csv" else []

@@ -1,4 +1,4 @@
-"""Holds what a language task trains and is judged on, chooses among it, and reads files, with their fingerprints."""
+"""The examples of a language task: holds and selects them, and reads files with their fingerprints."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ class PairedText:
 
 
 def by_source(pairs: Iterable[tuple[str, str]]) -> list[Request]:
-    """Gather the targets of equal sources, in the order in which each source comes first."""
+    """Collect the targets of equal sources, in the order of the sources' first occurrence."""
     targets: dict[str, list[str]] = {}
     for source, target in pairs:
         targets.setdefault(source, []).append(target)
@@ -85,10 +85,10 @@ Data = TypeVar("Data", LabelledText, PairedText)
 def hold_out(data: Data, share: float, seed: int = 0) -> Data:
     """Set a random `share` of the training set aside, and validate on it instead; for tuning (0.2 in appendix A.2).
 
-    The split is fixed by `seed`, and what remains keeps its order. Labelled rows are chosen by their number alone,
-    exactly `share` of them. Where texts are paired, whole sources are, each by its own text alone, so that no source is
-    on both sides and no row decides on which side another one's source is; they make up about the share. The test set
-    stays as it is; of several validation sets only the new one is left.
+    The split is fixed by `seed`, and the remaining rows keep their order. Labelled rows are chosen by their number
+    alone, exactly `share` of them. Pairs are chosen by the text of their source, about `share` of them: no source is on
+    both sides, and no row affects the side of another source. The test set is unchanged; the new validation set
+    replaces all others.
 
     Raises:
         UserError: a share that leaves one of the two sides empty.
@@ -106,8 +106,8 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
     sources = {request.source for request in requests if keyed_fraction(request.source, seed) < share}
     if not 0 < len(sources) < len(requests):
         raise UserError(
-            f"data.holdout={share} leaves no source to train on, or none to validate on, of {len(requests)}: give "
-            "another share, or leave it out."
+            f"data.holdout={share} of {len(requests)} sources leaves one side empty: give another share, or leave it "
+            "out."
         )
     return replace(
         data,
@@ -118,9 +118,9 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
 
 
 def keep(data: Data, limit: int, seed: int = 0) -> Data:
-    """Keep a random choice of `limit` training examples, fixed by `seed`, in their order; fewer are part of more.
+    """Keep a random choice of `limit` training examples, fixed by `seed`, in their order; a smaller limit is a subset.
 
-    It goes by the rows' numbers, and never looks at what is in them.
+    The choice depends on the rows' numbers, never on their content.
 
     Raises:
         UserError: a limit below 1.
@@ -149,7 +149,7 @@ def _rows(part: Labelled, rows: list[int]) -> Labelled:
 
 
 def sha256_of_examples(examples: object) -> str:
-    """Fingerprint of examples (lists, strings, numbers) that lie in no file of ours: SHA-256 of their JSON, in hex."""
+    """Fingerprint of examples (lists, strings, numbers) without a file: SHA-256 of their JSON, in hex."""
     return sha256_of_bytes(json.dumps(examples, ensure_ascii=False).encode())
 
 
@@ -159,7 +159,7 @@ def read_text(path: Path, advice: str) -> str:
     Raises:
         UserError: no such file, or no UTF-8.
     """
-    if not is_file(path):  # reading a pipe would wait for ever, and a device would never end
+    if not is_file(path):  # reading a pipe could block, and a device may never end
         raise UserError(f"{path} is missing; {advice}.")
     try:
         return path.read_bytes().decode("utf-8-sig")
@@ -170,7 +170,7 @@ def read_text(path: Path, advice: str) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Is there an ordinary file? False too for a name that no file can have, and for links in a circle."""
+    """Whether it is a regular file; False for invalid names and circular links too."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -189,15 +189,15 @@ def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
     except UserError:
         raise
     except UnicodeEncodeError as error:
-        raise UserError(f"{path} holds half of a character (\\ud800 to \\udfff alone); mend or replace it.") from error
+        raise UserError(f"{path} holds a lone surrogate (\\ud800 to \\udfff); fix or replace it.") from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not JSON (line {error.lineno}: {error.msg}); it may be truncated, so replace it."
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:  # numbers of thousands of digits, thousands of brackets
-        raise UserError(f"{path} is no JSON that can be read ({reason(error)}); replace it.") from error
+        raise UserError(f"{path} is not readable JSON ({reason(error)}); replace it.") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} holds no list of objects, as the published file does; replace it.")
+        raise UserError(f"{path} does not hold a list of objects, as the published file does; replace it.")
     return rows
 
 
@@ -219,9 +219,9 @@ def sha256_of_bytes(*chunks: bytes) -> str:
 
 
 def keyed_fraction(content: str | bytes, key: int) -> float:
-    """A place in [0, 1): like a uniform draw, but the same on every machine; no other row has a part in it.
+    """A number in [0, 1) like a uniform draw, but the same on every machine and independent of other rows.
 
-    Equal contents have equal places, so copies of a row are never on both sides of a split.
+    Equal contents have equal numbers, so copies of a row are never on both sides of a split.
     """
     raw = content.encode() if isinstance(content, str) else content
     return int.from_bytes(hashlib.sha256(f"{key}\n".encode() + raw).digest()[:8]) / 2**64

@@ -1,4 +1,4 @@
-"""Finds what `from_pretrained` takes (a folder, the hub, its cache); makes tokenisers and configurations of models."""
+"""Finds pretrained models (in a folder, on the hub, in its cache); makes tokenisers and model configurations."""
 
 import json
 import sys
@@ -11,15 +11,15 @@ from groupwise.errors import UserError, command, did_you_mean, reason
 from groupwise.torchvision_import import mend_torchvision
 
 OWN = "pretrained/"
-"""How the names of models begin that lie in the checkout, and are asked for nowhere else."""
+"""Prefix of the models in the checkout, which are not on the hub."""
 PATIENCE = 5.0
-"""Seconds that the hub has to answer; transformers itself would go on asking for half a minute."""
+"""Seconds that the hub has to answer; transformers itself would retry for half a minute."""
 
 
 def locate(key: str, name: str) -> str:
-    """What to hand to `from_pretrained`: a folder, or a name that the hub has just shown to know.
+    """The argument for `from_pretrained`: a folder, or a name that exists on the hub.
 
-    A name that is no folder is asked for at the hub, once; where the hub cannot be reached, its cache will do.
+    If the name is not a folder, the hub is asked once; if it cannot be reached, its local cache is used.
 
     Args:
         key: the key of the configuration that holds `name`, for messages.
@@ -33,36 +33,36 @@ def locate(key: str, name: str) -> str:
         return place
     if name.startswith(OWN):
         raise UserError(
-            f"{key}={name} is a model of this project's own, and is not here: take the folder from a checkout, or make "
+            f"{key}={name} is one of this project's models and is not here: take the folder from a checkout, or make "
             "it as pretrained/README.md says (`make pretrain`)."
         )
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
 
-    mend = f"give {key}=FOLDER, one that save_pretrained wrote"
+    remedy = f"give {key}=FOLDER, written by save_pretrained"
     try:
         get_hf_file_metadata(hf_hub_url(place, "config.json"), timeout=PATIENCE)
     except HFValidationError as error:
-        raise UserError(f"{key}={name} is no folder, and no name on the hub is spelt like that: {mend}.") from error
+        raise UserError(f"{key}={name} is neither a folder nor a valid name on the hub: {remedy}.") from error
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
         raise UserError(
-            f"{key}={name} is no folder, and the hub shows no model of that name without a login: {mend}."
+            f"{key}={name} is not a folder, and the hub has no public model of that name: {remedy}."
         ) from error
-    except Exception as error:  # whatever networks do
+    except Exception as error:  # a network may raise anything
         cached = try_to_load_from_cache(place, "config.json")
         if isinstance(cached, str):
             return str(Path(cached).parent)
         raise UserError(
-            f"{key}={name} is no folder, and the hub cannot be reached ({reason(error)}): {mend}, or "
+            f"{key}={name} is not a folder, and the hub cannot be reached ({reason(error)}): {remedy}, or "
             "model.fresh=true with model.architecture for random weights."
         ) from error
     return place
 
 
 def find_source(name: str) -> str:
-    """A folder as it is named, else that folder below the checkout (``pretrained/gpt2_mini``), else the name itself.
+    """The folder `name`, else that folder below the checkout (``pretrained/gpt2_mini``), else the name itself.
 
-    What is returned as it came is a name on the Hugging Face hub, or in its local cache.
+    A name that is returned unchanged is one on the Hugging Face hub or in its local cache.
     """
     for folder in (Path(name).expanduser(), CHECKOUT / name):
         if folder.is_dir():
@@ -78,9 +78,9 @@ def load_tokenizer(name: str) -> Any:
     """The fast tokeniser of ``name``: a transformers folder, one with GPT-2's original files, or a name on the hub.
 
     Raises:
-        UserError: nothing of the kind there; the hub cannot be reached.
+        UserError: there is no such tokeniser; the hub cannot be reached.
     """
-    mend_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, whose import would fail
     from transformers import AutoTokenizer
 
     folder = Path(find_source(name))
@@ -89,14 +89,14 @@ def load_tokenizer(name: str) -> Any:
     place = locate("model.tokenizer", name)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
-        tokenizer(["A text."])  # settings of a wrong type show only now
+        tokenizer(["A text."])  # settings of a wrong type raise only here
     except Exception as error:  # tokenizers raises bare ones
         raise UserError(
             f"{name} holds no tokeniser that can be read ({reason(error)}): give model.tokenizer=FOLDER, with a "
             f"transformers tokeniser or GPT-2's {' and '.join(GPT2_FILES)}."
         ) from error
     if not tokenizer.is_fast or len(tokenizer) == 0:
-        raise UserError(f"The tokeniser {name} has no tokenizer.json that can be read: save it again, as a fast one.")
+        raise UserError(f"The tokeniser {name} has no readable tokenizer.json: save it again as a fast tokeniser.")
     return tokenizer
 
 
@@ -110,7 +110,7 @@ def read_gpt2(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
             raise ValueError("tokens are numbered with whole numbers")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{folder} has no readable {' and '.join(GPT2_FILES)} of GPT-2 ({reason(error)}): copy them anew."
+            f"{folder} has no readable {' and '.join(GPT2_FILES)} of GPT-2 ({reason(error)}): copy them again."
         ) from error
     return vocabulary, merges
 
@@ -123,9 +123,7 @@ def gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) ->
     try:
         return GPT2Tokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
     except Exception as error:  # tokenizers raises bare ones
-        raise UserError(
-            f"GPT-2's {' and '.join(GPT2_FILES)} do not go together ({reason(error)}): copy both."
-        ) from error
+        raise UserError(f"GPT-2's {' and '.join(GPT2_FILES)} do not match ({reason(error)}): copy both.") from error
 
 
 MERGES = 8000
@@ -136,7 +134,7 @@ def first_merges(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """GPT-2's tokens below 256 + `MERGES`, under their own ids, and the merges that make them."""
     vocabulary, merges = read_gpt2(folder)
     if len(merges) < MERGES:
-        raise UserError(f"{folder} has {len(merges)} merges, and {MERGES} are taken: give GPT-2's own files.")
+        raise UserError(f"{folder} has {len(merges)} merges, but {MERGES} are needed: give GPT-2's own files.")
     return {token: number for token, number in vocabulary.items() if number < BYTES + MERGES}, merges[:MERGES]
 
 
@@ -164,14 +162,14 @@ SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def make_config(settings: ModelConfig, tokenizer: Any) -> Any:
-    """What the model will be: its shape, its special tokens and its dropout; no weights yet.
+    """The model's configuration: its shape, special tokens and dropout, without weights.
 
-    Fresh weights take their special tokens from the tokeniser, and without `source` the size of its vocabulary, where
-    `shape` gives none.
+    Fresh weights take their special tokens from the tokeniser. Without `source` they also take the size of its
+    vocabulary, unless `shape` gives one.
 
     Raises:
-        UserError: no model is named; nothing there; an unknown architecture, key or value; a size below 1; a tokeniser
-            with more tokens than the model, or with another end of text; dropout in a model that has none.
+        UserError: no model is named, or it is not found; an unknown architecture, key or value; a size below 1; a
+            tokeniser with more tokens than the model, or with another end of text; dropout in a model that has none.
     """
     if settings.fresh and settings.architecture:
         config = _described(settings, tokenizer)
@@ -189,7 +187,7 @@ def make_config(settings: ModelConfig, tokenizer: Any) -> Any:
 
 
 def named(settings: ModelConfig) -> str:
-    """How messages call the model."""
+    """The model's name in messages."""
     if settings.fresh and settings.architecture:
         return f"model.architecture={settings.architecture}"
     return f"model.source={settings.source}"
@@ -203,7 +201,7 @@ def _described(settings: ModelConfig, tokenizer: Any) -> Any:
     if architecture not in known:
         close = did_you_mean(architecture, known)
         raise UserError(
-            f"model.architecture={architecture} is no model type of transformers{close}: give one, such as gpt2."
+            f"model.architecture={architecture} is not a model type of transformers{close}: give one, such as gpt2."
         )
     config_class = transformers.CONFIG_MAPPING[architecture]
     shape = _shape(config_class, settings)
@@ -216,10 +214,10 @@ def _found(settings: ModelConfig, tokenizer: Any) -> Any:
     source = str(settings.source)
     place = locate("model.source", source)
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
-        raise UserError(f"model.source={source} has no config.json: give a folder that save_pretrained wrote.")
+        raise UserError(f"model.source={source} has no config.json: give a folder written by save_pretrained.")
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a broken config.json
+    except Exception as error:  # transformers may raise anything on a broken config.json
         raise UserError(
             f"model.source={source} has no configuration that transformers can read ({reason(error)}): give a "
             "folder that save_pretrained wrote."
@@ -241,12 +239,12 @@ def _found(settings: ModelConfig, tokenizer: Any) -> Any:
 
 
 def _shape(config_class: Any, settings: ModelConfig) -> dict[str, Any]:
-    """`model.shape` under the names that the configuration itself uses."""
+    """`model.shape` under the configuration's own names."""
     known = set(config_class().to_dict()) | set(config_class.attribute_map)
     for key in settings.shape:
         if key not in known:
             raise UserError(
-                f"model.shape.{key} is no key of a {config_class.model_type} configuration{did_you_mean(key, known)}."
+                f"model.shape.{key} is not a key of a {config_class.model_type} config{did_you_mean(key, known)}."
             )
     return {config_class.attribute_map.get(key, key): value for key, value in settings.shape.items()}
 
@@ -258,7 +256,7 @@ def _made(config_class: Any, values: dict[str, Any]) -> Any:
         return config_class.from_dict(values)
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
-        raise UserError(f"model.shape makes no {config_class.model_type} ({reason}): correct it.") from error
+        raise UserError(f"model.shape does not fit a {config_class.model_type} ({reason}): correct it.") from error
 
 
 def _tokens(tokenizer: Any) -> dict[str, int]:
@@ -267,7 +265,7 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _check_sizes(config: Any, settings: ModelConfig) -> None:
-    """Transformers builds some models with sizes that no text can pass through."""
+    """Refuse sizes below 1, with which transformers builds some models all the same."""
     for name in SIZES:
         size = getattr(config, name, 1)
         if isinstance(size, int) and size < 1:
@@ -280,18 +278,18 @@ def _check_vocabulary(config: Any, settings: ModelConfig, tokenizer: Any) -> Non
     if rows is not None and len(tokenizer) > rows:
         raise UserError(
             f"The tokeniser has {len(tokenizer)} tokens, but {named(settings)} embeds only {rows}: give the tokeniser "
-            "that the model was made with (model.tokenizer), or a larger model.shape.vocab_size for fresh weights."
+            "of that model (model.tokenizer), or a larger model.shape.vocab_size for fresh weights."
         )
     ends = config.eos_token_id, tokenizer.eos_token_id
     if not settings.fresh and all(isinstance(end, int) for end in ends) and ends[0] != ends[1]:
         raise UserError(
             f"The tokeniser ends a text with token {ends[1]}, but {named(settings)} with token {ends[0]}: give the "
-            "tokeniser that the model was made with (model.tokenizer)."
+            "model's own tokeniser (model.tokenizer)."
         )
 
 
 def _set_dropout(config: Any, settings: ModelConfig) -> None:
-    """Every rate that the configuration has, whatever its family calls it; whole layers are never dropped out."""
+    """Set all dropout rates, under the names of the model's family; layer dropout is always 0."""
     rates = [
         name
         for name, value in config.to_dict().items()
@@ -304,7 +302,7 @@ def _set_dropout(config: Any, settings: ModelConfig) -> None:
         ("attention_dropout", settings.attention_dropout, attention),
     ):
         if value and not names:
-            raise UserError(f"model.{key}={value:g} was asked for, but a {config.model_type} has none: leave it out.")
+            raise UserError(f"model.{key}={value:g} was given, but a {config.model_type} has none: leave it out.")
         for name in names if value is not None else ():
             setattr(config, name, float(value))  # type: ignore[arg-type]
 

@@ -101,8 +101,8 @@ class UnitVarianceConv(nn.Module):
     """A convolution as Yu's baseline makes it: filters standardised to variance 1, weights N(0, 2/fan_out).
 
     `WSConv2d` gives filters of norm 1, so its input is multiplied by √fan_in here. The normalisation that
-    follows cancels the factor in the forward pass, but not in the gradient of the bias, and that one counts
-    in the norm which is clipped.
+    follows cancels the factor in the forward pass but not in the bias gradient, which is part of the norm
+    that is clipped.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, *, weight_standardization: bool) -> None:
@@ -266,7 +266,7 @@ def wide_resnet(
     counts = {"width": width, "num_classes": num_classes, "in_channels": in_channels, "norm_groups": norm_groups}
     for name, value in counts.items():
         if value < 1:
-            raise UserError(f"{name}={value} was given, but it counts something; use a whole number of at least 1.")
+            raise UserError(f"{name}={value} was given, but it is a count; use a whole number of at least 1.")
     return WideResNet(
         depth=depth,
         width=width,
@@ -281,7 +281,7 @@ def wide_resnet(
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UserError(f"{name}={value!r} was given, but it is one of {', '.join(choices)}.")
+        raise UserError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}.")
 
 
 HIDDEN = 64

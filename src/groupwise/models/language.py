@@ -18,9 +18,9 @@ Kind = Literal["SequenceClassification", "CausalLM", "MaskedLM"]
 LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"
 UNLIMITED = sys.maxsize
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts."""
+"""Names of the number of experts in configurations."""
 WITHOUT_EXPERTS = ("lora", "attention")
-"""Choices of `model.trains` that leave experts as they are."""
+"""Choices of `model.trains` that freeze the experts."""
 
 
 def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: Any) -> nn.Module:
@@ -30,9 +30,9 @@ def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: 
     pooler where only a language model was pretrained. Causal models classify by their last token.
 
     Raises:
-        UserError: as `make_config` does; weights that cannot be read, are no safetensors, or lack more than the head.
+        UserError: as `make_config`; weights that cannot be read, are not safetensors, or lack more than the head.
     """
-    mend_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, whose import would fail
     config = make_config(settings, tokenizer)
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: label for label, name in enumerate(classes)}
@@ -45,17 +45,17 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     Head and token embedding are one parameter where the model says so; `settings.untie` makes them two equal ones.
 
     Raises:
-        UserError: as `load_classifier` does; an encoder, which sees the tokens to come.
+        UserError: as `load_classifier`; an encoder, which sees future tokens.
     """
     mend_torchvision()
     return _load(settings, make_config(settings, tokenizer), tokenizer, "CausalLM")
 
 
 def load_masked(settings: ModelConfig, tokenizer: Any) -> nn.Module:
-    """An encoder that predicts hidden tokens, in training mode, float32: logits (B, T, V).
+    """An encoder that predicts masked tokens, in training mode, float32: logits (B, T, V).
 
     Raises:
-        UserError: as `load_classifier` does; a causal model; `settings.untie`.
+        UserError: as `load_classifier`; a causal model; `settings.untie`.
     """
     if settings.untie:
         raise UserError("model.untie is for causal language models: leave it out of masked pretraining.")
@@ -74,9 +74,9 @@ def position_limit(model: nn.Module) -> int:
 
 
 def is_head(model: nn.Module, name: str) -> bool:
-    """Whether a parameter belongs to what a classifier adds to the pretrained model (its pooler included).
+    """Whether a parameter belongs to the head that a classifier adds to the pretrained model (its pooler included).
 
-    The output layer of a language model was pretrained, so it is no head.
+    The output layer of a language model was pretrained, so it is not a head.
     """
     network: Any = model
     if network.get_output_embeddings() is not None:
@@ -104,7 +104,7 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.
     if settings.untie:
         _untie(model)
     text = model.config.get_text_config()
-    if text.pad_token_id is None:  # after the embedding was made, which would not train the row of a known one
+    if text.pad_token_id is None:  # after the embedding was made: otherwise it would not train the padding row
         padding = tokenizer.pad_token_id
         text.pad_token_id = tokenizer.eos_token_id if padding is None else padding
         if model.can_generate():
@@ -113,7 +113,7 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.
 
 
 def padding_token(model: nn.Module) -> int:
-    """The token to pad with: the model's own, as a causal classifier takes its last token before those. 0 for none."""
+    """The model's padding token, before which a causal classifier takes its last token; 0 if it has none."""
     found = model.config.get_text_config().pad_token_id  # type: ignore[operator,union-attr]
     return 0 if found is None else int(found)
 
@@ -128,9 +128,9 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
     masked = among("MODEL_FOR_MASKED_LM_MAPPING")
     encoder = config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False))
     if kind == "CausalLM" and (encoder or not among("MODEL_FOR_CAUSAL_LM_MAPPING")):
-        raise UserError(f"{named(settings)} ({config.model_type}) predicts no next token: give {LIKE_GPT2}.")
+        raise UserError(f"{named(settings)} ({config.model_type}) does not predict the next token: give {LIKE_GPT2}.")
     if kind == "MaskedLM" and not masked:
-        raise UserError(f"{named(settings)} ({config.model_type}) predicts no hidden tokens: give {LIKE_ROBERTA}.")
+        raise UserError(f"{named(settings)} ({config.model_type}) does not predict masked tokens: give {LIKE_ROBERTA}.")
     if kind == "SequenceClassification" and not among("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"):
         raise UserError(
             f"{named(settings)} ({config.model_type}) has no classifier in transformers: give {LIKE_ROBERTA}."
@@ -138,15 +138,15 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
 
 
 def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
-    """What a configuration names that cannot train here, before any weight is read."""
+    """Refuse configurations that cannot be trained here, before any weight is read."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 
     text = config.get_text_config()
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else type(quantised).__name__
         raise UserError(
-            f"{named(settings)} is quantised ({method}): give the model that it was made from; in bfloat16, with "
-            "model.trains=lora model.frozen_dtype=bfloat16, its frozen weights take two bytes each."
+            f"{named(settings)} is quantised ({method}): give the original model; with model.trains=lora "
+            "model.frozen_dtype=bfloat16 its frozen weights take two bytes each."
         )
     if kind == "CausalLM" and type(config) in CAUSAL:
         seeing = str(getattr(CAUSAL[type(config)], "__name__", "")).endswith("ForConditionalGeneration")
@@ -154,8 +154,8 @@ def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
         seeing = hasattr(config, "vision_config") or hasattr(config, "audio_config")
     if seeing and not config.is_encoder_decoder:
         raise UserError(
-            f"{named(settings)} ({config.model_type}) reads more than text, and those parts could not train on it: "
-            "give a model of text alone, such as gemma3_text."
+            f"{named(settings)} ({config.model_type}) is multimodal, and its other parts would get no gradient from "
+            "text: give a text-only model, such as gemma3_text."
         )
     numbers = {key: getattr(text, key, None) for key in EXPERTS}
     experts = [f"{key}={found}" for key, found in numbers.items() if isinstance(found, int) and found > 1]
@@ -170,9 +170,9 @@ def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
 def _build(settings: ModelConfig, automatic: Any, config: Any, options: dict[str, Any]) -> Any:
     try:
         return automatic.from_config(config, **options)
-    except Exception as error:  # whatever the model's own code makes of a shape
-        mend = _no_sdpa(error) or "correct model.shape"
-        raise UserError(f"{named(settings)} cannot be built ({reason(error)}): {mend}.") from error
+    except Exception as error:  # the model's own code may raise anything
+        remedy = _no_sdpa(error) or "correct model.shape"
+        raise UserError(f"{named(settings)} cannot be built ({reason(error)}): {remedy}.") from error
 
 
 def _read(settings: ModelConfig, automatic: Any, config: Any, options: dict[str, Any]) -> Any:
@@ -186,9 +186,9 @@ def _read(settings: ModelConfig, automatic: Any, config: Any, options: dict[str,
             use_safetensors=True,  # no pickle
             **options,
         )
-    except Exception as error:  # whatever transformers, safetensors and the model's own code make of broken files
-        mend = _no_sdpa(error) or "give a folder that save_pretrained wrote, or model.fresh=true for random weights"
-        raise UserError(f"{named(settings)} cannot be loaded ({reason(error)}): {mend}.") from error
+    except Exception as error:  # transformers, safetensors and the model's own code may raise anything on broken files
+        remedy = _no_sdpa(error) or "give a folder written by save_pretrained, or model.fresh=true for random weights"
+        raise UserError(f"{named(settings)} cannot be loaded ({reason(error)}): {remedy}.") from error
     absent = sorted(name for name in info["missing_keys"] if not is_head(model, name))
     misshapen = sorted(name for name, *_ in info["mismatched_keys"] if not is_head(model, name))
     for names, what in ((absent, "has no weights for"), (misshapen, "has weights of another shape for")):
@@ -206,7 +206,7 @@ def _no_sdpa(error: Exception) -> str:
 
 
 def _untie(model: Any) -> None:
-    """Give the head a weight of its own, equal to that of the token embedding; nothing where it has one already."""
+    """Give the head its own copy of the token embedding, unless the two are untied already."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embedding.weight:
         head.weight = nn.Parameter(embedding.weight.detach().clone())
@@ -215,7 +215,7 @@ def _untie(model: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No report on fresh heads, which are expected, and no progress bars in logs."""
+    """Without transformers' report on fresh heads, which are expected, and without its progress bars."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -231,13 +231,13 @@ def _quiet() -> Iterator[None]:
 
 
 class MeanPooled(nn.Module):
-    """`model.pool=mean`: a classifier of transformers whose head reads the mean over the tokens that are no padding.
+    """`model.pool=mean`: a classifier of transformers whose head reads the mean over all tokens except padding.
 
-    The model's own head is used as it is, on that mean in the place of the first token. Called as the model is; what it
-    returns has `logits` (B, classes).
+    The model's own head is applied to that mean in place of the first token. It is called like the model and returns
+    an object with `logits` (B, classes).
 
     Raises:
-        UserError: the model's head is not one that reads the first token's features, as RoBERTa's is.
+        UserError: the model's head does not read the first token's features, as RoBERTa's does.
     """
 
     def __init__(self, model: Any) -> None:

@@ -14,13 +14,13 @@ from groupwise.models.language import is_head
 from groupwise.torchvision_import import mend_torchvision
 
 SELF_ATTENTION = {"attention", "attn", "self_attn", "self_attention", "selfattention"}
-"""What transformers' models call the module of their self-attention."""
+"""Names of the self-attention module in transformers' models."""
 
 
 def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
-    """Freeze all but what `settings.trains` names, in place; returns the model, wrapped by peft for `lora`.
+    """Freeze all parameters but those of `settings.trains`, in place; returns the model, wrapped by peft for `lora`.
 
-    * all: everything that trains in the model as it is.
+    * all: every parameter that the model itself trains.
     * attention: every parameter inside a self-attention module (appendix A.2), and the head. For RoBERTa that is
       `attention.self` and `attention.output` with its LayerNorm; for GPT-2 `attn`, not the LayerNorm before it.
     * bias: every parameter called bias, and the head.
@@ -28,12 +28,12 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
     * lora: low-rank adapters beside frozen layers, and the head.
 
     The head is what a classifier adds to the pretrained model (`is_head`). A language model has none: its output layer
-    was pretrained, and often is the token embedding itself. What trains is float32. Frozen matrices are
-    `settings.frozen_dtype`; bfloat16 needs autocast in the forward pass, which brings them and float32 layers together.
+    was pretrained, and is often tied to the token embedding. Trainable parameters are float32. Frozen matrices are
+    `settings.frozen_dtype`; bfloat16 needs autocast in the forward pass, where they meet float32 layers.
 
     Raises:
-        UserError: an unknown choice, one that the model has no parameter for, or an unknown target of adapters; a model
-            that cannot compute its blocks again, where `settings.rematerialize` asks for it.
+        UserError: an unknown choice, one that no parameter of the model matches, or an unknown target of adapters;
+            `settings.rematerialize` for a model that cannot compute its blocks again.
     """
     match settings.trains:
         case "all":
@@ -56,7 +56,7 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad or settings.frozen_dtype == "float32":
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        elif parameter.dim() > 1:  # biases and norms weigh nothing, and torch's own norms refuse some mixtures
+        elif parameter.dim() > 1:  # biases and norms are small, and torch's norms refuse mixed dtypes
             parameter.data = parameter.data.to(torch.bfloat16)
     if settings.rematerialize:
         _rematerialize(model)
@@ -64,7 +64,7 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
 
 
 def _rematerialize(model: Any) -> None:
-    """Keep what enters each block alone; the backward pass computes the block again."""
+    """Keep only each block's input; the backward pass computes the block again."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(network, "supports_gradient_checkpointing", False):
         raise UserError(f"{type(network).__name__} cannot compute its blocks again: leave model.rematerialize out.")
@@ -82,7 +82,7 @@ def _train_only(model: nn.Module, chosen: Callable[[str], bool], what: str) -> N
 
 
 PATIENCE = 10
-"""Steps in a row that may leave all adapters where they are (Poisson sampling draws an empty batch now and then)."""
+"""Consecutive steps in which no adapter may change (Poisson sampling draws an empty batch now and then)."""
 
 
 def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
@@ -92,10 +92,10 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
     adapters.
 
     Raises:
-        UserError: a target that is no layer which could take an adapter, or none given for a model that peft knows no
-            targets of; settings that peft refuses.
+        UserError: a target that names no layer which could take an adapter; no target, for a model without defaults in
+            peft; settings that peft refuses.
     """
-    mend_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, whose import would fail
     import peft
 
     layers = _layers(model)
@@ -123,18 +123,18 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
             )
             return peft.get_peft_model(model, config)  # type: ignore[arg-type]
         except (ValueError, TypeError) as error:
-            raise UserError(f"peft refuses model.lora ({error}).") from error
+            raise UserError(f"peft refuses model.lora ({error}): correct it.") from error
 
 
 def check_adapters(model: nn.Module, logits_of: Callable[[list[np.ndarray]], Tensor]) -> None:
-    """Ask, before any training, whether the logits depend on every adapter: noise would move those that they do not.
+    """Check, before training, that the logits depend on every adapter: noise alone would change any other.
 
-    It asks of made-up tokens, so no example has a part in the answer. B starts at zero, and no gradient reaches A
-    before B has moved: the gradient of B is zero where the adapter's output, or what A makes of its input, is lost.
+    It uses random tokens and no example of the data. B starts at zero, so A has no gradient at first; the gradient of
+    B is zero if the adapter's output, or A's output, is not used.
 
     Args:
         model: with adapters, whose mode is as before afterwards.
-        logits_of: rows of tokens -> the model's answer.
+        logits_of: rows of tokens -> the model's logits.
 
     Raises:
         UserError: naming an adapter without a gradient.
@@ -151,7 +151,8 @@ def check_adapters(model: nn.Module, logits_of: Callable[[list[np.ndarray]], Ten
     for name, gradient in zip(sides, found, strict=True):
         if gradient is None or not gradient.any():
             raise UserError(
-                f"No text moves adapter {name!r}, so noise alone would: leave its layer out of model.lora.targets."
+                f"Adapter {name!r} has no effect on the logits, so noise alone would change it: leave its layer out of "
+                "model.lora.targets."
             )
 
 
@@ -160,10 +161,10 @@ MADE_UP = 12
 
 
 class MovedAdapters:
-    """Watches that every adapter learns: all B after the first step that moves one, then all A.
+    """Checks that every adapter learns: all B after the first step that changes one, then all A.
 
-    B starts at zero, and no gradient reaches A before B has moved. The copies are dropped as soon as they have served.
-    With noise everything moves: there `check_adapters` has asked before.
+    B starts at zero, and A has no gradient before B has changed. The copies are freed as soon as they are not needed.
+    With noise everything changes, so `check_adapters` checks before training.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -176,10 +177,10 @@ class MovedAdapters:
         self._idle = 0
 
     def check(self, step: int) -> None:
-        """Look at the adapters after step `step`, 0-based; free once both have moved.
+        """Check the adapters after step `step`, 0-based; costs nothing once both factors have changed.
 
         Raises:
-            UserError: naming an adapter that stayed where it was while others moved; or none has moved for long.
+            UserError: naming an adapter that did not change while others did; or none has changed for long.
         """
         if not self._waiting:
             return
@@ -202,7 +203,7 @@ class MovedAdapters:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers that can take an adapter which the clipping engine has a rule for: no heads and no tied embeddings."""
+    """Layers that can take an adapter with a clipping rule: no heads and no tied embeddings."""
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     return {
         name: layer
@@ -214,13 +215,13 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _usual_targets(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """Those that peft knows for the model's type: c_attn for GPT-2, query and value for RoBERTa."""
+    """peft's default layers for the model's type: c_attn for GPT-2, query and value for RoBERTa."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
     kind = model.config.model_type  # type: ignore[union-attr]
     targets = USUAL.get(str(kind))
     if not isinstance(targets, list):
-        raise UserError(f"peft knows no usual layers of {kind}: give model.lora.targets, some of {_ends(layers)}.")
+        raise UserError(f"peft has no default layers for {kind}: give model.lora.targets, some of {_ends(layers)}.")
     return targets
 
 

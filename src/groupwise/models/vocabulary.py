@@ -2,7 +2,7 @@
 
     python -m groupwise.models.vocabulary OUT SIZE TEXT...
 
-The private texts have no part in it: a vocabulary that is counted from them would tell of their words, at no epsilon.
+The private texts are not used: a vocabulary counted from them would reveal their words, outside of any epsilon.
 """
 
 import json
@@ -20,13 +20,13 @@ RECORD = "vocabulary.json"
 
 
 def train_vocabulary(corpus: Corpus, size: int) -> Any:
-    """GPT-2's kind of tokeniser with `size` tokens, <|endoftext|> last: the same bytes for the same texts.
+    """A tokeniser like GPT-2's with `size` tokens, <|endoftext|> last: the same bytes for the same texts.
 
     Byte-pair encoding (Sennrich et al., 2016) on bytes, by the tokenizers library; every byte is a token, so no text is
     unknown.
 
     Raises:
-        UserError: a size that holds no merge, or more than the texts give.
+        UserError: a size without room for a merge, or larger than the texts give.
     """
     from tokenizers import ByteLevelBPETokenizer
 
@@ -38,13 +38,13 @@ def train_vocabulary(corpus: Corpus, size: int) -> Any:
     found = json.loads(trainer.to_str())["model"]
     if len(found["vocab"]) != size - 1:
         raise UserError(
-            f"The texts give a vocabulary of {len(found['vocab']) + 1}, and {size} was asked for: give more text."
+            f"The texts give a vocabulary of {len(found['vocab']) + 1}, but {size} was asked for: give more text."
         )
     return gpt2_tokenizer({**found["vocab"], END_OF_TEXT: size - 1}, [tuple(merge) for merge in found["merges"]])
 
 
 def write_vocabulary(folder: Path, size: int, texts: list[Path]) -> bool:
-    """Train on the texts (as `read_corpus` reads them) and write the tokeniser, unless it is there; tells which."""
+    """Train on texts (see `read_corpus`) and write the tokeniser unless it exists; returns whether it did so."""
     corpus = read_corpus(texts, END_OF_TEXT)
     record = {"tokens": size, "sha256": corpus.sha256}
     if (folder / RECORD).is_file() and json.loads((folder / RECORD).read_text(encoding="utf-8")) == record:

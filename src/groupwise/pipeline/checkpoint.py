@@ -1,8 +1,7 @@
-"""Saves checkpoints and weights of a pipeline, a file for each stage; all processes see one file system.
+"""Saves checkpoints and weights of a pipeline, one file per stage, on a file system that all processes share.
 
-`checkpoint.pt` names a folder with every stage's file and is written last: killed at any moment, a run finds the last
-complete checkpoint, and the one before it. Weights are kept under the whole model's names, so any number of stages can
-read them.
+`checkpoint.pt` names a folder with every stage's file and is written last, so a run that is killed always leaves a
+complete checkpoint. Weights are saved under the whole model's names, so any number of stages can read them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from groupwise.training.checkpoint import load_checkpoint, previous, save_checkp
 from groupwise.training.ranks import Alone, Ranks
 
 LARGEST = 8 << 30
-"""Bytes of a model that is also written as one file."""
+"""Bytes up to which a model is also written as one file."""
 
 
 def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone | Ranks) -> None:
@@ -30,10 +29,10 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
     Args:
         path: of checkpoint.pt; the stages' files go to a folder beside it, which it names.
         own: the stage's state, the same in every replica.
-        common: what is the same on all stages; the main process's is kept, and must have "step".
+        common: the state that all stages share, with the key "step"; the main process's is written.
 
     Raises:
-        UserError: on every process, when any cannot write; the checkpoint before it stays as it was.
+        UserError: on every process, if any of them cannot write; the previous checkpoint is kept.
     """
     folder = path.with_name(f"{path.stem}-{ranks.broadcast(common['step'])}")
     problem = None
@@ -58,12 +57,12 @@ def load(path: Path, ranks: Alone | Ranks, device: torch.device) -> dict[str, An
     state = load_checkpoint(path, device)
     if state["stages"] != ranks.stages:
         raise UserError(
-            f"{path} is of {state['stages']} stages, not {ranks.stages}: give pipeline.stages={state['stages']}, or "
-            "start afresh with overwrite=true."
+            f"{path} was written by {state['stages']} stages, not {ranks.stages}: give "
+            f"pipeline.stages={state['stages']}, or start afresh with overwrite=true."
         )
     if not re.fullmatch(r"\w+-\d+", str(state["folder"])):
         raise UserError(
-            f"{path} names {state['folder']}, which is no folder of a checkpoint: start afresh with overwrite=true."
+            f"{path} names {state['folder']}, which is not a checkpoint's folder: start afresh with overwrite=true."
         )
     return {**state, **load_checkpoint(path.with_name(state["folder"]) / _file(ranks.stage), device)}
 
@@ -79,7 +78,7 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
         state: the stage's own state dict, the same in every replica.
 
     Raises:
-        UserError: on every process, when any cannot write.
+        UserError: on every process, if any of them cannot write.
     """
     weights = {names[name]: tensor for name, tensor in state.items()}
     sizes = ranks.gather(sum(tensor.nbytes for tensor in weights.values()))
@@ -96,14 +95,14 @@ def read_weights(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
     """Weights that `save_weights` wrote, for a stage of any cut of the same model (or for all of it).
 
     Args:
-        path: of model.pt, whether that is there or the stages' files alone.
+        path: of model.pt, which may be missing if the stages' files are there.
         names: of the stage → of the whole model, as `Stage.names` gives them.
 
     Returns:
-        What the stage's `load_state_dict` takes.
+        A state dict for the stage.
 
     Raises:
-        UserError: nothing there, or weights that the stage needs are missing.
+        UserError: there are no files, or weights that the stage needs are missing.
     """
     files = [path] if path.is_file() else sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))
     wanted: dict[str, list[str]] = {}
@@ -138,7 +137,7 @@ def _merge(path: Path, stages: int) -> None:
 
 
 def _remove_others(path: Path) -> None:
-    """Remove the folders that neither the last checkpoint nor the one before it names."""
+    """Remove all folders but those of the last checkpoint and the one before it."""
     kept = {load_checkpoint(file)["folder"] for file in (path, previous(path)) if file.is_file()}
     for folder in path.parent.glob(f"{path.stem}-*"):
         if folder.name not in kept and folder.is_dir():
@@ -146,7 +145,7 @@ def _remove_others(path: Path) -> None:
 
 
 def _tried(write: Callable[..., None], *args: Any) -> str | None:
-    """What the user can fix, if that went wrong."""
+    """Write, and return the sentence for the user if that fails, else None."""
     try:
         write(*args)
     except OSError as error:
@@ -157,6 +156,6 @@ def _tried(write: Callable[..., None], *args: Any) -> str | None:
 
 
 def _agree(problem: str | None, ranks: Alone | Ranks) -> None:
-    """Wait for all, and raise on each what any of them met."""
+    """Wait for all processes, and raise the first error on each."""
     if found := next(filter(None, ranks.gather(problem)), None):
         raise UserError(found)

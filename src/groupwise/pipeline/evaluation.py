@@ -1,8 +1,8 @@
-"""Evaluates a model in stages: forward passes one after the other, without gradients, and beam search over them.
+"""Evaluates a model in stages: forward passes without gradients, and beam search over them.
 
-The search is transformers', on the last stage. For each forward pass that it makes, the last stage tells all stages the
-new tokens and how the rows were reordered; then the stages run one after the other, each with its own blocks' keys and
-values.
+The search is transformers' and runs on the last stage. For each of its forward passes, the last stage sends all stages
+the new tokens and the new order of the rows; then the stages run one after the other, each with the key-value cache of
+its own blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from groupwise.tasks.beam_search import generate
 from groupwise.torchvision_import import mend_torchvision
 from groupwise.training.task import Feed, Microbatch, Split, eval_mode
 
-mend_torchvision()  # before transformers, which falls without it
+mend_torchvision()  # before transformers, whose import would fail
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
@@ -33,10 +33,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 class StageLink:
     """One process's link to the other stages; all processes of the pipeline make the same calls in the same order.
 
-    With one stage nothing is sent, and no process group is asked.
+    With one stage nothing is sent, and no process group is needed.
 
     Args:
-        stage: the piece of the model that this process hosts.
+        stage: the part of the model on this process.
         device: of this process.
         group: the processes of the pipeline, in the order of the stages; None takes all.
     """
@@ -45,14 +45,14 @@ class StageLink:
         self.stage, self.device, self._group = stage, device, group
 
     def through(self, first: Tensor, **kwargs: Any) -> Tensor | None:
-        """One forward pass: take from the stage before, run `stage.hidden`, give to the stage after.
+        """One forward pass: receive from the stage before, run `stage.hidden`, send to the stage after.
 
         Args:
-            first: what the first stage reads, on this device; the others need its shape alone.
-            kwargs: what `stage.hidden` takes.
+            first: the input of the first stage, on this device; the others need its shape alone.
+            kwargs: arguments of `stage.hidden`.
 
         Returns:
-            On the last stage its hidden activations; None on the others.
+            The hidden activations on the last stage; None on the others.
         """
         stage = self.stage
         if not stage.first:
@@ -66,13 +66,13 @@ class StageLink:
         return None
 
     def broadcast_(self, numbers: Tensor) -> Tensor:
-        """The last stage's tensor to all, in place; the others pass one of its shape and type."""
+        """Broadcast the last stage's tensor, in place; the others pass a tensor of the same shape and dtype."""
         if self.stage.count > 1:
             dist.broadcast(numbers, group=self._group, group_src=self.stage.count - 1)
         return numbers
 
     def broadcast(self, value: Any) -> Any:
-        """What the last stage passed in, to all; for small things, seldom."""
+        """Broadcast a small object of the last stage."""
         values = [value]
         if self.stage.count > 1:
             dist.broadcast_object_list(values, group=self._group, group_src=self.stage.count - 1, device=self.device)
@@ -81,7 +81,7 @@ class StageLink:
 
 @runtime_checkable
 class Staged(Protocol):
-    """A task whose model can be in stages: `tasks.TextGeneration` and `tasks.ImageClassification`."""
+    """A task whose model can be split into stages: `tasks.TextGeneration` and `tasks.ImageClassification`."""
 
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Makes the microbatches of a split."""
@@ -103,13 +103,13 @@ def evaluate_pipeline(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """What the task's `evaluate` returns with the whole model; every process calls it alike and gets the metrics.
+    """The metrics that the task's `evaluate` would give for the whole model; all processes call it and get them.
 
-    A final evaluation leaves the texts in the task's `outputs`, also on every process.
+    A final evaluation puts the texts into the task's `outputs`, on every process.
 
     Args:
-        task: for its data and its metrics; its own model is not asked.
-        stage: the piece of the model that this process hosts.
+        task: gives data and metrics; its own model is not used.
+        stage: the part of the model on this process.
         split, batch_size, limit, final: as `evaluate` takes them.
         device: of this process.
         group: the processes of the pipeline, in the order of the stages; None takes all.
@@ -130,7 +130,7 @@ def evaluate_outcomes(
 ) -> Tensor:
     """`Stage.outcomes` of all examples on every process, in order and without fillers, on the CPU: (n, ...).
 
-    The microbatches may differ in shape. A stage begins with the next one when it has given one on.
+    The microbatches may differ in shape. A stage starts the next one as soon as it has sent one on.
     """
     link, found = StageLink(stage, device, group), []
     with eval_mode(stage), torch.no_grad():
@@ -147,11 +147,11 @@ class Pass:
     """One forward pass of a search.
 
     Args:
-        tokens: new ones, (b, t).
+        tokens: the new ones, (b, t).
         positions: theirs, (b, t).
-        mask: 1 at tokens and 0 at padding, those before among them, (b, past + t); None where nothing is padded.
-        order: which row of the pass before each row goes on from, (b,); None where each goes on from itself.
-        fresh: nothing came before.
+        mask: 1 at tokens and 0 at padding, past ones included, (b, past + t); None without padding.
+        order: the row of the previous pass that each row continues, (b,); None if each continues itself.
+        fresh: whether this is the first pass.
     """
 
     tokens: Tensor
@@ -161,7 +161,7 @@ class Pass:
     fresh: bool
 
     def run(self, link: StageLink, keys: Any) -> Tensor | None:
-        """Take this process's part in it; see `StageLink.through`.
+        """Run this process's part of the pass; see `StageLink.through`.
 
         Args:
             link: this process's.
@@ -173,7 +173,7 @@ class Pass:
 
 
 def announce(link: StageLink, one: Pass | None) -> None:
-    """On the last stage: tell the others what comes now; None ends their work."""
+    """On the last stage: announce the next pass to the others; None ends their work."""
     if one is None:
         link.broadcast_(torch.zeros(5, dtype=torch.int64, device=link.device))
         return
@@ -185,7 +185,7 @@ def announce(link: StageLink, one: Pass | None) -> None:
 
 
 def hear(link: StageLink) -> Pass | None:
-    """On the other stages: what the last one announced."""
+    """On the other stages: the pass that the last one announced."""
     kind, b, t, *sizes = link.broadcast_(torch.zeros(5, dtype=torch.int64, device=link.device)).tolist()
     if not kind:
         return None
@@ -210,16 +210,16 @@ def generate_on_stages(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """What `tasks.beam_search.generate` writes with the whole model; every process calls it alike and gets the texts.
+    """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call it and get them.
 
     Args:
         stage: of a causal language model.
-        tokenizer, prompts, settings, ends: as there.
+        tokenizer, prompts, settings, ends: as in `generate`.
         device: of this process.
         group: the processes of the pipeline, in the order of the stages; None takes all.
 
     Raises:
-        UserError: as there, on every process; another error of the last stage's own is a RuntimeError on the others.
+        UserError: as `generate`, on every process; any other error of the last stage is a RuntimeError on the others.
     """
     link = StageLink(stage, device, group)
     if stage.last:
@@ -246,7 +246,7 @@ def _search(
 
 
 def _serve(link: StageLink) -> None:
-    """Take part in every pass that is announced, until none comes any more."""
+    """Take part in every announced pass until the last stage ends the search."""
     config: Any = link.stage.config
     keys: Any = None
     with eval_mode(link.stage), torch.no_grad():
@@ -259,18 +259,18 @@ def _serve(link: StageLink) -> None:
 
 
 def _for_others(error: Exception) -> Exception:
-    """What the other stages raise: only a `UserError` is sure to travel."""
+    """The error for the other stages: only a `UserError` can be sent for certain."""
     return error if type(error) is UserError else RuntimeError(f"The last stage failed to generate text: {error!r}.")
 
 
 class Keys(DynamicCache):
-    """The last stage's own keys and values, which tell the search how long the rows are."""
+    """The last stage's key-value cache, from which the search reads the rows' length."""
 
     reordered: Tensor | None = None
-    """Which row each row goes on from since the last pass, (b,)."""
+    """The row of the last pass that each row continues, (b,)."""
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Reorder what is here, and keep the order for the other stages."""
+        """Reorder this cache, and keep the order for the other stages."""
         super().reorder_cache(beam_idx)
         self.reordered = beam_idx
 
@@ -285,7 +285,7 @@ class Searcher(PreTrainedModel, GenerationMixin):
     def __init__(self, link: StageLink) -> None:
         stage: Any = link.stage
         config = copy.deepcopy(stage.config)
-        config._attn_implementation = "eager"  # transformers asks whether it can do the stage's own, and it has none
+        config._attn_implementation = "eager"  # this model has no implementation to check
         super().__init__(config)
         self.stage, self._link = stage, link
 

@@ -1,4 +1,4 @@
-"""Loads a stage's weights where no process ever holds the whole model: built empty, cut, then filled from the files."""
+"""Loads a stage's weights without the whole model in memory: built empty, split, then filled from the files."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def load_stage(
     token_loss: str = "mean",
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Stage:
-    """Stage `index` of `model.source` on `device`, with what trains chosen; only its own tensors are read.
+    """Stage `index` of `model.source` on `device`, with its trainable parameters chosen; only its tensors are read.
 
-    It equals what `cut` makes of the whole model, but for the adapters: A is drawn as peft draws it, from `seed` and
-    the parameter's name, so that any number of stages gives the same; B is zero.
+    It equals the stage that `cut` makes of the whole model, except for the adapters: A is drawn as peft draws it, from
+    `seed` and the parameter's name, so that it does not depend on the number of stages; B is zero.
 
     Args:
         settings: of a local folder that `save_pretrained` wrote.
-        tokenizer: the one whose tokens it reads.
-        choose: from the whole model, on the meta device, to the ranges, such as `partial(choose_ranges, stages=4)`.
-        index: which of them.
+        tokenizer: the model's.
+        choose: the whole model, on the meta device -> the ranges; such as `partial(choose_ranges, stages=4)`.
+        index: of the stage.
         seed: of the adapters' A.
         device: of the stage.
         rematerialize, token_loss, precision: as in `cut`.
 
     Raises:
-        UserError: as `make_config`, `choose_trainable` and `cut` do; fresh weights; a source that is not a local folder
+        UserError: as in `make_config`, `choose_trainable` and `cut`; fresh weights; a source that is not a local folder
             of safetensors, or lacks a tensor.
     """
     folder = _folder(settings)
@@ -60,7 +60,7 @@ def load_stage(
     names = stage.names()
     filled: dict[int, Tensor] = {}
     for local, empty in stage.state_dict(keep_vars=True).items():
-        if id(empty) not in filled:  # else one parameter under two names
+        if id(empty) not in filled:  # tied, as one parameter under two names
             value = _adapter(names[local], empty, seed)
             value = weights.read(*aliases(names[local])) if value is None else value
             if value.shape != empty.shape:
@@ -82,7 +82,7 @@ def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     Raises:
         UserError: see `load_stage`.
     """
-    mend_torchvision()  # before transformers, which falls without it
+    mend_torchvision()  # before transformers, whose import would fail
     import transformers
     from accelerate import init_empty_weights
 
@@ -96,7 +96,7 @@ def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
         )
     if settings.untie:
         model.config.tie_word_embeddings = False
-    model.tie_weights()  # parameters that were one became two on their way to the meta device
+    model.tie_weights()  # tied parameters became two on the meta device
     with init_empty_weights(include_buffers=False):
         return choose_trainable(model.train(), settings)
 
@@ -105,23 +105,23 @@ def _folder(settings: ModelConfig) -> Path:
     """The folder of `model.source`."""
     if settings.fresh or not settings.source:
         raise UserError(
-            "Stages read their weights from a folder, and model.fresh=true has none: give model.source=FOLDER, one "
-            "that save_pretrained wrote, and model.fresh=false."
+            "Stages read their weights from a folder, and model.fresh=true has none: give model.source=FOLDER, "
+            "written by save_pretrained, and model.fresh=false."
         )
     folder = Path(find_source(settings.source))
     if not folder.is_dir():
         raise UserError(
-            f"model.source={settings.source} is no folder here, and stages read their weights from one: download it "
+            f"model.source={settings.source} is not a local folder, from which stages read their weights: download it "
             "first, and give the folder."
         )
     return folder
 
 
 def _aliases(model: nn.Module, untied: bool) -> Callable[[str], list[str]]:
-    """From a parameter's name in `model` to the names that it may have in the files, the likeliest first.
+    """From a parameter's name in `model` to its possible names in the files, the likeliest first.
 
-    A head that is the token embedding, or was, is seldom there under its own name. Some folders, such as the hub's
-    gpt2, leave out the first part of all names.
+    A head that is or was tied to the token embedding is rarely saved under its own name. Some folders, such as the
+    hub's gpt2, leave out the first part of all names.
     """
     network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     names = {id(module): f"{name}.weight" for name, module in network.named_modules()}
@@ -137,7 +137,7 @@ def _aliases(model: nn.Module, untied: bool) -> Callable[[str], list[str]]:
 
 
 def _adapter(name: str, empty: Tensor, seed: int) -> Tensor | None:
-    """Where an adapter starts, as in peft: A uniform with variance 1 / (3 · inputs), B zero; None for anything else."""
+    """An adapter's initial values, as in peft: A uniform with variance 1 / (3 · inputs), B zero; None if no adapter."""
     if ".lora_B." in name:
         return torch.zeros(empty.shape)
     if ".lora_A." not in name:
@@ -154,8 +154,8 @@ class Weights:
     """The tensors of a folder that `save_pretrained` wrote, in one file or in shards; read one at a time.
 
     Args:
-        folder: has model.safetensors, or model.safetensors.index.json and what it names.
-        source: how messages call it.
+        folder: has model.safetensors, or model.safetensors.index.json and the files that it names.
+        source: its name in messages.
 
     Raises:
         UserError: it has neither, or they cannot be read.
@@ -173,17 +173,17 @@ class Weights:
                 self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
             else:
                 raise UserError(
-                    f"model.source={source} has no {SINGLE} and no {INDEX}, from which a stage could read its part: "
+                    f"model.source={source} has neither {SINGLE} nor {INDEX}, from which a stage could read its part: "
                     "load the model with transformers and write it with save_pretrained."
                 )
         except (ValueError, KeyError, TypeError) as error:
             raise self._unreadable(error) from error
 
     def read(self, *names: str) -> Tensor:
-        """The tensor that stands under the first of these names which the files know, on the CPU.
+        """The tensor under the first of these names that the files have, on the CPU.
 
         Raises:
-            UserError: they know none.
+            UserError: they have none.
         """
         name = next((name for name in names if name in self._files), None)
         if name is None:
@@ -210,5 +210,5 @@ class Weights:
 
     def _unreadable(self, error: Exception) -> UserError:
         return UserError(
-            f"model.source={self._source} has weights that cannot be read ({reason(error)}): copy the folder anew."
+            f"model.source={self._source} has weights that cannot be read ({reason(error)}): copy the folder again."
         )

@@ -1,4 +1,4 @@
-"""Finds the parts of a model: what comes before its blocks, the blocks, and what comes after them."""
+"""Finds the parts of a model: the modules before its blocks, the blocks, and the modules after them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Family:
     """Names of the parts of a causal language model of transformers; those after `body` are inside it.
 
     Args:
-        body: the module that runs the blocks, from the whole model.
+        body: the module that runs the blocks.
         tokens: token embedding.
         blocks: list of blocks.
         norm: after the last block.
-        positions: table of positions that is added to the tokens; rotary ones are made again wherever they are needed.
+        positions: position table that is added to the tokens; rotary positions are computed on each stage.
         dropout: between the embedding and the first block.
         project_in: from the embedding's width to the blocks'.
         project_out: back.
@@ -107,7 +107,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     family = FAMILIES[network.config.model_type]
     head = network.get_output_embeddings()
     if head is None:
-        raise UserError(f"{type(network).__name__} predicts no next token: give a causal language model.")
+        raise UserError(f"{type(network).__name__} does not predict the next token: give a causal language model.")
     body = _body(network, family)
     entry = (getattr(body, name, None) for name in (family.tokens, family.positions, family.project_in))
     exit_ = (getattr(body, name, None) for name in (family.norm, family.project_out))
@@ -122,7 +122,7 @@ def check_known(model_type: str) -> None:
     """
     if model_type not in FAMILIES:
         raise UserError(
-            f"A {model_type} cannot be cut into stages: give a model of type {', '.join(FAMILIES)}, or "
+            f"A {model_type} cannot be split into stages: give a model of type {', '.join(FAMILIES)}, or "
             "pipeline.stages=1."
         )
 

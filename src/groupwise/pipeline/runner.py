@@ -1,9 +1,9 @@
 """Runs one process's stage on its part of a logical batch, clipped as it goes (Algorithm 2).
 
-torch's own pipeline stage and schedule take the passes through the engine, microbatch by microbatch. A step's
-microbatches have one shape, so torch knows every shape beforehand, and no pass runs that is not part of the step. The
-stage is made again for each step, because a Poisson sample decides on shapes and number of microbatches; its buffers go
-with it.
+torch's pipeline stage and schedule run the passes, microbatch by microbatch, inside the engine's passes. All
+microbatches of a step have one shape, so torch knows every shape beforehand and needs no extra pass to infer it. The
+stage is built again for each step, because the Poisson sample decides on the shape and number of microbatches; its
+buffers are freed with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,18 @@ from groupwise.pipeline.stage import Stage
 from groupwise.training.task import Microbatch
 
 Around = Callable[[int], AbstractContextManager[object]]
-"""What runs around the pass of one microbatch, by its number."""
+"""The number of a microbatch -> a context manager around its pass."""
 
 
 class SteppedStage(PipelineStage):
     """A stage for one step.
 
     Args:
-        stage: the piece of the model.
-        microbatches: of the step; each stage takes of them what it needs.
-        held: how many microbatches are held at once between their passes. Torch makes a receive buffer for every
-            microbatch of a step; here they are used again once a microbatch is done.
-        around: what runs around the forward and the backward pass of a microbatch.
+        stage: the part of the model.
+        microbatches: of the step; each stage reads the fields that it needs.
+        held: how many microbatches are between their forward and backward passes at once. Torch makes a receive buffer
+            for every microbatch of a step; here a buffer is used again once its microbatch is done.
+        around: contexts for the forward and the backward pass of a microbatch.
         device, group: of this process, and the processes of the pipeline.
     """
 
@@ -89,14 +89,14 @@ class SteppedStage(PipelineStage):
 
 
 def _repeat(buffers: dict[int, Any], count: int) -> None:
-    """Microbatch i takes the buffers of microbatch i - held, which is done by then."""
+    """Give microbatch i the buffers of microbatch i - held, which is done by then."""
     held = len(buffers)
     for i in range(held, count):
         buffers[i] = buffers[i - held]
 
 
 def _received(stage: Stage, first: Tensor) -> Tensor:
-    """What comes into the stage, as torch wants to see it: shape, type, and whether a gradient goes back."""
+    """The stage's input as torch expects it: shape, dtype, and whether a gradient is sent back."""
     if stage.first:
         return torch.empty_like(first, device="meta")
     shape = stage.activation(len(first), first.shape[-1], before=True)
@@ -104,7 +104,7 @@ def _received(stage: Stage, first: Tensor) -> Tensor:
 
 
 def _sent(stage: Stage, first: Tensor) -> Tensor:
-    """What goes out of it; the last stage's losses stay where they are, and are not looked at."""
+    """The stage's output as torch expects it; the last stage's losses are not sent."""
     shape = (len(first),) if stage.last else stage.activation(len(first), first.shape[-1])
     return torch.empty(shape, dtype=stage.dtype, device="meta", requires_grad=True)
 
@@ -127,7 +127,7 @@ _REFUSED = {
 
 
 def check_schedule(name: str) -> None:
-    """Refuse a schedule that is not known, or under which clipping would go wrong.
+    """Refuse a schedule that is unknown, or under which clipping would be wrong.
 
     Raises:
         UserError: with the reason.
@@ -141,22 +141,22 @@ def check_schedule(name: str) -> None:
 
 
 def least_microbatches(name: str, stages: int) -> int:
-    """How many microbatches a step must have at least: 1F1B wants one for every stage."""
+    """The least number of microbatches in a step: 1F1B needs one for each stage."""
     return stages if name == "1f1b" else 1
 
 
 def held_at_once(name: str, stages: int, index: int, microbatches: int) -> int:
-    """How many microbatches stage `index` holds at once between their passes: S - s for 1F1B, all for GPipe."""
+    """The most microbatches of stage `index` between their two passes at once: S - s for 1F1B, all for GPipe."""
     return min(microbatches, stages - index) if name == "1f1b" else microbatches
 
 
 class StageRunner:
-    """Takes one stage through the microbatches of a step; all processes of the pipeline call the same method at once.
+    """Takes one stage through the microbatches of a step; all processes of the pipeline call the same method together.
 
-    With one stage it is a loop over the microbatches, and no other process is asked.
+    With one stage it is a loop over the microbatches, without communication.
 
     Args:
-        stage: the piece of the model that this process hosts.
+        stage: the part of the model on this process.
         engine: attached to it; None clips nothing.
         device: of this process.
         schedule: 1f1b or gpipe.
@@ -177,12 +177,12 @@ class StageRunner:
         check_schedule(schedule)
         self.stage, self.engine, self.device, self.schedule, self.group = stage, engine, device, schedule, group
         self.least = least_microbatches(schedule, stage.count)
-        """How many microbatches a step must have at least; `Feed.microbatches` makes as many."""
+        """The least number of microbatches in a step, which `Feed.microbatches` makes."""
         if engine is not None:
             self._prove(engine)
 
     def _prove(self, engine: ClippingEngine) -> None:
-        """Look once, at the first output that carries a gradient, whether all parameters are clipped."""
+        """Check once, on the first output that requires a gradient, that all parameters are clipped."""
 
         def look(_: Stage, __: Any, output: Tensor) -> None:
             if output.requires_grad:
@@ -192,11 +192,11 @@ class StageRunner:
         hook = self.stage.register_forward_hook(look)
 
     def run(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
-        """Add the stage's sums over these examples to the parameters' .grad, clipped on this device alone.
+        """Add the stage's clipped sums over these examples to the parameters' .grad; clipping is local to this device.
 
         Args:
             microbatches: of the step.
-            randomness: is around both passes of a microbatch, and each time the same for the same one.
+            randomness: a context around both passes of a microbatch, which fixes its random numbers.
 
         Returns:
             On the last stage the examples' losses (n,), in order and without fillers; None on the others.
@@ -211,10 +211,10 @@ class StageRunner:
         return self._pass(microbatches, (self._forward(engine, microbatches), clipped), randomness)
 
     def run_flat(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
-        """As `run`, but one group over all stages: two passes, and one all-reduce of the examples' squared norms.
+        """As `run`, but all stages are one group: two passes, and one all-reduce of the examples' squared norms.
 
-        The first pass gets norms alone. Then all stages know every example's whole norm and so its factor, and the
-        second pass runs the same again, with each layer's rows multiplied by them. `randomness` makes dropout the same.
+        The first pass computes norms alone. Then all stages know every example's whole norm and its clip factor. The
+        second pass repeats the first, with each layer's rows multiplied by the factors; `randomness` repeats dropout.
         """
         engine = self.engine
         assert engine is not None and len(engine.groups) == 1, "one group over all stages is one group on each"
@@ -248,14 +248,14 @@ class StageRunner:
     def _pass(
         self, microbatches: Sequence[Microbatch], passes: tuple[Around, Around], randomness: Around
     ) -> Tensor | None:
-        """All microbatches through the pipeline and back; on the last stage their losses (n,)."""
+        """Run all microbatches forward and backward; returns their losses (n,) on the last stage."""
         if not microbatches:
             return torch.zeros(0, device=self.device) if self.stage.last else None
         around = (_within(randomness, passes[0]), _within(randomness, passes[1]))
         through = self._alone if self.stage.count == 1 else self._stepped
         try:
             losses = through(microbatches, around)
-        except RuntimeError as error:  # torch wraps what went wrong inside a pass
+        except RuntimeError as error:  # torch wraps errors of a pass
             mistake = _mistake(error, self.stage.index)
             if mistake is None:
                 raise
@@ -305,7 +305,7 @@ def _weigh(microbatch: Microbatch, factors: Tensor) -> Microbatch:
 
 
 def _mistake(error: BaseException, stage: int) -> UserError | None:
-    """What the user can fix behind an error in a pass, if it is that."""
+    """The error of a pass as a `UserError`, if the user can fix it."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:

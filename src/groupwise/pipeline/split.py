@@ -1,4 +1,4 @@
-"""Cuts a model into stages of consecutive blocks, the heaviest as light as can be by parameters or by time."""
+"""Splits a model into stages of consecutive blocks, balanced by parameters or by time."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def choose_ranges(
     by_hand: Sequence[int] = (),
     costs: Sequence[float] | None = None,
 ) -> Ranges:
-    """Share out the blocks of `model`, in their order and at least one each, to `stages` stages.
+    """Assign the blocks of `model`, in their order and at least one each, to `stages` stages.
 
-    The embedding weighs on the first stage and the head on the last. Of all ways with the lightest heaviest stage, it
-    is that with the least sum of squares, which evens out the others.
+    The embedding counts for the first stage and the head for the last. The cost of the heaviest stage is minimised;
+    among equal solutions, the sum of squared costs, which balances the others.
 
     Args:
         model: as `cut` takes it; on the meta device, for "parameters".
         stages: S.
-        balance: parameters | time: what is to be even.
-        by_hand: how many blocks each stage gets, instead of balancing.
+        balance: parameters | time: the cost to balance.
+        by_hand: the number of blocks of each stage, in place of balancing.
         costs: for "time", seconds of the embedding, of each of n blocks and of the head, (n + 2,); see `timing.py`.
 
     Raises:
@@ -46,7 +46,7 @@ def choose_ranges(
     anatomy = find_parts(model)
     blocks = len(anatomy.blocks)
     if not 1 <= stages <= blocks:
-        raise UserError(f"pipeline.stages={stages} does not suit a model of {blocks} blocks: give 1 to {blocks}.")
+        raise UserError(f"pipeline.stages={stages} cannot share {blocks} blocks: give 1 to {blocks}.")
     if by_hand:
         if len(by_hand) != stages or sum(by_hand) != blocks or min(by_hand) < 1:
             raise UserError(
@@ -64,13 +64,13 @@ def choose_ranges(
 
 
 def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: float = 0.0) -> Ranges:
-    """Exact: the least cost of the heaviest stage, then the least sum of squares; both by dynamic programming.
+    """Minimise the cost of the heaviest stage, then the sum of squares, exactly; both by dynamic programming.
 
     Args:
         costs: of each block, (n,), n >= stages.
         stages: S.
-        entry: what the first stage has beside its blocks.
-        exit: what the last stage has beside its blocks.
+        entry: cost of the first stage beside its blocks.
+        exit: cost of the last stage beside its blocks.
     """
     sums = list(accumulate(costs, initial=0))
 
@@ -91,10 +91,10 @@ def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: floa
 def _best(
     cost: Callable[[int, int, int], float], blocks: int, stages: int, join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least joined cost of stages 0 ... S - 1, and where each of them stops."""
+    """The least combined cost of stages 0 ... S - 1, and where each of them stops."""
     table: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
-        left = stages - stage - 1  # stages to come, with a block each
+        left = stages - stage - 1  # each later stage needs a block
         table = {
             stop: min(
                 (join(table[start][0], cost(stage, start, stop)), (*table[start][1], stop))
@@ -118,7 +118,7 @@ def measure_costs(
     """Seconds forward and backward of the embedding, of each of n blocks, and of head and loss, (n + 2,).
 
     Without clipping; the least of three times each, on the model's own device. The model can be used afterwards.
-    Processes measure different times: one should measure, and tell the others.
+    Processes measure different times, so one should measure and send the result to the others.
 
     Args:
         model: as `cut` takes it, with real parameters.
@@ -159,7 +159,7 @@ def measure_costs(
 
 
 def _seconds(run: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor]) -> float:
-    """The least time of a pass forward and backward, to `x` and to the parameters that train."""
+    """The least time of a forward and backward pass, with gradients for `x` and the trainable parameters."""
     x = x.detach().requires_grad_(x.is_floating_point())
     wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
     times = []
@@ -189,19 +189,19 @@ def cut(
     token_loss: str = "mean",
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Stage:
-    """Take stage `index` out of `model`, which is used up: the other stages' modules are dropped.
+    """Cut stage `index` out of `model`, which cannot be used afterwards: the other stages' modules are dropped.
 
     Args:
         model: a causal language model of transformers, bare or with peft's adapters inside, or a wide residual network;
             its parameters may be on the meta device.
         ranges: blocks [start, stop) of each stage.
-        index: which of them.
+        index: of the stage.
         rematerialize: keep only each block's input for the backward pass, and run the block again there.
         token_loss: text: mean | sum over each example's own tokens.
         precision: makes the context of every forward pass; see `training.precision`.
 
     Raises:
-        UserError: a model that cannot be cut, a parameter that would train on two stages or on none, or a stage where
+        UserError: a model that cannot be split, a parameter that would train on two stages or on none, or a stage where
             nothing trains.
     """
     anatomy = find_parts(model)
@@ -218,11 +218,13 @@ def _check_ranges(anatomy: ModelParts, ranges: Ranges) -> None:
     ends = [0, *(stop for _, stop in ranges)]
     starts = [*(start for start, _ in ranges), len(anatomy.blocks)]
     if ends != starts or any(start >= stop for start, stop in ranges):
-        raise UserError(f"Stages {ranges} do not hold each of the {len(anatomy.blocks)} blocks once: give others.")
+        raise UserError(
+            f"The stages {ranges} do not contain each of the {len(anatomy.blocks)} blocks exactly once: give others."
+        )
 
 
 def _check_trainable(model: nn.Module, anatomy: ModelParts, ranges: Ranges) -> None:
-    """Every parameter that trains is on one stage, and every stage has one."""
+    """Check that every trainable parameter is on one stage, and that every stage has one."""
     last = len(ranges) - 1
     stages = [0, *(stage for stage, (start, stop) in enumerate(ranges) for _ in range(start, stop)), last]
     places: dict[int, set[int]] = {}

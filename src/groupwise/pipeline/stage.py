@@ -1,4 +1,4 @@
-"""Defines a stage of a cut model: of a causal language model, or of a wide residual network (for small images)."""
+"""The stages of a split model: a causal language model, or a wide residual network (for small images)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from groupwise.tasks.text_task import at_least_float32, per_example, token_losse
 
 
 class Stage(nn.Module, ABC):
-    """One piece of a model: hidden activations in and out, token ids or images into the first, losses out of the last.
+    """One part of a model: hidden activations in and out, token ids or images into the first, losses out of the last.
 
     Args:
         index: 0 ... count - 1.
@@ -29,7 +29,7 @@ class Stage(nn.Module, ABC):
     """
 
     reads: tuple[str, ...] = ()
-    """What `hidden` takes of a microbatch."""
+    """Names of a microbatch's arguments that `hidden` takes."""
 
     def __init__(self, index: int, count: int) -> None:
         super().__init__()
@@ -38,10 +38,10 @@ class Stage(nn.Module, ABC):
         self._names: dict[str, str] = {}
 
     def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
-        """Run the piece.
+        """Run the stage.
 
         Args:
-            x: token ids (b, T) or images (b, C, H, W) on the first stage, else what the stage before returned.
+            x: token ids (b, T) or images (b, C, H, W) on the first stage, else the output of the stage before.
             kwargs: as `training.task.Microbatch` has them; a stage ignores those that it does not take.
 
         Returns:
@@ -62,38 +62,38 @@ class Stage(nn.Module, ABC):
         """On the last stage, from its hidden activations to one loss an example, (b,), without weights."""
 
     def outcomes(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """On the last stage, what an evaluation needs of each example, without weights: here its loss, (b,)."""
+        """On the last stage, each example's result for an evaluation, without weights: here its loss, (b,)."""
         return self.losses(hidden, kwargs)
 
     @abstractmethod
     def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
-        """The shape that this stage sends on, for b rows of T tokens, or b images with sides of T pixels.
+        """The shape of this stage's output, for b rows of T tokens, or b images with sides of T pixels.
 
-        With `before`, the shape of what a stage after the first gets.
+        With `before`, the shape of its input (after the first stage).
         """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what stages send to each other: that of the matrices that do not train, which includes the embedding."""
+        """Of the activations between stages: that of the frozen matrices, the embedding included."""
         matrices = [p for p in self.parameters() if p.dim() > 1]
         return next((p for p in matrices if not p.requires_grad), matrices[0]).dtype
 
     def names(self) -> dict[str, str]:
-        """Each name of `state_dict()` → its name in the whole model's, so that stages can be joined or cut again."""
+        """Each name of `state_dict()` → its name in the whole model's, so that stages can be joined or split again."""
         return dict(self._names)
 
     def remember(self, modules: Mapping[int, str]) -> None:
-        """Learn what the whole model calls each module, by its id; done by `cut`."""
+        """Note each module's name in the whole model, by its id; called by `cut`."""
         for name in self.state_dict():
             module, _, leaf = name.rpartition(".")
             self._names[name] = f"{modules[id(self.get_submodule(module))]}.{leaf}".lstrip(".")
 
 
 class TextStage(Stage):
-    """`body` is the model's own module that runs blocks, so masks and rotary positions are made by transformers.
+    """A stage of a causal language model, run by the model's own `body`: transformers makes masks and rotary positions.
 
-    After the first stage it is called with embeddings that are the hidden activations: its table of positions then
-    gives zeros and its dropout does nothing. Before the last stage its final norm does nothing.
+    After the first stage the hidden activations are passed as embeddings; the position table then gives zeros and the
+    embedding dropout is the identity. Before the last stage the final norm is the identity.
     """
 
     reads = ("attention_mask", "position_ids")
@@ -124,7 +124,7 @@ class TextStage(Stage):
 
     @property
     def config(self) -> Any:
-        """The transformers configuration of this piece, with its own number of layers; what a key-value cache needs."""
+        """The transformers configuration of this stage, with its own number of layers, for a key-value cache."""
         return self.body.config
 
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
@@ -141,7 +141,7 @@ class TextStage(Stage):
         return hidden if self.last else hidden.to(self.dtype).contiguous()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token scores at hidden activations of the last stage: (..., d) -> (..., V), float32 at least."""
+        """Next-token logits from hidden activations of the last stage: (..., d) -> (..., V), float32 at least."""
         with self._precision():
             logits = self.head(hidden)  # type: ignore[misc]
             if self._softcap is not None:
@@ -149,7 +149,7 @@ class TextStage(Stage):
         return at_least_float32(logits)
 
     def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """Mean or sum over each example's own tokens, (b,), as in `tasks`; the head is asked at `places` alone."""
+        """Mean or sum over each example's own tokens, (b,), as in `tasks`; the head runs at `places` alone."""
         at_places = torch.take_along_dim(hidden, kwargs["places"].unsqueeze(-1), dim=1)
         return per_example(token_losses(self.logits(at_places), kwargs["labels"]), kwargs["labels"], self._token_loss)
 
@@ -159,7 +159,7 @@ class TextStage(Stage):
 
 
 class NoPositions(nn.Module):
-    """In place of a table of positions: adds nothing to hidden activations."""
+    """Replaces a position table: adds nothing to hidden activations."""
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
         """0 on the device of the first argument."""
@@ -167,7 +167,7 @@ class NoPositions(nn.Module):
 
 
 def _keep_blocks(body: Any, family: Family, start: int, stop: int) -> None:
-    """Keep blocks [start, stop), which count themselves from 0 then, as the configuration does."""
+    """Keep blocks [start, stop) and number them from 0, as the configuration does."""
     blocks = nn.ModuleList(getattr(body, family.blocks)[start:stop])
     setattr(body, family.blocks, blocks)
     for module in blocks.modules():
@@ -182,7 +182,7 @@ def _keep_blocks(body: Any, family: Family, start: int, stop: int) -> None:
 
 
 def _neutralize(body: Any, family: Family, *, first: bool, last: bool) -> None:
-    """Take out what only the first or the last stage does."""
+    """Remove the modules that only the first or the last stage needs."""
     if not first:
         for name in filter(None, (family.tokens, family.project_in)):
             setattr(body, name, None)
@@ -198,14 +198,14 @@ def _neutralize(body: Any, family: Family, *, first: bool, last: bool) -> None:
 
 
 def _drops_out(body: Any) -> bool:
-    """Whether a block may draw random numbers, so that they must be the same ones when it runs again."""
+    """Whether a block may draw random numbers, which must be repeated when it runs again."""
     rates = [value for name, value in body.config.to_dict().items() if "drop" in name]
     modules = [module.p for module in body.modules() if isinstance(module, nn.Dropout)]
     return any(isinstance(rate, float | int) and rate > 0 for rate in rates + modules)
 
 
 class ImageStage(Stage):
-    """The stem, blocks, and what follows them to the cross-entropy of each image."""
+    """A stage of a wide residual network: stem, blocks, and the head up to each image's cross-entropy."""
 
     def __init__(
         self,
@@ -244,11 +244,11 @@ class ImageStage(Stage):
         return F.cross_entropy(self.logits(hidden), kwargs["labels"], reduction="none")
 
     def outcomes(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """Cross-entropy of each image, and whether its class was found, (b, 2)."""
+        """Cross-entropy of each image, and whether its predicted class is right, (b, 2)."""
         return image_outcomes(self.logits(hidden), kwargs["labels"])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the classes from hidden activations of the last stage, (b, classes), float32 at least."""
+        """Logits from hidden activations of the last stage, (b, classes), float32 at least."""
         assert self.classifier is not None
         with self._precision():
             if self.final_norm is not None:
@@ -263,6 +263,6 @@ class ImageStage(Stage):
 
 
 def _after(convolutions: Sequence[Any]) -> tuple[int, int]:
-    """Channels, and how many times smaller an image is, after blocks whose first convolutions these are."""
+    """The channels and the downsampling factor after blocks with these first convolutions."""
     channels = convolutions[-1].out_channels if convolutions else 0
     return channels, prod(int(convolution.stride[0]) for convolution in convolutions)

@@ -1,9 +1,9 @@
-"""Takes a training step on one stage of a pipeline (Algorithm 2): all but the schedule is as in `training.step`.
+"""Takes a training step on one stage of a pipeline (Algorithm 2), otherwise as in `training.step`.
 
-All stages draw the same sample from the run's key. Each clips what it hosts, noises it at std_k = σ_new·√K·C_k from a
-stream of its own, and moves its own thresholds by its own noisy counts: nothing about an example is exchanged. With
-`clip.grouping=flat` all stages are one group; they then exchange squared norms once a logical batch, and all hold the
-one threshold.
+All stages draw the same sample from the run's key. Each clips its own parameters' gradients, adds noise at
+std_k = σ_new·√K·C_k from a stream of its own, and moves its own thresholds by its own noisy counts: no per-example norm
+is exchanged. With `clip.grouping=flat` all stages are one group; they then exchange squared norms once per logical
+batch, and all hold the one threshold.
 """
 
 import math
@@ -34,7 +34,7 @@ class StageSums:
     Args:
         runner: takes the stage through microbatches.
         feed: of the training set.
-        size: rows of a microbatch, whose number decides on their masks.
+        size: rows of a microbatch; the dropout masks depend on it.
         one_group: all stages together are one group (flat); else each stage has groups of its own.
     """
 
@@ -54,7 +54,7 @@ class StageSums:
 
 @dataclass(kw_only=True)
 class PipelineTrainer(Trainer):
-    """A trainer of one stage, `runner.stage`, which is `task.model` too; all processes call the same methods at once.
+    """A trainer of one stage, `runner.stage`, also `task.model`; all processes call the same methods together.
 
     `thresholds` and `engine` are those of the stage's own groups, `plan.num_groups` is K, over all stages.
 
@@ -105,21 +105,21 @@ class PipelineTrainer(Trainer):
             self._adapters.check(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """All state of the stage that the next step depends on; frozen weights come again from where they came."""
+        """All state of the stage that the next step depends on, without frozen weights, which are loaded again."""
         state = super().state_dict()
         return {**state, "model": {name: state["model"][name] for name in self._kept()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to where `state_dict` was taken."""
         if state["model"].keys() != set(self._kept()):
-            raise UserError("The checkpoint is of another cut of the model: start afresh with overwrite=true.")
+            raise UserError("The checkpoint's model was split into other stages: start afresh with overwrite=true.")
         super().load_state_dict({**state, "model": self.task.model.state_dict() | state["model"]})
 
     def _kept(self) -> list[str]:
         frozen = {name for name, parameter in self.runner.stage.named_parameters() if not parameter.requires_grad}
         return [name for name in self.runner.stage.state_dict() if name not in frozen]
 
-    # -- what a session asks for beside steps ---------------------------------------------------------------------
+    # -- evaluation and checkpoints -------------------------------------------------------------------------------
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -138,7 +138,7 @@ class PipelineTrainer(Trainer):
         )
 
     def named_thresholds(self) -> dict[str, float]:
-        """Group -> C_k of all stages; a stage that is one group lends it its name."""
+        """Group -> C_k of all stages; the group of a whole stage has the stage's name."""
         own = super().named_thresholds()
         if self.one_group or not own:
             return own

@@ -1,4 +1,4 @@
-"""Searches by beam over many prompts, by transformers' `generate`."""
+"""Beam search over many prompts, by transformers' `generate`."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from groupwise.training.memory import halve_on_oom
 from groupwise.training.task import eval_mode
 
 FEW_BATCHES = 3
-"""No progress bar for so few."""
+"""Up to this many batches there is no progress bar."""
 
 
 def generate(
@@ -31,31 +31,31 @@ def generate(
     single_line: bool = True,
     progress: bool = True,
 ) -> list[str]:
-    """What the model writes after each prompt: the best beam up to an end token, stripped.
+    """Generate a text for each prompt: the best beam up to an end token, stripped.
 
-    A text depends on its own prompt alone, not on those it shares a batch with: prompts of like length are padded on
-    the left under a mask, and those so long that fewer than `max_new_tokens` fit after them are not mixed with others.
-    The model is in eval mode meanwhile and then as before; nothing random is drawn, whatever the model's own generation
-    settings say; an attached clipping engine sees nothing.
+    A text depends on its own prompt alone, not on the other prompts of its batch. Prompts of similar length are padded
+    on the left under a mask; a prompt so long that fewer than `max_new_tokens` fit after it shares no batch with
+    others. The model runs in eval mode and is then put back. Nothing random is drawn, whatever the model's own
+    generation settings are. An attached clipping engine is not involved.
 
     Args:
-        model: a causal language model of transformers, bare or with peft's adapters, or what stands for one.
+        model: a causal language model of transformers, with or without peft's adapters, or a stand-in for one.
         tokenizer: its tokeniser; the end token also pads where there is no pad token.
         prompts: token ids, at least one each.
-        settings: beams, max_new_tokens, length_penalty, no_repeat_ngram (which also counts the prompt's own), and
-            batch_size, in prompts, which is halved where memory runs out; `limit` is the caller's.
+        settings: beams, max_new_tokens, length_penalty, no_repeat_ngram (which also counts the prompt's n-grams), and
+            batch_size, in prompts, which is halved when memory runs out; `limit` is left to the caller.
         ends: tokens that end a text; by default the tokeniser's end token alone.
         device: where the model is.
-        single_line: a text ends at its first line break; beams end there, too, so that what would come after it does
-            not weigh in their choice.
-        progress: show a bar on stderr, where that is a terminal.
+        single_line: a text ends at its first line break; so do the beams, so that later tokens do not affect which one
+            is chosen.
+        progress: show a bar on stderr if that is a terminal.
 
     Raises:
-        UserError: a prompt that is empty, or that leaves no room for a token; a tokeniser without an end token; a model
-            that is no causal language model.
+        UserError: a prompt is empty, or leaves no room for a token; the tokeniser has no end token; the model is not a
+            causal language model.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError("The tokeniser has no end token, so generation would not know where to stop: set eos_token.")
+        raise UserError("The tokeniser has no end token, so generation would never stop: set its eos_token.")
     generator = _generator(model)
     positions = position_limit(generator)
     for prompt in prompts:
@@ -86,8 +86,8 @@ def _batches(lengths: list[int], positions: int, settings: GenerateConfig, size:
     """Indices of prompts in batches of at most `size`, the longest first."""
 
     def alike(index: int) -> tuple[int, int]:
-        """What the prompts of a batch have in common: the room after them and, as padding would count among the
-        sequences that may not be repeated, their length."""
+        """The key by which prompts share a batch: the room after them and, where n-grams may not repeat, their length,
+        as padding would count as n-grams."""
         room = min(settings.max_new_tokens, positions - lengths[index])
         return room, lengths[index] if settings.no_repeat_ngram else 0
 
@@ -133,7 +133,7 @@ def _search(
 
 
 def _generator(model: nn.Module) -> Any:
-    """The transformers model itself, also inside peft's wrappers: adapters live in its layers."""
+    """The transformers model inside peft's wrappers; the adapters are in its layers."""
     from transformers import GenerationMixin
 
     found = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
@@ -144,7 +144,7 @@ def _generator(model: nn.Module) -> Any:
 
 @contextmanager
 def _quiet(model: nn.Module, generator: Any) -> Iterator[None]:
-    """Eval mode, and no generation settings of the model's own: they would fill in what ours leave open."""
+    """Eval mode, without the model's own generation settings, which would replace the defaults of ours."""
     from transformers import GenerationConfig
 
     own, generator.generation_config = generator.generation_config, GenerationConfig()
@@ -156,13 +156,13 @@ def _quiet(model: nn.Module, generator: Any) -> Iterator[None]:
 
 
 def _line_breaks(generator: Any, tokenizer: Any) -> Tensor:
-    """Which tokens have a line break in them, (V,) bool, V the model's vocabulary."""
+    """A mask of the tokens that contain a line break, (V,) bool, for a vocabulary of V."""
     size = generator.config.get_text_config().vocab_size
     return torch.tensor(["\n" in text for text in tokenizer.batch_decode([[token] for token in range(size)])])
 
 
 def _line_end(breaks: Tensor, width: int) -> Any:
-    """Ends a row (prompt of `width` tokens, then new ones) with a line break that is not its very beginning."""
+    """Stops a row (a prompt of `width` tokens, then new ones) at a line break, except for leading ones."""
 
     def ended(rows: Tensor, scores: Any, **_: Any) -> Tensor:
         new = breaks[rows[:, width:]]
@@ -172,6 +172,6 @@ def _line_end(breaks: Tensor, width: int) -> Any:
 
 
 def _text(tokenizer: Any, tokens: list[int], single_line: bool) -> str:
-    """The text of new tokens; after the end token there is only padding, and neither is text."""
+    """The text of new tokens, without the end token and the padding after it."""
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
     return text.split("\n")[0].rstrip() if single_line else text

@@ -27,7 +27,7 @@ class ManyViews(nn.Module):
     """Runs a network on K views of each example at once, so that the engine sees K rows as one example.
 
     The mean of an example's K losses has the mean of its views' gradients, which is clipped as a whole: one example,
-    one norm, whatever K (De et al., 2022). Sensitivity and account are those of K = 1.
+    one norm, whatever K (De et al., 2022). Sensitivity and accounting are those of K = 1.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -102,7 +102,7 @@ class ImageClassification(Task):
     def metrics(
         self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Callable[..., list[str]] | None = None
     ) -> dict[str, float]:
-        """What `evaluate` returns, from `image_outcomes` (n, 2) of these rows; a pipeline gets them its own way."""
+        """The metrics of `evaluate` from `image_outcomes` (n, 2) of these rows, which a pipeline computes itself."""
         loss, right = outcomes.double().sum(0).tolist()
         return {"accuracy": 100.0 * right / len(rows), "loss": loss / len(rows)}
 
@@ -118,7 +118,7 @@ class ImageClassification(Task):
 
 
 def image_outcomes(logits: Tensor, labels: Tensor) -> Tensor:
-    """Each image's cross-entropy, and 1 where the likeliest class is the right one: (b, classes), (b,) -> (b, 2)."""
+    """Each image's cross-entropy, and 1 if the predicted class is right, else 0: (b, classes), (b,) -> (b, 2)."""
     losses = F.cross_entropy(logits, labels, reduction="none")
     return torch.stack((losses, (logits.argmax(1) == labels).to(losses.dtype)), dim=1)
 
@@ -142,7 +142,7 @@ class ImageFeed:
         return len(self._images)
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """As they are: all have one size."""
+        """Unchanged: all images have one size."""
         return examples
 
     def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
@@ -248,7 +248,7 @@ def _describe(config: RunConfig, data: ImageData, train_size: int) -> dict[str, 
 def _first_of_each_class(labels: Tensor, limit: int | None) -> Tensor:
     """Indices of `limit` examples, the first of each class in turn, in the order of the data; None takes all.
 
-    One more row of a class may push another out, so what is promised is for neighbours after this choice.
+    One more row of a class may push another out, so the guarantee is for neighbouring data sets after this choice.
     """
     if limit is None or limit >= len(labels):
         return torch.arange(len(labels))

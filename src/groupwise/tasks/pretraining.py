@@ -1,6 +1,6 @@
-"""Pretrains on public text, masked or causal, through the very same loop, without privacy.
+"""Pretrains on public text, masked or causal, in the same training loop without privacy.
 
-What it makes is where the private fine-tuning of `scale=mini` starts from; the text must be public.
+The private fine-tuning of `scale=mini` starts from these weights, so the text must be public.
 """
 
 import math
@@ -127,7 +127,7 @@ def make_pretraining(config: RunConfig, device: torch.device) -> Pretraining:
 
 
 def corpus_paths(config: RunConfig) -> list[Path]:
-    """The files and folders of `data.corpus`; what is not where the command was given is below `paths.data`."""
+    """The files and folders of `data.corpus`, looked for in the working folder and then below `paths.data`."""
     root = Path(config.paths.data).expanduser()
     named = [Path(name).expanduser() for name in (config.data.corpus or str(root / "corpus")).split(SEPARATOR)]
     return [path if path.exists() else root / path for path in named]

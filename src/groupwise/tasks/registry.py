@@ -1,4 +1,4 @@
-"""Makes a task by its name, or by the function of the user's own that `own_task._target_` names."""
+"""Makes a task by its name, or by the user's function that `own_task._target_` names."""
 
 import importlib
 import inspect
@@ -16,13 +16,12 @@ from groupwise.training.task import Task
 
 
 def make_own_task(config: RunConfig, device: torch.device) -> Task:
-    """The `Task` that ``function(config, device, **options)`` returns, `options` being the rest of `own_task`.
+    """The `Task` that ``function(config, device, **options)`` returns, where `options` is the rest of `own_task`.
 
-    The module is looked for where Python looks, and then in the folder in which the command is given. What the function
-    raises is passed on as it is.
+    The module is looked for on Python's path, then in the working folder. Exceptions of the function pass through.
 
     Raises:
-        UserError: it cannot be imported or called with these options, or returns no whole `Task`.
+        UserError: it cannot be imported or called with these options, or does not return a complete `Task`.
     """
     options = {str(key): value for key, value in config.own_task.items() if key != "_target_"}
     target = str(config.own_task["_target_"])
@@ -32,10 +31,10 @@ def make_own_task(config: RunConfig, device: torch.device) -> Task:
     except TypeError as error:
         given = ", ".join(["config", "device", *options])
         raise UserError(
-            f"own_task._target_={target} does not take ({given}) ({reason(error)}): give own_task the options that "
-            "the function has after the two."
+            f"own_task._target_={target} does not take ({given}) ({reason(error)}): give own_task the function's "
+            "options after (config, device)."
         ) from error
-    except ValueError:  # a function that tells no signature
+    except ValueError:  # a function without a signature
         pass
     task = function(config, device, **options)
     if missing := _missing(task):
@@ -50,18 +49,18 @@ def _imported(target: str) -> Callable[..., Any]:
     """The function `package.module.function`."""
     module_name, _, name = target.rpartition(".")
     if not all(part.isidentifier() for part in target.split(".")) or not module_name:
-        raise UserError(f"own_task._target_={target} names no function: give module.function, such as mine.make_task.")
+        raise UserError(f"own_task._target_={target} is not a function: give module.function, such as mine.make_task.")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except UserError:
         raise
-    except Exception as error:  # whatever the user's module does as it is imported
+    except Exception as error:  # the user's module may raise anything on import
         where = f", line {error.lineno} of {error.filename}" if isinstance(error, SyntaxError) else ""
         raise UserError(
-            f"own_task._target_={target} cannot be imported ({type(error).__name__}: {reason(error)}{where}): mend the "
-            "module, or put its folder on PYTHONPATH or give the command in it."
+            f"own_task._target_={target} cannot be imported ({type(error).__name__}: {reason(error)}{where}): fix the "
+            "module, put its folder on PYTHONPATH, or give the command in that folder."
         ) from error
     function = getattr(module, name, None)
     if function is None:
@@ -75,9 +74,9 @@ def _imported(target: str) -> Callable[..., Any]:
 
 
 def _missing(task: object) -> str:
-    """What keeps it from being a task that can be trained; empty for a whole one."""
+    """The reason why it is not a complete task; empty if it is one."""
     if not isinstance(task, Task):
-        return "that is no Task"
+        return "that is not a Task"
     if not isinstance(getattr(task, "model", None), nn.Module):
         return "without a model"
     size = getattr(task, "train_size", None)
@@ -97,14 +96,14 @@ def make_task(config: RunConfig, device: torch.device) -> Task:
     """Load the data and build the model of `config.task` on `device`; initial weights depend on `config.seed` alone.
 
     Raises:
-        UserError: an unknown task; missing or broken data; a function of the user's own that makes none.
+        UserError: an unknown task; missing or broken data; a function of the user's that does not make a task.
     """
     own = bool(config.own_task)
     if own and config.task in TASKS:
-        raise UserError(f"task={config.task} is the package's: say another name beside own_task, such as task: mine.")
+        raise UserError(f"task={config.task} is a task of the package: give yours another name, such as task: mine.")
     if not own and config.task not in TASKS:
-        told = ", ".join(TASKS)
-        raise UserError(f"task={config.task} is not known: choose one of {told}, or say own_task._target_ in its file.")
+        known = ", ".join(TASKS)
+        raise UserError(f"task={config.task} is unknown: choose one of {known}, or set own_task._target_ in its file.")
     torch.manual_seed(config.seed)
     if own:
         return make_own_task(config, device)

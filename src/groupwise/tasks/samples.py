@@ -1,4 +1,4 @@
-"""Joins source and target into one sequence of tokens, framed as a model's family has it, and pads to tensors."""
+"""Joins source and target into one sequence of tokens, in the format of the model's family, and pads to tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from groupwise.training.task import to_device
 
 LINE = "\n"
 SOURCE, TARGET = "<source>", "<target>"
-"""Texts that stand in a chat template for those of an example."""
+"""Placeholders for an example's two texts in a chat template."""
 TODAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
-"""Before a template: what it takes for today (the day that Llama's own fall back to), so that no run depends on it."""
+"""Put before a template, so that its date is fixed (to the default of Llama's template) and no run depends on it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Frame:
         ending: tokens that tell the model that the target comes now.
         end: the token that ends the target.
         space: of the target's text, between it and the ending.
-        delimiter: the end of every source's text, in whose place the ending stands; empty where sources have none.
+        delimiter: the text at the end of every source, which the ending replaces; empty if sources have none.
         turns: source and target are turns of a chat.
     """
 
@@ -46,11 +46,11 @@ class Frame:
 def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
     """The frame of a model that continues text.
 
-    * begin: the tokeniser's own first token, where it puts one before every text (Llama, Gemma, OPT; not GPT-2, Qwen).
+    * begin: the token that the tokeniser puts before every text, if any (Llama, Gemma, OPT; not GPT-2, Qwen).
     * ending: a dialogue's own last line, `delimiter`. For tables, which have none, the token that both begins and ends
       a text, as in prefix tuning (Li & Liang, 2021) and private fine-tuning of GPT-2 (Li et al., 2022): "source
-      <|endoftext|> target <|endoftext|>", without the space before each of the two. Where no token is both, a line
-      break: in the middle of a sequence a begin or an end alone would be new to the model.
+      <|endoftext|> target <|endoftext|>", without the space before each of the two. If no token is both, a line break:
+      the model has never seen a mere begin or end token in the middle of a sequence.
     * end: the tokeniser's end of text.
 
     Raises:
@@ -58,7 +58,7 @@ def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
     """
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
     if end is None:
-        raise UserError("The tokeniser has no end-of-text token, which ends each target: choose a causal model's.")
+        raise UserError("The tokeniser has no end-of-text token to end targets: choose a causal model's tokeniser.")
     first = [begin] if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else []
     if delimiter:
         return Frame(first, _tokens(tokenizer, delimiter), end, " ", delimiter)
@@ -68,33 +68,34 @@ def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
 
 
 def chat_frame(tokenizer: Any, delimiter: str) -> Frame:
-    """The frame of a model that answers: the source is a user's turn and the target the answer, by its chat template.
+    """The frame of a chat model: by its chat template, the source is a user's turn and the target the answer.
 
-    What the template puts around two texts is found once, by two that stand for them. So whatever it writes before an
-    answer (an empty thought, for models that think) is part of every prompt, in training as in generation. The answer
-    ends with the token that ends its turn. Sources go without their `delimiter`, whose place the turn takes.
+    The template is applied once, to two placeholders, which shows what it puts around the texts. Whatever it writes
+    before an answer (an empty thought, for reasoning models) is part of every prompt, in training and in generation.
+    The answer ends with the token that ends its turn. Sources lose their `delimiter`, which the turn replaces.
 
     Raises:
-        UserError: no chat template, or one that does not show both texts once, as they are.
+        UserError: no chat template, or one that does not contain both texts once and unchanged.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError("data.chat=true, but the tokeniser has no chat template: give that of an instructed model.")
+        raise UserError("data.chat=true, but the tokeniser has no chat template: give that of a chat model.")
     turns = [{"role": "user", "content": SOURCE}, {"role": "assistant", "content": TARGET}]
     try:
         template = TODAY + tokenizer.get_chat_template()
         text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-    except Exception as error:  # whatever a template raises by itself
+    except Exception as error:  # a template may raise anything
         raise UserError(
-            f"The tokeniser's chat template takes no question with its answer ({reason(error)}): leave data.chat out."
+            f"The tokeniser's chat template cannot format a question and an answer ({reason(error)}): leave out "
+            "data.chat."
         ) from error
     before, source, rest = text.partition(SOURCE)
     between, target, after = rest.partition(TARGET)
     if not source or not target or SOURCE in rest or TARGET in after:
-        raise UserError("The tokeniser's chat template shows texts otherwise than as they are: leave data.chat out.")
+        raise UserError("The tokeniser's chat template changes the texts that it formats: leave out data.chat.")
     ending = next(iter(_tokens(tokenizer, after)), None)
     end = ending if ending in tokenizer.added_tokens_decoder else tokenizer.eos_token_id
     if end is None:
-        raise UserError("The tokeniser's chat template ends no turn by a token: leave data.chat out.")
+        raise UserError("The tokeniser's chat template does not end a turn with a token: leave out data.chat.")
     return Frame(_tokens(tokenizer, before), _tokens(tokenizer, between), end, "", delimiter, turns=True)
 
 
@@ -133,7 +134,7 @@ class Rows:
 
 
 def pad(rows: Sequence[np.ndarray], value: int, length: int = 0) -> Tensor:
-    """(B, T) int64: the rows, `value` to their right; T is the longest of them, or `length` where that is more."""
+    """The rows, padded on the right with `value`, (B, T) int64; T is the longest row, but at least `length`."""
     padded = np.full((len(rows), max(length, *(len(row) for row in rows))), value, dtype=np.int64)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
@@ -141,10 +142,10 @@ def pad(rows: Sequence[np.ndarray], value: int, length: int = 0) -> Tensor:
 
 
 def predictions(rows: Sequence[np.ndarray], starts: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-    """Where a causal model predicts the tokens of row i from `starts[i]` >= 1 on, and those tokens; both (B, P).
+    """The positions at which a causal model predicts row i's tokens from `starts[i]` >= 1 on, and those tokens, (B, P).
 
-    Token t is predicted at position t - 1. P is the most targets of a row; what pads shorter ones is position 0 with
-    the label `IGNORED`.
+    Token t is predicted at position t - 1. P is the largest number of targets in a row; shorter rows are padded with
+    position 0 and the label `IGNORED`.
     """
     positions = [np.arange(start - 1, len(row) - 1) for row, start in zip(rows, starts, strict=True)]
     labels = [row[start:] for row, start in zip(rows, starts, strict=True)]
@@ -154,14 +155,14 @@ def predictions(rows: Sequence[np.ndarray], starts: Sequence[int] | np.ndarray) 
 class ModelInputs:
     """Makes the arguments of one model's forward from rows of tokens, each with the batch as its first axis.
 
-    Positions are explicit, because a model that makes its own makes one row for all examples, which no per-example
-    gradient can be taken of: 0, 1, 2 … as in GPT-2 and BERT, or, where the table of positions has a padding row p, as
-    in RoBERTa, p + 1, p + 2 … and p at padding. Token types are passed only to models with a table for them (GPT-2
-    would add token embeddings instead).
+    Positions are passed explicitly: a model that makes its own has one row for all examples, without per-example
+    gradients. They are 0, 1, 2 … as in GPT-2 and BERT; if the position table has a padding row p, as in RoBERTa, they
+    are p + 1, p + 2 … and p at padding. Token types are passed only to models with a table for them (GPT-2 would add
+    token embeddings instead).
 
     Args:
         model: a transformers model, or adapters around one.
-        pad_token: the token at padding; which one it is changes nothing.
+        pad_token: the token at padding; the choice makes no difference.
     """
 
     def __init__(self, model: nn.Module, pad_token: int) -> None:
@@ -180,8 +181,8 @@ class ModelInputs:
     ) -> dict[str, Any]:
         """input_ids, attention_mask (1 at tokens, 0 at padding), position_ids and token_type_ids, (B, T) int64 each.
 
-        T is the longest row, or `length` where that is more. Only what the model takes is there, and no cache where it
-        has one.
+        T is the longest row, but at least `length`. Only arguments that the model takes are included; its cache is
+        switched off.
         """
         lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
         tokens = pad(rows, self._pad_token, length)
@@ -204,7 +205,7 @@ def _without_adapters(model: Any) -> Any:
 
 
 def _padding_position(model: nn.Module) -> int | None:
-    """The row of the table of positions that stands for padding, where there is one."""
+    """The padding row of the position table, if it has one."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return module.padding_idx
@@ -212,12 +213,12 @@ def _padding_position(model: nn.Module) -> int | None:
 
 
 CHUNK = 4096
-"""Texts that are tokenised at once: a tokeniser's answer is much larger than the tokens."""
+"""Texts that are tokenised at once: a tokeniser's output takes much more memory than the tokens."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """n sequences of source and target; the targets begin at `starts` (n,); `cut` is how many were too long."""
+    """n sequences of source and target; the targets begin at `starts` (n,); `cut` sequences were truncated."""
 
     tokens: Rows
     starts: np.ndarray
@@ -233,10 +234,10 @@ class Samples:
 
 
 class PairEncoder:
-    """Encodes sources and targets, framed as the model's tokeniser has it (`Frame`).
+    """Encodes sources and targets in the frame of the model's tokeniser.
 
-    What is longer than `max_length` loses the end of its source, never the frame; a target that is too long by itself
-    loses its own end, and the end of text with it.
+    If an example is longer than `max_length`, its source is truncated, never the frame. A target that is too long by
+    itself is truncated too, and loses its end token.
 
     Args:
         tokenizer: of a causal model.
@@ -249,7 +250,7 @@ class PairEncoder:
 
     @property
     def around(self) -> int:
-        """Tokens of an example that are neither its source's nor its target's, but for the last one."""
+        """Tokens of an example that belong neither to its source nor to its target, without the end token."""
         return len(self._frame.begin) + len(self._frame.ending)
 
     @property
@@ -276,11 +277,11 @@ class PairEncoder:
         return Samples(Rows.of(rows), np.array(starts, dtype=np.int64), cut)
 
     def prompts(self, sources: Sequence[str], most: int) -> list[list[int]]:
-        """Encode sources alone, as in training and in `most` tokens: what a target is generated from."""
+        """Encode sources alone as prompts, as in training, in at most `most` tokens."""
         return self._prompts(sources, self._frame.ending, min(most, self._most))
 
     def in_context(self, texts: Sequence[str], most: int) -> list[list[int]]:
-        """Encode demonstrations and a source, one text, in `most` tokens; a table's ending is left out."""
+        """Encode demonstrations and a source, as one text, in at most `most` tokens; a table's ending is left out."""
         frame = self._frame
         return self._prompts(texts, frame.ending if frame.delimiter or frame.turns else [], most)
 
@@ -320,17 +321,17 @@ def demonstrations(
     Args:
         train: (source, target) pairs.
         shots: k; 0 gives none.
-        fits: whether a demonstration, as it stands in the prompt, is short enough; the others are passed over.
+        fits: whether a demonstration is short enough in the prompt; the others are skipped.
 
     Raises:
-        UserError: another prompt set; shots below 0; fewer examples that fit than three sets need.
+        UserError: another prompt set; shots below 0; too few examples that fit for three sets.
     """
     if not 0 <= prompt_set < PROMPT_SETS:
         raise UserError(
             f"eval.prompt_set={prompt_set} is not one of the {PROMPT_SETS} sets of prompts: give 0, 1 or 2."
         )
     if shots < 0:
-        raise UserError(f"eval.shots={shots} is less than none: give 0 or more examples to show in the prompt.")
+        raise UserError(f"eval.shots={shots} is negative: give 0 or more examples to show in the prompt.")
     keys = random.Random(0)
     order = sorted(range(len(train)), key=[keys.random() for _ in train].__getitem__)
     chosen: list[tuple[str, str]] = []
@@ -351,8 +352,8 @@ def demonstrations(
 
 
 def in_context_prompt(shown: Sequence[tuple[str, str]], source: str) -> str:
-    """The demonstrations, each its source, a space and its target, and last the source to go on from; blank lines
-    between. Without demonstrations it is the source alone (0-shot).
+    """The demonstrations (source, space, target) and then the source to continue, separated by blank lines. Without
+    demonstrations it is the source alone (0-shot).
 
     No privacy guarantee: the demonstrations are training examples.
     """

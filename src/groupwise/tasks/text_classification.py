@@ -25,7 +25,7 @@ from groupwise.training.task import Split, to_device
 
 @dataclass(frozen=True)
 class Examples:
-    """n texts as tokens, their token types where the tokeniser makes them, and labels (n,); `cut` were too long."""
+    """n texts as tokens, with token types if the tokeniser makes them, and labels (n,); `cut` were truncated."""
 
     tokens: Rows
     types: Rows | None
@@ -92,7 +92,7 @@ class TextClassification(TextTask):
 
 
 def make_text_classification(config: RunConfig, device: torch.device) -> TextClassification:
-    """`task=sst2|qnli|qqp|mnli` on files, on the hub's copy, or on made-up sentences (`data.name=synthetic`)."""
+    """`task=sst2|qnli|qqp|mnli` on files, on the hub's copy, or on synthetic sentences (`data.name=synthetic`)."""
     tokenizer = find_tokenizer(config)
     data = _load(config)
     model = choose_trainable(load_classifier(config.model, data.classes, tokenizer), config.model).to(device)
@@ -114,12 +114,12 @@ def _load(config: RunConfig) -> LabelledText:
 
 
 _ENCODED: dict[bytes, Examples] = {}
-"""What this process tokenised last: the cells of a sweep that it runs one after the other have the same texts."""
+"""The last texts that this process tokenised, for the next cells of a sweep, which have the same texts."""
 REMEMBERED = 4
 
 
 def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
-    """Tokenise sentences or pairs with the model's special tokens; of a pair too long the longer side is cut."""
+    """Tokenise sentences or pairs with the model's special tokens; if a pair is too long, its longer side is cut."""
     asked = (part.texts, part.labels, tokenizer.backend_tokenizer.to_str(), max_length)
     key = sha256(pickle.dumps(asked)).digest()
     if key not in _ENCODED:
@@ -152,7 +152,7 @@ def _encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
 def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options: Any) -> dict[str, list[list[int]]]:
     firsts, seconds = [first for first, _ in texts], [second for _, second in texts]
     parted = tokenizer.num_special_tokens_to_add(pair=True) > tokenizer.num_special_tokens_to_add(pair=False)
-    between = "" if parted else "\n"  # GPT-2 and Qwen have no token that stands between two texts
+    between = "" if parted else "\n"  # GPT-2 and Qwen have no separator token
     both = (firsts,) if seconds[0] is None else (firsts, [f"{between}{second}" for second in seconds])
     return dict(tokenizer(*both, return_attention_mask=False, verbose=False, **options))
 

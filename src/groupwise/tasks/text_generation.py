@@ -1,7 +1,7 @@
 """Generates text from a source by a causal model: E2E and DART (tables to text), SAMSum (summaries); section 5.3.
 
-The loss is on the target's tokens and the end of text alone, as in Li & Liang (2021) and Li et al. (2022): a source is
-read, never predicted. `samples.py` says how the two stand in one sequence.
+The loss is on the target's tokens and the end of text alone, as in Li & Liang (2021) and Li et al. (2022); source
+tokens are not predicted. `samples.py` says how the two are joined in one sequence.
 """
 
 import json
@@ -53,7 +53,7 @@ from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
 Write = Callable[[Any, list[list[int]], GenerateConfig, list[int]], list[str]]
-"""From a tokeniser, prompts, settings and the tokens that end a text, as `beam_search.generate` with a model."""
+"""(tokeniser, prompts, settings, end tokens) -> texts, as `beam_search.generate` for one model."""
 DELIMITER = "\nTL;DR"
 """The last line of a source that is to be summarised (appendix C.2)."""
 
@@ -82,7 +82,7 @@ class TextGeneration(TextTask):
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
         """The model's inputs, (n, T) each, and "labels" (n, P) of the last P tokens, `IGNORED` where there is none.
 
-        T is the longest sequence; `even` has it and P go up to multiples of 8.
+        T is the longest sequence; `even` rounds T and P up to multiples of 8.
         """
         return self._read(self._samples["train"], examples, even)
 
@@ -115,7 +115,7 @@ class TextGeneration(TextTask):
         return self.metrics(split, np.concatenate(batches), torch.cat(found), write)
 
     def metrics(self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Write | None = None) -> dict[str, float]:
-        """What `evaluate` returns, from each example's loss; a pipeline works out the losses its own way.
+        """The metrics of `evaluate` from each example's loss, which a pipeline computes itself.
 
         Args:
             split: evaluated.
@@ -134,10 +134,10 @@ class TextGeneration(TextTask):
         return found | self._score(requests, prompts, write)
 
     def evaluate_in_context(self, shots: int, prompt_set: int) -> dict[str, float]:
-        """Scores, as in `evaluate`, of what the model writes after `shots` training examples and a test input.
+        """Scores, as in `evaluate`, of the texts generated from `shots` training examples and a test input.
 
-        Not private: the prompt shows those examples as they are. Demonstrations have at most an equal share of the room
-        that the model has for the prompt; an input that is still too long is cut as in training.
+        Not private: the prompt contains those examples. Each demonstration gets at most an equal share of the prompt's
+        length; an input that is still too long is truncated as in training.
 
         Raises:
             UserError: another prompt set, or too few training examples that are short enough.
@@ -174,7 +174,7 @@ class TextGeneration(TextTask):
         length = self.even_length(tokens) if even else max(len(row) for row in tokens)
         first = int(starts.min())
         if even:
-            first = length - rounded(length - first, length - 1)  # the first token of all is predicted from none
+            first = length - rounded(length - first, length - 1)  # nothing predicts the first token
         own = (np.arange(len(row)) >= start for row, start in zip(tokens, starts, strict=True))
         labelled = [np.where(mask, row, IGNORED)[first:] for mask, row in zip(own, tokens, strict=True)]
         labels = to_device(pad(labelled, IGNORED, length - first), self.device)
@@ -183,11 +183,11 @@ class TextGeneration(TextTask):
     def _token_losses(self, model: nn.Module, read: dict[str, Any]) -> Tensor:
         """Losses of the last P tokens, (n, P), from the first target's first token on.
 
-        They are cut out in one piece: places picked row by row would have clipping prove, in two more backward passes a
-        microbatch, that no row became another example's. Where sequences are of like length it is hardly more.
+        The last P positions are sliced, not gathered row by row, which keeps the batch axis plain. For sequences of
+        similar length this costs hardly more.
         """
         labels = read["labels"]
-        kept = labels.shape[1] + 1  # the last place predicts nothing
+        kept = labels.shape[1] + 1  # the last position predicts nothing
         inputs = {name: value for name, value in read.items() if name != "labels"}
         limited = {"logits_to_keep": kept} if "logits_to_keep" in self.inputs.accepts else {}
         return token_losses(self.logits(model, inputs | limited)[:, -kept:-1], labels)
@@ -201,7 +201,7 @@ class TextFeed:
 
     Args:
         samples: of one split.
-        pad_token: the token at padding; which one it is changes nothing.
+        pad_token: the token at padding; the choice makes no difference.
         max_length: the longest that an example can be.
         device: of the microbatches.
     """
@@ -217,7 +217,7 @@ class TextFeed:
         return examples[longest_first(self._samples.tokens.lengths[examples])]
 
     def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
-        """See `Feed`; places and labels (b, P) are as `predictions` makes them."""
+        """See `Feed`; positions and labels (b, P) are those of `predictions`."""
         if not len(examples):
             return []
         length = rounded(int(self._samples.tokens.lengths[examples].max()), self._most)
@@ -248,14 +248,14 @@ class TextFeed:
 
 
 def _widen(rows: Tensor, value: int, width: int) -> Tensor:
-    """More columns of `value`, up to `width`."""
+    """Pad the rows with `value` up to `width` columns."""
     return F.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
 def make_text_generation(
     config: RunConfig, device: torch.device, build: Callable[[ModelConfig, Any], nn.Module] | None = None
 ) -> TextGeneration:
-    """`task=e2e|dart|samsum` on files, or on made-up pairs (`data.name=synthetic`).
+    """`task=e2e|dart|samsum` on files, or on synthetic pairs (`data.name=synthetic`).
 
     `build` makes the model from its settings and the tokeniser, with what trains chosen; None loads it to `device`.
     """
@@ -290,7 +290,7 @@ def _load(config: RunConfig) -> PairedText:
 
 
 def _private(data: PairedText) -> list[str]:
-    """SHA-256 of the training file, the first of those that are read."""
+    """SHA-256 of the training file, the first file that is read."""
     return list(data.sha256.values())[:1]
 
 
@@ -321,14 +321,14 @@ PROVENANCE = "provenance.json"
 
 
 def public_text(config: RunConfig, private: Iterable[str]) -> str:
-    """In words, from what lies beside the weights and the tokeniser; empty where nothing says it, as on the hub.
+    """The public files behind weights and tokeniser, in words, from the records beside them; empty without a record.
 
     Args:
         config: the run's.
         private: SHA-256 in hex of the training files.
 
     Raises:
-        UserError: one of those is among the public files, and this run claims to protect it; a broken record.
+        UserError: a training file that this run claims to protect is among the public files; a broken record.
     """
     weights = None if config.model.fresh else config.model.source
     vocabulary = config.model.tokenizer or config.model.source
@@ -341,12 +341,12 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
                 "private: start from other public text (model.source), or from random weights (model.fresh=true) with "
                 "another model.tokenizer."
             )
-    told = [f"{part} from {', '.join(Path(name).name for name in files)}" for part, files in found.items() if files]
-    return "; ".join(told)
+    lines = [f"{part} from {', '.join(Path(name).name for name in files)}" for part, files in found.items() if files]
+    return "; ".join(lines)
 
 
 def _digests(source: str | None, name: str, trail: tuple[str, ...]) -> Mapping[str, str]:
-    """{file: SHA-256} of a record beside a model; nothing where there is none."""
+    """{file: SHA-256} of a record beside a model; empty without a record."""
     if source is None or not (file := Path(find_source(source)) / name).is_file():
         return {}
     try:

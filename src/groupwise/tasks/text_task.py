@@ -1,4 +1,4 @@
-"""Defines what tasks on text share: eval and training mode, order by length, token losses, and export."""
+"""The parts that all text tasks share: eval and training mode, order by length, token losses, and export."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.fro
 
 
 class TextTask(Task):
-    """A task on a transformers model; one that inherits from it brings data, losses and metrics.
+    """A task on a transformers model; subclasses add data, losses and metrics.
 
     Args:
         config: the run's.
         model: on its device.
-        tokenizer: the one whose tokens it reads.
+        tokenizer: the model's.
         lengths: tokens of each training example, (N,).
         description: of the data, for the record.
     """
@@ -59,16 +59,16 @@ class TextTask(Task):
         return self._description
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """Longest first, so that a microbatch of a drawn batch pads little; equal lengths as they were drawn."""
+        """Longest first, so that microbatches need little padding; equal lengths keep their order."""
         return examples[longest_first(self._lengths[examples])]
 
     def check_update(self, step: int) -> None:
-        """Raises `UserError` when an adapter stands still."""
+        """Raises `UserError` if an adapter does not change."""
         if self._adapters is not None:
             self._adapters.check(step)
 
     def check_adapters(self) -> None:
-        """Raises `UserError` when the model's answer does not depend on an adapter; asks of made-up tokens."""
+        """Raises `UserError` if the model's output, on random tokens, does not depend on an adapter."""
         if self._adapters is not None:
             check_adapters(self.model, lambda rows: self.logits(self.model, self.inputs(rows, self.device)))
 
@@ -77,11 +77,11 @@ class TextTask(Task):
         save_network(self.model, self.tokenizer, folder, provenance)
 
     def even_length(self, tokens: Sequence[np.ndarray]) -> int:
-        """The longest row's length up to a multiple of `ROUND`, as far as the model has positions."""
+        """The longest row's length, rounded up to a multiple of `ROUND` but at most the model's positions."""
         return rounded(max(len(row) for row in tokens), position_limit(self.model))
 
     def logits(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The model's answer in the run's precision, then in float32 at least; its own model pooled, compiled."""
+        """The model's output in the run's precision, then at least in float32; the task's own model may be compiled."""
         network = self._network if model is self.model else model
         with self.precision():
             logits = network(**inputs).logits
@@ -95,7 +95,7 @@ class TextTask(Task):
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Places of the longest to the shortest, equal ones in their order; (n,)."""
+    """Indices from the longest to the shortest, (n,); equal lengths keep their order."""
     return np.argsort(-lengths, kind="stable")
 
 
@@ -124,7 +124,7 @@ def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:
 
 
 def find_tokenizer(config: RunConfig) -> Any:
-    """The tokeniser of `model.tokenizer`, else of `model.source`; refuses a network that reads no text."""
+    """The tokeniser of `model.tokenizer`, else of `model.source`; refuses a network that is not for text."""
     if config.model.name in IMAGE_MODELS:
         raise UserError(
             f"The chosen model's network {config.model.name} cannot read text: choose model=roberta_base or gpt2 for "
@@ -137,7 +137,7 @@ def find_tokenizer(config: RunConfig) -> Any:
 
 
 def check_length(max_length: int, least: int, model: nn.Module) -> None:
-    """Refuse examples that are longer than the model's table of positions, or too short to hold anything."""
+    """Refuse a `max_length` above the model's number of positions, or too short for any text."""
     most = position_limit(model)
     if max_length > most:
         raise UserError(f"data.max_length={max_length} is longer than the model, which has {most} positions: lower it.")
@@ -146,7 +146,7 @@ def check_length(max_length: int, least: int, model: nn.Module) -> None:
 
 
 def choose_data(config: RunConfig, from_files: Callable[[Path], Data], made_up: Callable[[str], Data]) -> Data:
-    """The data of `data.name`, below `paths.data` or made up; then `data.holdout` and `data.train_limit`."""
+    """The data of `data.name`, below `paths.data` or synthetic, after `data.holdout` and `data.train_limit`."""
     settings = config.data
     if settings.name == "files":
         data = from_files(Path(config.paths.data).expanduser())
@@ -160,7 +160,7 @@ def choose_data(config: RunConfig, from_files: Callable[[Path], Data], made_up: 
 
 
 def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np.ndarray, cut: int) -> dict[str, Any]:
-    """What the record says of any text task's data; the evaluation sets' counts are the task's to add.
+    """The description of a text task's data for the record, without the counts of the evaluation sets.
 
     Args:
         config: the run's.
@@ -193,10 +193,10 @@ def save_network(
 
     Args:
         model: a transformers model, or adapters around one: then the adapters alone are written.
-        tokenizer: the one whose tokens it reads.
-        folder: made where it is not there.
+        tokenizer: the model's.
+        folder: created if it is missing.
         provenance: where the weights come from.
-        dtype: of the weights on disk; as they are, by default. config.json goes on naming the model's own.
+        dtype: of the weights on disk; unchanged by default. config.json keeps the model's own dtype.
 
     Raises:
         UserError: the folder cannot be written.
@@ -216,8 +216,8 @@ def save_network(
 
 
 def _forget_last_call(tokenizer: Any) -> None:
-    """A fast tokeniser keeps how it cut and padded last, and writes it into tokenizer.json: whether an example was too
-    long would be read there."""
+    """Reset truncation and padding, which a fast tokeniser would write into tokenizer.json: they show whether an
+    example was too long."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
@@ -238,7 +238,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _converted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
-    """The floating weights in `dtype`; one that stands under two names is still one."""
+    """The floating-point weights in `dtype`; tied weights stay tied."""
     if dtype is None:
         return None
     made: dict[int, Tensor] = {}
