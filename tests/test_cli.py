@@ -113,7 +113,7 @@ def absl_keeps_the_capture_open() -> None:
         ("+sweep=cifar", "add -m to run them"),
         ("cell=abc", "leave it out"),
         ("seed=1,2 -m hydra/launcher=joblib hydra.launcher.n_jobs=x", "hydra.launcher.n_jobs=x does not fit"),
-        ("-m seed=interval(1,2)", "has no end"),
+        ("-m seed=interval(1,2)", "is not a finite list"),
         ("-m hydra.launcher.gpus=3 seed=1,2", "there is no key or group hydra.launcher.gpus"),
         ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),
     ],

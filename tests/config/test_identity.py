@@ -114,7 +114,7 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str | None
     path = tmp_path / "config.yaml"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match="is no run's configuration"):
+    with pytest.raises(UserError, match="is not a run's config"):
         load_config(path)
 
 

@@ -160,7 +160,7 @@ def test_resume_takes_the_folder_it_is_given(config: RunConfig, tmp_path: Path) 
 @pytest.mark.parametrize("what", ["absent", "empty"])
 def test_resume_from_what_is_no_run_is_refused(config: RunConfig, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"is no folder|no run's configuration"):
+    with pytest.raises(UserError, match=r"is no folder|not a run's config"):
         RunRecord.open(config, resume=str(tmp_path / what))
 
 

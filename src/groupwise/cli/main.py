@@ -1,4 +1,4 @@
-"""Goes from the command line to runs: composes, checks, runs, and tells mistakes from bugs."""
+"""The command line: composes and checks a configuration, runs it, and separates mistakes from bugs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from groupwise.sweeps.multirun import run_cells
 from groupwise.sweeps.prepare import compose_shared, plan_sweep, refuse_without_weights
 
 SHOWN = ("run", "cfg", "info", "help", "hydra_help", "shell_completion", "resolve")
-"""Hydra's flags that run no cells, or are at odds with ``-m``, which Hydra refuses."""
+"""Hydra's flags that run no cells, or that Hydra refuses together with ``-m``."""
 Train = Callable[[RunConfig], Any]
 
 
 def launch(conf: Path, train: Train) -> int:
-    """Run, or tell, what the command line asks for and return the exit code: 0, 1 a bug, 2 a mistake, 130 interrupted.
+    """Execute the command line; returns the exit code: 0, 1 for a bug, 2 for a mistake, 130 if interrupted.
 
-    One run, or with ``-m`` every cell of a sweep that is not done, where a failing cell does not stop the others; what
-    runs then is a copy of the code, in the sweep's folder. A mistake is one line on stderr with nothing written; a bug
-    keeps its traceback.
+    It is one run, or with ``-m`` every cell of a sweep that is not done, from a copy of the code in the sweep's folder;
+    a failing cell does not stop the others. A mistake is one line on stderr, with nothing written; a bug keeps its
+    traceback.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, rather than print a report of its own and leave
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing a report and exiting
     failed: list[Exception] = []
     began: list[DictConfig] = []
     folder: Path | None = None
@@ -52,7 +52,7 @@ def launch(conf: Path, train: Train) -> int:
         try:
             return train(_single(composed))
         except Exception as error:
-            failed.append(error)  # not raised: Hydra would add words of its own
+            failed.append(error)  # not raised: Hydra would add its own text
             return None
 
     tell_warnings()
@@ -71,9 +71,9 @@ def launch(conf: Path, train: Train) -> int:
         return int(end.code or 0)
     except KeyboardInterrupt:
         again = "the command without overwrite=true" if "overwrite=true" in sys.argv else "the same command"
-        print(f"interrupted: {again} goes on from the last checkpoint", file=sys.stderr)
+        print(f"interrupted: {again} resumes from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads has enough
+    except BrokenPipeError:  # the reader closed the pipe
         raise
     except Exception as error:
         code = 0 if folder is None else report_sweep(folder, error)
@@ -99,22 +99,22 @@ def launch(conf: Path, train: Train) -> int:
 
 
 def _single(composed: DictConfig) -> RunConfig:
-    """The configuration of one run; raises `UserError` for what is of sweeps."""
+    """The configuration of one run; raises `UserError` for settings of sweeps."""
     if composed.sweep != Command().sweep:
         raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
     if composed.cell is not None:
-        raise UserError(f"cell={composed.cell} is what the jobs of a sweep are given: leave it out.")
+        raise UserError(f"cell={composed.cell} is set by sweeps for their jobs: leave it out.")
     config = to_run_config(composed)
     refuse_idle(HydraConfig.get().overrides.task, config)
     if config.tuning.name != "off":
-        raise UserError("tuning=accounted is of a sweep, not of a run: add -m and the sweep, +sweep=search_sst2.")
+        raise UserError("tuning=accounted is for sweeps: add -m and a sweep, such as +sweep=search_sst2.")
     return config
 
 
 def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
-    """The folder of a sweep, which is checked whole before it is made; None where all is done, or was done here.
+    """Make the folder of a sweep, after all cells are checked; None if nothing is left to do, or was done here.
 
-    `run.py` does not come back from here: the copy of it in that folder goes on.
+    `run.py` does not return from here: its copy in that folder replaces this process.
     """
     folder = handed_on()
     if folder is not None:
@@ -147,7 +147,7 @@ def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
 
 
 def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:
-    """Hand the folder's cells to Hydra, or the command line as it is to another sweeper, which chooses its own."""
+    """Pass the folder's cells to Hydra, or the unchanged command line to another sweeper, which chooses its own."""
     program, flags = sys.argv[0], sys.argv[1 : len(sys.argv) - len(given.overrides)]
     where = f"hydra.sweep.dir='{folder}'"
 
@@ -172,7 +172,7 @@ def _with_folder(given: Namespace) -> list[str]:
 
 
 def _remove(folder: Path) -> None:
-    """Take a sweep's folder back, in which nothing has run."""
+    """Remove a sweep's folder in which nothing has run."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # unless there is something else
         folder.parent.rmdir()
@@ -180,8 +180,8 @@ def _remove(folder: Path) -> None:
 
 
 def _is_mistake(error: Exception, began: bool) -> bool:
-    """Before a run began only the command line can be wrong, also where Hydra itself falls over it: privacy=3 is a bare
-    ValueError there, scale=[null] a TypeError, a number of 400 digits an OverflowError."""
+    """Before a run starts, any error is a mistake on the command line, even if Hydra itself fails on it: privacy=3 is a
+    bare ValueError there, scale=[null] a TypeError, a number of 400 digits an OverflowError."""
     if isinstance(error, COMPOSITION_ERRORS) or (too_long(error) and not began):
         return True
     *_, last = walk_tb(error.__traceback__)
@@ -193,15 +193,15 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """Hydra's own flags, refused in one sentence rather than with a page of usage, and moved before the other words:
-    Hydra itself takes no ``key=value`` on both sides of a flag."""
+    """Parse Hydra's flags, with one sentence for a mistake in place of a usage page, and move them before the other
+    words: Hydra does not take ``key=value`` on both sides of a flag."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     given = parser.parse_intermixed_args(list(arguments))
     if given.experimental_rerun:
-        raise UserError("--experimental-rerun would unpickle a file; the same command goes on with a run.")
+        raise UserError("--experimental-rerun would unpickle a file: leave it out, and repeat the command to resume.")
     if given.config_dir and not Path(given.config_dir).is_dir():
-        raise UserError(f"--config-dir={given.config_dir} is no folder: name one that has task/<name>.yaml.")
+        raise UserError(f"--config-dir={given.config_dir} is not a folder: name one that has task/<name>.yaml.")
     flags = list(arguments)
     for word in given.overrides:
         flags.remove(word)

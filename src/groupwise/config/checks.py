@@ -1,4 +1,4 @@
-"""Refuses what a run may not ask for, in one sentence each, before anything is loaded or written."""
+"""Refuses invalid configurations, each in one sentence, before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PLACES = (
 WRITTEN = ("paths.results", "export")
 """Folders that a run makes."""
 LARGEST_WHOLE, LARGEST = 2**62, 1e15
-"""No seed, size or number of steps is larger, and no other finite number: beyond them libraries overflow."""
+"""The largest seed, size or number of steps, and the largest other number: beyond them libraries overflow."""
 GENERATION = ("e2e", "dart", "samsum")
 PIPELINES = ("samsum", "e2e", "dart", "cifar")
-"""Tasks whose model can be cut into stages."""
+"""Tasks whose model can be split into stages."""
 IMAGE_MODELS = ("wide_resnet", "scatter_cnn")
 
 
 def validate(config: RunConfig) -> None:
-    """Raise a `UserError` of one sentence for the first thing in ``config`` that cannot be meant."""
+    """Raise a `UserError` of one sentence for the first problem in ``config``."""
     checks = (
         _texts, _choices, _ranges, _places, _resume, _own_task, _pretraining, _batch, _precision, _weights, _public,
         _augmentation, _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel,
@@ -40,7 +40,7 @@ def validate(config: RunConfig) -> None:
 
 
 def validate_clipping(clip: ClipConfig) -> None:
-    """Raise a `UserError` of one sentence for the first thing in ``clip`` alone that cannot be meant."""
+    """Raise a `UserError` of one sentence for the first problem in ``clip`` alone."""
     config = RunConfig(clip=clip)
     for key, kind in key_types(ClipConfig, "clip.").items():
         if not fits(value_at(config, key), kind):
@@ -59,7 +59,7 @@ def value_at(config: RunConfig, key: str) -> object:
 
 
 def _texts(section: object, prefix: str = "") -> Iterator[str]:
-    """What no file and no terminal can show, and numbers that no machine can hold."""
+    """Text that no file and no terminal can show, and numbers out of range."""
     for item in fields(section):  # type: ignore[arg-type]
         key, value = prefix + item.name, getattr(section, item.name)
         if is_dataclass(value):
@@ -75,7 +75,7 @@ def _texts(section: object, prefix: str = "") -> Iterator[str]:
 
 
 def _plain(value: object) -> bool:
-    """Can it be shown, with all that it holds?"""
+    """Whether it and all its entries can be printed."""
     if isinstance(value, dict):
         return all(map(_plain, value)) and all(map(_plain, value.values()))
     if isinstance(value, list):
@@ -118,7 +118,7 @@ def _pretraining(config: RunConfig) -> Iterator[str]:
 
 
 def _places(config: RunConfig) -> Iterator[str]:
-    """Names that no folder or file can have, and folders that cannot be made; what must be there is found later."""
+    """Invalid names of folders or files, and folders that cannot be made; missing inputs are found later."""
     for key in PLACES:
         value = value_at(config, key)
         if value is None:
@@ -281,7 +281,7 @@ def _augmentation(config: RunConfig) -> Iterator[str]:
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
-    """What no pipeline can do, and what would need the thresholds or the norms of other stages (Algorithm 2)."""
+    """Settings that a pipeline cannot do, or that need thresholds or norms of other stages (Algorithm 2)."""
     clip, stages, blocks = config.clip, config.pipeline.stages, config.pipeline.blocks
     if blocks and (len(blocks) != stages or min(blocks) < 1):
         yield f"pipeline.blocks={blocks} must give each of the {stages} stages (pipeline.stages) one block or more."
@@ -310,7 +310,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
 
 
 def _recorded(config: RunConfig) -> Iterator[str]:
-    """What a CUDA graph of a microbatch cannot hold."""
+    """Settings that a CUDA graph of a microbatch cannot contain."""
     graph, kind = "train.cuda_graph=true", config.parallel.kind
     if not config.train.cuda_graph:
         return
@@ -326,7 +326,7 @@ def _recorded(config: RunConfig) -> Iterator[str]:
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
-    """What processes beside those of a pipeline cannot do, and what sharded parameters cannot clip."""
+    """Settings that replicas cannot do, and clipping modes that sharded parameters cannot have."""
     clip, ranks, sharded = config.clip, config.parallel.ranks, config.parallel.kind == "fsdp"
     if sharded and config.pipeline.stages > 1:
         yield "parallel.kind=fsdp is not for pipelines, whose stages are shards already: use parallel.kind=ddp."
@@ -351,7 +351,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
 
 
 def _apart(config: RunConfig, several: str) -> Iterator[str]:
-    """What would need the thresholds of all stages, each of which adds its own noise."""
+    """Settings that need the thresholds of all stages, each of which adds its own noise."""
     if config.noise.allocation != "equal_budget":
         yield (
             f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "

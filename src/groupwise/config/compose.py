@@ -42,7 +42,8 @@ def compose_run(overrides: Sequence[str], conf: Path, *, typed: bool = True) -> 
     """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks.
 
     Args:
-        typed: whether a person gave the overrides, who is told what changes nothing; the file of a sweep may hold that.
+        typed: whether a person gave the overrides: then settings without effect are refused, which a sweep's file may
+            have.
     """
     register()
     refuse_both(overrides)
@@ -54,7 +55,7 @@ def compose_run(overrides: Sequence[str], conf: Path, *, typed: bool = True) -> 
 
 
 def compositions_of(conf: Path) -> Compositions:
-    """Of the folder as it was last written."""
+    """The compositions of the folder in its current state."""
     conf = conf.resolve()
     return _compositions(conf, max((path.stat().st_mtime_ns for path in conf.rglob("*.yaml")), default=0))
 
@@ -65,8 +66,8 @@ def _compositions(_conf: Path, _written: int) -> Compositions:
 
 
 class Compositions:
-    """`hydra.compose` inside of `initialize_config_dir`, once for all that differ in plain values alone: a composition
-    takes a tenth of a second, and a sweep has hundreds.
+    """`hydra.compose` inside `initialize_config_dir`, once for all overrides that differ in plain values alone: a
+    composition takes a tenth of a second, and a sweep has hundreds.
 
     Args:
         places: overrides of ``hydra.searchpath``, which all compositions share.
@@ -77,7 +78,7 @@ class Compositions:
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The configuration of `overrides`; raises what Hydra raises."""
+        """The configuration of `overrides`; Hydra's exceptions pass through."""
         given = parse(overrides)
         values = [item for item in given if _is_value(item)]
         choices = tuple(str(item.input_line) for item in given if item not in values)
@@ -93,13 +94,13 @@ class Compositions:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """A command line as Hydra reads it, inside of `initialize_config_dir`: ``glob(*)`` looks there."""
+    """A command line as Hydra parses it, inside `initialize_config_dir`, where ``glob(*)`` looks."""
     loader = GlobalHydra.instance().config_loader()
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
 
 def _is_value(item: Override) -> bool:
-    """Is it ``key=value`` for a key of a section, which no choice of a file depends on?"""
+    """Whether it is ``key=value`` for a key of a section, which does not affect the choice of files."""
     kind = key_types().get(item.key_or_group)
     plain = item.type == OverrideType.CHANGE and item.package is None and not item.is_sweep_override()
     return plain and kind is not None and not is_dataclass(kind) and item.key_or_group not in ("task", "scale")
@@ -108,15 +109,15 @@ def _is_value(item: Override) -> bool:
 def to_run_config(composed: DictConfig) -> RunConfig:
     """The composed config as a validated `RunConfig`: every interpolation resolved, every type checked.
 
-    Raises `UserError`: a key that the schema lacks, a value that cannot be worked out, what `validate`
-    refuses.
+    Raises:
+        UserError: a key that the schema lacks, a value that cannot be resolved, or what `validate` refuses.
     """
     known = key_types()
     for key in _keys(composed):
         if key not in known and not key.startswith(FREE_KEYS) and key.partition(".")[0] not in ("sweep", "cell"):
             raise UserError(unknown_key(key))
     try:
-        with warnings.catch_warnings(action="ignore"):  # ${oc.deprecated:key} would have a word to say
+        with warnings.catch_warnings(action="ignore"):  # ${oc.deprecated:key} would warn
             command = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise UserError(in_one_sentence(error)) from error
@@ -127,7 +128,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         if not fits(value_at(config, key), kind):
             raise UserError(f"{key}={value_at(config, key)} does not fit: {expected(key)} was expected.")
     if config.privacy.noise_multiplier is not None and config.privacy.epsilon in (PrivacyConfig.epsilon, math.inf):
-        config.privacy.epsilon = None  # nobody asked for it: it follows from the noise, once the data are known
+        config.privacy.epsilon = None  # not given: it follows from the noise, once the data are known
     validate(config)
     return config
 
@@ -143,7 +144,7 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def check_typed(overrides: Sequence[str]) -> None:
-    """Refuse words on a command line that are no ``key=value``, and a key that is given twice or deleted.
+    """Refuse words on a command line that are not ``key=value``, and keys that are given twice or deleted.
 
     Raises:
         UserError: naming one.
@@ -166,7 +167,7 @@ def check_typed(overrides: Sequence[str]) -> None:
 
 
 def refuse_both(overrides: Sequence[str]) -> None:
-    """Refuse ε and σ side by side on a command line; where σ alone is given, it takes the place of a recipe's ε.
+    """Refuse ε and σ together on a command line; σ alone replaces a recipe's ε.
 
     Raises:
         UserError: both were given, neither as null.

@@ -1,4 +1,4 @@
-"""Tells when two configurations are the same experiment: the hash that names a run's folder."""
+"""The identity of an experiment: the hash of a configuration, which names the run's folder."""
 
 import hashlib
 import json
@@ -54,13 +54,13 @@ LATER = {
     "tuning.target": "search",
     "tuning.outside": False,
 }
-"""Keys younger than the first committed rows, with what those rows had: at that value they are not in the hash.
+"""Keys added after the first committed rows, with the value of those rows: at that value they are not in the hash.
 
-`clip.public_…` are in the schema no longer, but in records of older runs, which `audit.reaccount` reads.
+The schema no longer has `clip.public_…`, but records of older runs do, which `audit.reaccount` reads.
 """
 
 SIZES = ("eval.batch_size", "eval.generate.batch_size")
-"""Keys that a run may change as it is taken up, where its evaluation did not fit into memory."""
+"""Keys that may change when a run is resumed, if its evaluation did not fit into memory."""
 
 FREE_MAPPINGS = ("clip.mapping", "model.shape", "own_task")
 
@@ -71,7 +71,7 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """What OmegaConf makes of a typed value, which takes it fifty times as long: sections as mappings, 1 as 1.0."""
+    """A typed value as OmegaConf converts it, at a fiftieth of the time: sections as mappings, 1 as 1.0."""
     if is_dataclass(kind):
         return {name: _plain(getattr(value, name), of) for name, of in _hints(kind).items()}  # type: ignore[arg-type]
     if get_origin(kind) is list:
@@ -100,7 +100,7 @@ def config_hash(config: RunConfig) -> str:
 
 
 def differences(there: RunConfig, here: RunConfig) -> list[str]:
-    """What keeps a run from being taken up: stable keys that differ, ``clip.threshold is 1.0 there and 0.5 here``."""
+    """The stable keys that differ, so that a run cannot resume: ``clip.threshold is 1.0 there and 0.5 here``."""
     old, new = _settings(there), _settings(here)
     differing = [key for key in new if old[key] != new[key] and key not in SIZES]
     return [f"{key} is {old[key]} there and {new[key]} here" for key in differing]
@@ -112,17 +112,17 @@ def save_config(config: RunConfig) -> str:
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read what `save_config` wrote; raises `UserError` when it is not there, or not of this schema."""
+    """Read the file of `save_config`; raises `UserError` if it is missing, or not of this schema."""
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
     except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no run's configuration ({reason(error)}): restore it, or start afresh.") from error
+        raise UserError(f"{path} is not a run's config ({reason(error)}): restore it, or start afresh.") from error
     assert isinstance(config, RunConfig)
     return config
 
 
 def stable_config(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> plain value, without the `VOLATILE` keys: what the hash is of."""
+    """Dotted key -> plain value, without the `VOLATILE` keys: the content of the hash."""
     return {key: value for key, value in _settings(config).items() if key not in LATER or value != LATER[key]}
 
 

@@ -1,4 +1,4 @@
-"""Finds settings that change nothing beside the others of their run, and refuses them where a person typed them."""
+"""Finds settings that have no effect given the others, and refuses them on a command line."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ READ_WITH = {
     **dict.fromkeys(ADAPTIVE, ("policy", "adaptive", "clip=adaptive_layer")),
     "gamma": ("rule", "automatic", "clip.rule=automatic"),
 }
-"""Field of `ClipConfig` -> the field beside which it is read, that one's value, and how to choose that."""
+"""Field of `ClipConfig` -> the field on which its effect depends, the value needed there, and how to choose it."""
 
 
 READ_BY = {
@@ -21,11 +21,11 @@ READ_BY = {
     **dict.fromkeys((("optim", "beta1"), ("optim", "beta2"), ("optim", "eps")), ("adam", "adamw")),
     **{("tuning", name): ("accounted",) for name in ("law", "eta", "gamma", "runs", "target", "outside")},
 }
-"""Other fields that are read with some names of their section alone."""
+"""Other fields that have an effect only with some names of their section."""
 
 
 def why_idle(name: str, clip: ClipConfig) -> str:
-    """Why a field of ``clip`` changes nothing, and what to do; empty where it changes something."""
+    """Why a field of ``clip`` has no effect, and what to do; empty if it has one."""
     if clip.grouping == "none":
         return "" if name in ("name", "grouping", "policy") else "nothing is clipped, so leave it out."
     beside, value, choose = READ_WITH.get(name, ("name", clip.name, ""))
@@ -40,7 +40,7 @@ def why_idle(name: str, clip: ClipConfig) -> str:
 
 
 def complaint(override: str, config: RunConfig) -> str:
-    """The sentence for an override, ``key=value``, that changes nothing; empty where it changes something."""
+    """The sentence for an override, ``key=value``, without effect; empty if it has one."""
     override = override.lstrip("+")
     section, _, name = override.partition("=")[0].partition(".")
     if section == "model" and name.startswith("lora.") and config.model.trains != "lora":
@@ -55,11 +55,11 @@ def complaint(override: str, config: RunConfig) -> str:
 
 
 def refuse_idle(overrides: Sequence[str], config: RunConfig) -> None:
-    """Refuse settings on a command line that change nothing; recipes may hold them all the same.
+    """Refuse settings on a command line that have no effect; recipes may have them.
 
     Raises:
         UserError: naming one.
     """
     for override in overrides:
-        if told := complaint(override, config):
-            raise UserError(told)
+        if problem := complaint(override, config):
+            raise UserError(problem)

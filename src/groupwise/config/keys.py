@@ -1,4 +1,4 @@
-"""Lists every key of the command line, its type and what it takes, read off the schema."""
+"""Lists every key of the command line with its type and allowed values, from the schema."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -12,7 +12,7 @@ from groupwise.rows import SCALES
 
 IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 FREE_KEYS = ("clip.mapping.", "model.shape.", "own_task.")
-"""Beginnings of keys that the schema leaves to the user."""
+"""Prefixes of keys that users define themselves."""
 
 
 @cache
@@ -27,7 +27,7 @@ def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
 
 
 def _said(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each key with what its field says of it."""
+    """Each key with the docstring of its field."""
     kinds = get_type_hints(schema)
     for item in fields(schema):
         yield prefix + item.name, item.metadata
@@ -42,7 +42,7 @@ LIMITS = {key: says for key, says in _said() if "within" in says}
 
 
 def expected(key: str) -> str:
-    """What ``key`` takes, in words: "a number or null"."""
+    """The values that ``key`` takes, in words: "a number or null"."""
     kind = key_types().get(key, str)  # what has no type is an entry of a mapping of the user's own
     if is_dataclass(kind):
         return f"{key}.<key>=<value>"
@@ -54,7 +54,7 @@ def expected(key: str) -> str:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Is a value of that type? OmegaConf sees to scalars, but takes what an interpolation gives for a list as it is."""
+    """Whether a value is of that type; OmegaConf checks scalars, but not lists that come from an interpolation."""
     if get_origin(kind) in (list, dict):
         items = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
         return isinstance(value, get_origin(kind)) and all(fits(item, get_args(kind)[-1]) for item in items)

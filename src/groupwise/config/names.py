@@ -1,4 +1,4 @@
-"""Tells what other libraries' names for settings are called here."""
+"""Other libraries' names of settings, and their names here."""
 
 OURS = {
     "target_epsilon": "epsilon",
@@ -14,4 +14,4 @@ OURS = {
     "lr": "learning_rate",
     "wd": "weight_decay",
 }
-"""A name as Opacus, JAX Privacy, TensorFlow Privacy or transformers have it -> the setting's name here."""
+"""A setting's name in Opacus, JAX Privacy, TensorFlow Privacy or transformers -> its name here."""

@@ -41,15 +41,15 @@ def by_epsilon(table: Mapping[float, Any], *, _root_: DictConfig) -> Any:
 
 
 def joint(threshold: float, groups: int) -> float:
-    """``${joint:1e-5,${pipeline.stages}}``: C of so many groups that each clip to that threshold."""
+    """``${joint:1e-5,${pipeline.stages}}``: the C of that many groups which each clip to that threshold."""
     return threshold * math.sqrt(groups) if groups > 0 else threshold
 
 
 def at_epsilon(table: Mapping[float, Any], epsilon: float | None) -> Any:
     """The entry of ``table`` at ``epsilon``, else at the epsilon nearest in ratio, ties to the smaller.
 
-    Without noise (inf) it is the entry of the largest one, which may be inf itself; where the noise multiplier is given
-    instead (None), that of the largest finite one. Raises `UserError` for an epsilon that is not positive.
+    Without noise (inf) it is the entry of the largest one, which may be inf itself. If the noise multiplier is given
+    instead (None), it is that of the largest finite one. Raises `UserError` for an epsilon that is not positive.
     """
     known = sorted(table)
     if epsilon == math.inf:

@@ -1,8 +1,8 @@
-"""Types a run: what `conf/` may say, and what every function past `run.py` receives.
+"""The schema of a run's configuration: the keys of `conf/`, and the types that the code behind `run.py` receives.
 
-Plain dataclasses: importing this module costs nothing, and a run can be described in Python without Hydra.
-Every field is a key of the command line (``clip.target_quantile=0.7``), and says what it takes: one of some words, or a
-number in a range. What depends on several keys is in `groupwise.config.checks`.
+Plain dataclasses, so importing this module costs nothing, and a run can be described in Python without Hydra. Every
+field is a key of the command line (``clip.target_quantile=0.7``) and declares its values: some words, or a range of
+numbers. Checks of several keys together are in `groupwise.config.checks`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def one_of(default: str, *choices: str) -> Any:
 
 
 def number(default: float | None, within: str, most: float | None = None, infinite: bool = False) -> Any:
-    """A field that takes a number within one of the ranges above, at most ``most`` where libraries fall over more."""
+    """A field that takes a number within one of the ranges above, at most ``most`` if libraries fail beyond that."""
     return field(default=default, metadata={"within": within, "most": most, "infinite": infinite})
 
 
@@ -42,13 +42,13 @@ class ModelConfig:
     """The network: a wide residual network from scratch, or a language model of the transformers library."""
 
     name: str = "wide_resnet"
-    """wide_resnet or scatter_cnn for images; for text a label, such as roberta_base, that recipes and tables go by."""
+    """wide_resnet or scatter_cnn for images; for text a label, such as roberta_base, for recipes and tables."""
     source: str | None = None
     """Text: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub."""
     fresh: bool = False
-    """Text: random weights, in the shape of `architecture` and `shape`, or of `source` where those are not given."""
+    """Text: random weights, in the shape of `architecture` and `shape`, or else of `source`."""
     weights: str | None = None
-    """A finished run's folder, or the model.pt in it, to start from; cut into any number of stages. Privacy adds up."""
+    """A finished run's folder, or its model.pt, to start from; for any number of stages. The epsilons add up."""
     architecture: str | None = None
     """Text: transformers' model_type, such as roberta or gpt2, for fresh weights."""
     shape: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class ModelConfig:
     """Classifiers: first | mean, the token or the mean of all tokens that the head reads."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     untie: bool = False
-    """Text: give the head a copy of the token embedding, where the two are one parameter."""
+    """Text: give the head its own copy of a tied token embedding."""
     dropout: float | None = number(None, BELOW_ONE)
     """Text: of embeddings and residuals; null keeps the model's own."""
     attention_dropout: float | None = number(None, BELOW_ONE)
@@ -70,7 +70,7 @@ class ModelConfig:
     frozen_dtype: str = one_of("float32", "float32", "bfloat16")
     """Text: of the parameters that do not train; those that train are float32."""
     rematerialize: bool = False
-    """Text: keep only what enters each block, and compute the block again in the backward pass; for long texts."""
+    """Text: keep only each block's input, and compute the block again in the backward pass; for long texts."""
     depth: int = number(16, POSITIVE, most=10_000)
     """Layers, 6n + 4."""
     width: int = number(4, POSITIVE, most=1_000)
@@ -78,7 +78,7 @@ class ModelConfig:
     block_order: str = one_of("deepmind", "classic", "deepmind", "order3")
     """The paper does not say which; they differ by points of accuracy."""
     norm: str = one_of("group", "group", "batch")
-    """batch is refused as soon as clipping is on, because it mixes examples."""
+    """batch mixes examples, so it is refused with clipping."""
     norm_groups: int = number(16, POSITIVE)
     weight_standardization: bool = True
 
@@ -88,7 +88,7 @@ class DataConfig:
     """The examples."""
 
     name: str = "cifar10"
-    """Images: cifar10 | digits (embedded, no network). Text: files (or the hub, for GLUE) | synthetic (made up here, no
+    """Images: cifar10 | digits (embedded, no network). Text: files (or the hub, for GLUE) | synthetic (generated, no
     network)."""
     image_size: int | None = number(None, POSITIVE)
     """Side in pixels after average pooling; null keeps the images as they are."""
@@ -100,14 +100,14 @@ class DataConfig:
     """Pretraining: text files or folders of them (.txt, .gz, .xz), tables with texts (DART's .json, E2E's .csv), colons
     between several, here or in `paths.data`; null takes its corpus/."""
     hub: str = "nyu-mll/glue"
-    """GLUE: the data set on the hub (or a local copy of its folder) that is read when there are no tsv files."""
+    """GLUE: the data set on the hub (or a local copy of its folder) that is read if there are no tsv files."""
     holdout: float | None = number(None, BELOW_ONE)
     """Set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
     public: bool = False
-    """The data are public: the key of batches, masks and noise follows from `seed`, so that compared runs share
-    them and a row can be made again (sweeps.reproduce). Not a private release."""
+    """The data are public: batches, masks and noise follow from `seed`, so that compared runs share them and a row
+    can be reproduced (sweeps.reproduce). Not a private release."""
     flip: bool = False
-    """Images: mirror a training image, left to right, with probability a half, anew each time it is drawn."""
+    """Images: mirror a training image, left to right, with probability 1/2 each time it is drawn."""
     crop: int = number(0, NOT_NEGATIVE)
     """Images: shift a training image by up to this many pixels each way, reflected at the edges."""
     views: int = number(1, POSITIVE)
@@ -120,7 +120,7 @@ class DataConfig:
 
 @dataclass
 class ClipConfig:
-    """One clipping mode: grouping x how norms are got x threshold policy."""
+    """One clipping mode: grouping x computation of norms x threshold policy."""
 
     name: str = "adaptive_layer"
     grouping: str = one_of("layer", "none", "flat", "layer", "block", "device", "custom")
@@ -146,20 +146,20 @@ class ClipConfig:
     rescale: bool = True
     """Adaptive: rescale the thresholds so that sqrt(sum C_k^2) = threshold."""
     count_at: str = one_of("raw", "raw", "rescaled")
-    """Which threshold the counts are taken at; the paper does not say."""
+    """The threshold at which counts are taken; the paper does not say."""
     minimum: float = number(1e-8, POSITIVE)
     """No adaptive threshold falls below this."""
     maximum: float = number(1e8, POSITIVE)
     """No adaptive threshold rises above this."""
     formula: str = one_of("auto", "auto", "gram", "materialize")
-    """How norms are computed, where a layer has the choice; the same to rounding."""
+    """How norms are computed if a layer has the choice; equal up to rounding."""
     mapping: dict[str, str] = field(default_factory=dict)
     """grouping=custom: glob of layer names -> group name; the first match counts."""
 
 
 @dataclass
 class NoiseConfig:
-    """How the noise is shared out between the groups (gamma_k)."""
+    """How the groups share the noise (gamma_k)."""
 
     allocation: str = one_of("global", "global", "equal_budget", "weighted")
     """global (gamma_k = 1) | equal_budget (gamma_k = C_k) | weighted (gamma_k = C_k / sqrt(d_k))."""
@@ -186,21 +186,21 @@ class TuningConfig:
     """A sweep as one private release: a random number of runs, of which the best alone is shown (-m +sweep=...)."""
 
     name: str = one_of("off", "off", "accounted")
-    """off: every cell is run and shown | accounted: settings drawn from the cells, and one ε for the whole search."""
+    """off: every cell is run and shown | accounted: settings are drawn from the cells, with one ε for the search."""
     law: str = one_of("negative_binomial", "negative_binomial", "poisson")
-    """Of the number of runs K, which is drawn once and secret; negative_binomial is truncated: at least one run."""
+    """The law of the number of runs K, which is drawn once and secret; negative_binomial is truncated at 1."""
     eta: float = 0.0
     """Its shape, above -1: 1 is geometric, 0 logarithmic; smaller costs less, and K varies more."""
     gamma: float | None = number(None, POSITIVE)
-    """Its other parameter, below 1; null: it follows from `runs`."""
+    """Its other parameter, below 1; null derives it from `runs`."""
     runs: float | None = number(None, POSITIVE)
-    """E[K], the number of runs to expect; null: as many as the sweep has cells, unless gamma is given."""
+    """E[K], the expected number of runs; null: the number of cells, unless gamma is given."""
     target: str = one_of("search", "search", "run")
-    """What privacy.epsilon is of: the whole search, for which each run gets more noise | each run by itself."""
+    """privacy.epsilon is for the whole search, so each run gets more noise | for each run by itself."""
     outside: bool = False
-    """A task of your own: you say that what it validates on is no part of the examples that ε covers."""
+    """A task of your own: you declare that its validation examples are not among those that ε covers."""
     keep: bool = False
-    """Keep the runs that are not released, in a folder for the owner alone; false deletes them at the end."""
+    """Keep the runs that are not released, in a folder that only the owner can read; false deletes them at the end."""
 
 
 @dataclass
@@ -227,7 +227,7 @@ class TrainConfig:
     """The loop."""
 
     batch_size: int | None = number(4096, POSITIVE)
-    """B: the expected logical batch size; one noisy update each. null: it follows from sample_rate."""
+    """B: the expected logical batch size; one noisy update each. null derives it from sample_rate."""
     sample_rate: float | None = number(None, POSITIVE)
     """rho: the probability that an example is drawn at a step, B = rho N; instead of batch_size."""
     epochs: float = number(300.0, POSITIVE)
@@ -236,16 +236,16 @@ class TrainConfig:
     microbatch: int | None = number(None, POSITIVE)
     """Examples in memory at once; null chooses. The update depends on it by rounding, and by masks if there are any."""
     token_loss: str = one_of("mean", "mean", "sum")
-    """Text: of an example's losses over that example's own tokens; losses are summed over examples."""
+    """Text: mean or sum of an example's token losses; losses are summed over examples."""
     precision: str = one_of("float32", "float32", "tf32", "bfloat16")
-    """tf32 is of the forward pass, on a GPU; bfloat16 is by autocast; norms, sums and noise are float32 in all."""
+    """tf32: in the forward pass, on a GPU; bfloat16: by autocast. Norms, sums and noise are float32 in all."""
     deterministic: bool = False
-    """On a GPU: only algorithms that give the same bits each time; slower. A CPU's do anyway."""
+    """On a GPU: only deterministic algorithms, which are slower. On a CPU they always are."""
     ema: float = number(0.0, BELOW_ONE)
     """Evaluate and save an exponential moving average of the weights, with this decay (0.9999 in De et al., 2022)."""
     compile: bool = False
     cuda_graph: bool = False
-    """On a GPU: record a microbatch's work once for each shape and launch it as one, for small microbatches."""
+    """On a GPU: record a microbatch as a CUDA graph, once for each shape; for small microbatches."""
     device: str = one_of("auto", "auto", "cpu", "cuda")
     checkpoint_every: float = number(60.0, NOT_NEGATIVE)
     """Seconds between checkpoints (0: after every step); when one is written never changes the result."""
@@ -278,7 +278,7 @@ class EvalConfig:
     every: float | None = number(None, POSITIVE)
     """Epochs between evaluations; null evaluates only at the end, which always happens."""
     curve: bool = False
-    """Every evaluation is as whole as the last one: test set and generated texts too."""
+    """Make every evaluation as complete as the last one: test set and generated texts too."""
     train_limit: int | None = number(None, POSITIVE)
     """Evaluate on this many training examples only; null takes all."""
     batch_size: int = number(1000, POSITIVE)
@@ -286,24 +286,24 @@ class EvalConfig:
     shots: int | None = number(None, NOT_NEGATIVE)
     """Train nothing, and generate from a prompt with this many training examples before the input; null trains."""
     prompt_set: int = 0
-    """Which of the sets of examples is in the prompt (the paper averages over three)."""
+    """The set of examples in the prompt (the paper averages over three)."""
 
 
 @dataclass
 class PipelineConfig:
-    """The model cut into stages of consecutive blocks, a process and a device each (Algorithm 2)."""
+    """The model split into stages of consecutive blocks, a process and a device each (Algorithm 2)."""
 
     stages: int = number(1, POSITIVE, most=1_000)
     """K of per-device clipping; 1 is no pipeline."""
     schedule: str = one_of("1f1b", "1f1b", "gpipe")
     balance: str = one_of("parameters", "parameters", "time")
-    """What is to be even between the stages; time is measured on one microbatch."""
+    """The cost to balance between the stages; time is measured on one microbatch."""
     blocks: list[int] = field(default_factory=list)
-    """How many blocks each stage gets, by hand; empty balances."""
+    """The number of blocks of each stage; empty balances."""
     rematerialize: bool = False
     """Keep only each block's input, and compute the block again in the backward pass."""
     timeout: float = number(600.0, POSITIVE)
-    """Seconds that a process waits for another before it gives up."""
+    """Seconds that a process waits for another one before it fails."""
 
 
 @dataclass
@@ -318,7 +318,7 @@ class ParallelConfig:
 
 @dataclass
 class TrackerConfig:
-    """Where metrics go beside the run's own files, which are always written."""
+    """A tracker for metrics, besides the run's own files, which are always written."""
 
     name: str = one_of("files", "files", "wandb", "tensorboard")
     project: str = "groupwise"
@@ -339,7 +339,7 @@ class DebugConfig:
     """For tests only."""
 
     noise_seed: int | None = number(None, NOT_NEGATIVE)
-    """Seeded noise can be repeated, so the run is stamped "not private"."""
+    """Seeded noise can be repeated, so the run is marked "not private"."""
 
 
 @dataclass
@@ -348,7 +348,7 @@ class RunConfig:
 
     task: str = "cifar"
     own_task: dict[str, Any] = field(default_factory=dict)
-    """A task of your own: {_target_: module.function}, and what else the function takes besides (config, device)."""
+    """A task of your own: {_target_: module.function}, and the function's arguments besides (config, device)."""
     scale: str = one_of("paper", *SCALES)
     """Written into every result row."""
     seed: int = number(0, NOT_NEGATIVE)
@@ -368,9 +368,9 @@ class RunConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     resume: str | None = None
-    """The folder of an unfinished run to take up again."""
+    """The folder of an unfinished run to resume."""
     overwrite: bool = False
-    """Throw away what this very configuration left behind, finished or not, and start afresh."""
+    """Delete this configuration's earlier run, finished or not, and start afresh."""
     export: str | None = None
     """Text: also write the trained model as a transformers folder, with its tokenizer, recipe and hash."""
     explain: bool = False
@@ -387,7 +387,7 @@ class SweepConfig:
 
 @dataclass
 class Command(RunConfig):
-    """What the command line may say: a run, or a sweep of runs."""
+    """The command line: a run, or a sweep of runs."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """``+sweep=NAME`` chooses a file of `sweeps/`."""

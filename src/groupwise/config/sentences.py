@@ -1,4 +1,4 @@
-"""Says in one sentence what was wrong, where Hydra or OmegaConf would take a paragraph."""
+"""Turns the errors of Hydra and OmegaConf into one sentence."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from groupwise.config.names import OURS
 from groupwise.errors import UserError, did_you_mean, message
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
-"""What composing raises for a mistake; the last for values in a circle."""
+"""Exceptions for mistakes during composition; the last one for circular values."""
 MERGING = "Error merging override "
-"""How Hydra begins where a value does not go with its key; the override follows."""
+"""The beginning of Hydra's message for a value that does not fit its key; the override follows."""
 EXAMPLES = {
     "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
     "model.shape": "'+model.shape={n_layer:2}'",
@@ -31,7 +31,7 @@ EXAMPLES = {
 
 
 def too_long(error: BaseException) -> bool:
-    """Whether it is a key or an option that is longer than a file's name can be: Hydra looks for such a file."""
+    """Whether the error is about a key or option too long for a file name, as Hydra looks for such a file."""
     return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
 
 
@@ -54,7 +54,7 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
 
 
 def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
-    """``error``, one of `COMPOSITION_ERRORS` or `too_long`, as one sentence; ``groups`` may be what was misspelt."""
+    """``error``, one of `COMPOSITION_ERRORS` or `too_long`, as one sentence; it may suggest one of ``groups``."""
     return message(UserError(_sentence(error, groups)))
 
 
@@ -65,7 +65,7 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OverflowError):
-        key = next(iter(str(error).partition("full_key: ")[2].split()), "a key")  # OmegaConf tells it in the text alone
+        key = next(iter(str(error).partition("full_key: ")[2].split()), "a key")  # OmegaConf has it in the text alone
         return f"{key} takes no number that large."
     if too_long(error):
         return "an argument begins with more characters than any key has, or chooses an option of such a name."
@@ -103,7 +103,7 @@ def _missing_config(error: MissingConfigException) -> str:
 
 
 def _unreadable(override: str) -> str:
-    """Hydra's grammar keeps some characters for lists, mappings and sweeps."""
+    """Some characters are reserved in Hydra's grammar, for lists, mappings and sweeps."""
     key, _, value = override.partition("=")
     if value.endswith(","):
         return f"{override} ends with a comma: give another value after it, or leave the comma out."
