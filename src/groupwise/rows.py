@@ -95,9 +95,9 @@ def read_table(path: Path) -> Table:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file, strict=True))
     except (OSError, csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no table ({error}): mend it, or remove it.") from error
+        raise UserError(f"{path} is no table ({error}): fix or remove it.") from error
     if any(None in row or None in row.values() for row in rows):
-        raise UserError(f"{path} is no table (a line has more or fewer values than columns): mend it, or remove it.")
+        raise UserError(f"{path} is no table (a line has more or fewer values than columns): fix or remove it.")
     return Table(rows)
 
 

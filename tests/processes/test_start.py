@@ -112,7 +112,7 @@ def test_a_mistake_in_any_process_is_the_mistake_of_the_run(capfd):
 
 
 def test_a_bug_shows_its_own_traceback_and_not_what_followed_from_it(tmp_path, capfd):
-    with pytest.raises(ProcessFailed, match=r"stage 1 failed with exit code 1.*same command goes on"):
+    with pytest.raises(ProcessFailed, match=r"stage 1 failed with exit code 1.*same command resumes"):
         spawn(config_of(2, folder=tmp_path), breaks)
     told = capfd.readouterr().err
     assert "RuntimeError: a bug" in told and "closed by a peer" not in told

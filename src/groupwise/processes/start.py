@@ -179,7 +179,7 @@ def _outcome(config: RunConfig, members: Sequence[_Member]) -> dict[str, Any]:
     print(report.value, file=sys.stderr, end="")
     raise ProcessFailed(
         f"the process of {name_of(config, first.rank)} failed with exit code {first.process.returncode}, so all were "
-        "stopped: mend what it says above, and the same command goes on from the last checkpoint."
+        "stopped: fix the error above, then the same command resumes from the last checkpoint."
     )
 
 
