@@ -112,7 +112,7 @@ def test_a_row_has_all_columns_and_the_table_shows_what_differs():
         (["task=sst2", "--dropout", "0.1"], "model.dropout="),
         (["task=sst2", "--canaries", "20"], "leave out --model, --canaries"),
         (["task=sst2", "--plays", "1"], "--plays 1"),
-        (["task=sst2", "--design", "masks"], "--design masks needs masks"),
+        (["task=sst2", "--design", "masks"], "--design masks needs dropout"),
         (["task=cifar", "data.train_limit=1"], "data.train_limit=2"),
         (["task=samsum_pipeline"], "one process"),
         (["--design", "worlds"], "give task=sst2"),

@@ -90,7 +90,7 @@ def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp
     text = f"grids: [{grid}]\nscales: {{smoke: {{}}}}\n"
     (tmp_path / "sweep" / "held.yaml").write_text(text)
     found = planned("+sweep=held", "privacy.noise_multiplier=2", grid=("scale=smoke",), beside=tmp_path)
-    assert "data.holdout=0.2 is left out" in found.statement() and "holdout" not in found.settings[0].name
+    assert "data.holdout=0.2 is ignored" in found.statement() and "holdout" not in found.settings[0].name
     assert found.examples == held.examples and found.settings[0].config.data.holdout is None
     with pytest.raises(UserError, match=r"data\.holdout=0\.2 would score on training examples"):
         planned("privacy.noise_multiplier=2", "data.holdout=0.2")
@@ -113,9 +113,9 @@ def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp
         (["data.train_limit=100,200"], "data.train_limit is 100, 200 in its cells"),
         (["tuning.eta=0,1"], "tuning is"),
         (["privacy.epsilon=0.001"], "epsilon = 0.001 cannot be reached"),
-        (["tuning.gamma=0.1", "tuning.runs=3"], "leave it or tuning.runs and tuning.law out"),
+        (["tuning.gamma=0.1", "tuning.runs=3"], "leave it out, or tuning.runs and tuning.law"),
         (["tuning.eta=-1"], "eta is -1"),
-        (["tuning.runs=1"], "no search"),
+        (["tuning.runs=1"], "not a search"),
     ],
 )
 def test_what_has_no_epsilon_or_would_show_more_is_refused(words, says, tmp_path, monkeypatch):

@@ -169,7 +169,7 @@ def test_rows_that_the_sweep_has_no_longer_are_dropped_with_a_word(conf, cells, 
         ({"scale": None}, "has no scale"),
         ({"clip.threshold": None}, "has no clip.threshold"),
         ({"hash": "0" * 64}, "has the hash 000000000000"),
-        ({"scale": "mini"}, "says scale=mini, and the configuration of its hash has smoke"),
+        ({"scale": "mini"}, "says scale=mini, but the configuration of its hash has smoke"),
         ({"train.steps": 300}, "says train.steps=300"),
     ],
 )

@@ -151,7 +151,7 @@ def test_the_folder_says_what_was_asked_for_and_which_code_it_was(swept):
             "train.batch_size=0",
             "in the cell clip=flat train.batch_size=0 seed=0",
         ),
-        ("{clip: flat, train.epochs: [1, 2]}", "scale=demo", "are one and the same run at this scale"),
+        ("{clip: flat, train.epochs: [1, 2]}", "scale=demo", "are the same run at this scale"),
         ("{clip: [flat, ghost]}", "clip.target_quantile=0.3", "clip.target_quantile=0.3 changes nothing"),
     ],
 )
@@ -251,5 +251,5 @@ def test_there_is_nothing_to_tell_of_no_sweep(checkout):
     done = checkout.command("-m", "groupwise.sweeps.status")
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert checkout.command("-m", "groupwise.sweeps.status", "conf").stderr.startswith(
-        "error: conf is no sweep's folder"
+        "error: conf is not a sweep's folder"
     )

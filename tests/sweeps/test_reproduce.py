@@ -60,12 +60,12 @@ def test_a_secret_key_is_gone(world, capsys):
     (row,) = make("")
     assert row["plan.private"] == "True"
     assert main([row["hash"], *folders]) == 2
-    assert "had a secret key, which was thrown away" in capsys.readouterr().err
+    assert "had a secret key, which was deleted" in capsys.readouterr().err
     assert main(["abcdef", *folders]) == 2
     assert "no row whose hash begins with 'abcdef'" in capsys.readouterr().err
     Path(folders[3], "pair.yaml").write_text(SWEEP.format(change="train.steps: 3"))
     assert main([row["hash"], *folders]) == 2
-    assert "composes to another run today" in capsys.readouterr().err
+    assert "is another run today" in capsys.readouterr().err
 
 
 def test_elsewhere_a_point_is_allowed():

@@ -197,12 +197,12 @@ def test_a_draw_that_is_gone_is_not_made_again(search, drawn):
         run_search(search, train)
     (search.folder / "unreleased" / "search.json").unlink()
     drawn(3, 3)
-    with pytest.raises(UserError, match="drawing again is another release"):
+    with pytest.raises(UserError, match="another release, whose epsilon adds"):
         run_search(search, train)
     for entry in (search.folder / "unreleased").iterdir():
         if entry.is_file():
             entry.unlink()
-    with pytest.raises(UserError, match="drawing again is another release"):
+    with pytest.raises(UserError, match="another release, whose epsilon adds"):
         run_search(search, train)
 
 
@@ -229,7 +229,7 @@ def test_a_draw_that_was_altered_is_refused(search, drawn, text):
     with pytest.raises(KeyboardInterrupt):
         run_search(search, train)
     (search.folder / "unreleased" / "search.json").write_text(text)
-    with pytest.raises(UserError, match="not as it was drawn"):
+    with pytest.raises(UserError, match="was changed: restore it"):
         run_search(search, train)
 
 
@@ -276,7 +276,7 @@ def test_two_processes_do_not_draw_at_once(search):
     search.folder.mkdir(parents=True)
     with open(search.folder / ".lock", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process is at the search"):
+        with pytest.raises(UserError, match="another process runs the search"):
             run_search(search, Trained())
 
 
@@ -303,7 +303,7 @@ def command(tmp_path, *words):
 
 def test_a_single_run_is_no_search(tmp_path):
     code, out, err = command(tmp_path, "tuning=accounted", "scale=smoke")
-    assert (code, out) == (2, "") and err.startswith("error: tuning=accounted is of a sweep, not of a run: add -m")
+    assert (code, out) == (2, "") and err.startswith("error: tuning=accounted is for sweeps: add -m")
     assert not list(tmp_path.iterdir())
 
 

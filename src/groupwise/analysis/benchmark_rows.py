@@ -1,4 +1,4 @@
-"""Reads the rows of the benchmarks, and brings several rounds of one measurement to one figure."""
+"""Reads the rows of the benchmarks, and summarises several rounds of one measurement."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,9 +9,9 @@ import pandas as pd
 from groupwise.errors import UserError
 
 MACHINE = ("device", "hardware", "threads", "dtype")
-"""What makes two measurements of one workload comparable."""
+"""Columns that must agree for two measurements of one workload to be comparable."""
 CELL = ("workload", "batch", "layers", *MACHINE, "method", "memory_format")
-"""What makes rows rounds of one measurement."""
+"""Columns that identify a measurement; rows that share them are its rounds."""
 THROUGHPUT = (
     *("workload", "method", "memory_format", "batch", "layers", "parameters"),
     *("device", "hardware", "threads", "dtype", "round", "steps"),
@@ -52,7 +52,7 @@ METHODS = {
     "fastdp_flat": "fastDP, flat",
     "private_transformers": "private-transformers, ghost",
 }
-"""Methods in the order of tables, with what they are called there."""
+"""Methods in the order of tables, with their names there."""
 
 
 def read_rows(path: Path, columns: tuple[str, ...] = THROUGHPUT) -> pd.DataFrame:
@@ -95,7 +95,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def growth_factors(rows: pd.DataFrame) -> pd.DataFrame:
-    """What doubling costs, from growth.csv: one line for each step from a value to the next.
+    """The cost of doubling, from growth.csv: one line for each step from a value to the next.
 
     Columns: `MACHINE`, ``network``, ``axis``, ``method``, ``start``, ``end``, ``time`` and ``memory`` (factors from
     start to end, of medians over rounds; CPU time on a CPU, else wall time), and those of non-private training beside
@@ -142,7 +142,7 @@ def in_order(methods: Iterable[str]) -> list[str]:
 
 
 def was_measured(table: pd.DataFrame) -> pd.Series:
-    """Which lines of `cells` hold a measurement, rather than the reason why there is none."""
+    """The lines of `cells` that hold a measurement, not the reason why there is none."""
     return table["status"] == "ok"
 
 

@@ -55,7 +55,7 @@ KINDS = {
 }
 PEERS = ("opacus", "fastdp", "private_transformers")
 
-"""How names of methods begin, and what the summary calls the fastest that begins so."""
+"""Prefix of method names, and the summary's name for the fastest of them."""
 FIGURES = {
     "throughput": "Memory and throughput against batch size",
     "runtime_breakdown": "The same on another machine configuration",
@@ -128,7 +128,7 @@ def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
 
 
 def _depth(first: pd.Series) -> list[str]:
-    """How many of its layers a language model was measured with, unless with all."""
+    """The number of layers that a language model was measured with, unless with all."""
     full = DEPTHS.get(first["workload"], 12)
     return [f"{first['layers']:g} of {full} layers"] if first["layers"] < full else []  # NaN: no option
 
@@ -184,7 +184,7 @@ def side_by_side_table(rows: pd.DataFrame) -> str:
 
 
 def figure_links(figures: Path, page: Path) -> str:
-    """The figures that are there; for the others, the command that makes them."""
+    """The existing figures; for the others, the command that makes them."""
     lines = []
     for name, title in FIGURES.items():
         file = figures / f"{name}.png"

@@ -1,4 +1,4 @@
-"""Lists the paper's claims as differences between cells, and refuses to leave out rows that speak to one of them."""
+"""The paper's claims as differences between cells; refuses to ignore rows that are evidence for one of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says, and the difference that shows it."""
+    """A claim of the paper, and the difference that shows it."""
 
     says: str
     on: str
@@ -32,12 +32,12 @@ class Claim:
 
     @property
     def ours(self) -> bool:
-        """Whether its runs are of a network that is not the paper's."""
+        """Whether its runs use another network than the paper's."""
         return self.contrast.sweep in OURS
 
 
 SEARCH = "search_"
-"""How the sweeps begin that choose settings; their rows show no claim."""
+"""Prefix of the sweeps that choose settings; their rows are no evidence for claims."""
 OURS = ("scatter_cnn",)
 """Sweeps on a model that is not the paper's, at whatever scale."""
 CIFAR, SST2 = {"task": "cifar"}, {"task": "sst2", "model": "roberta_base"}
@@ -137,12 +137,12 @@ CLAIMS = (
 
 
 def refuse_left_out(folders: Folders, claims: tuple[Claim, ...] = CLAIMS) -> None:
-    """Refuse rows of any sweep in which a claim's two sides can be compared, and which no claim compares.
+    """Refuse rows of a sweep in which both sides of a claim were run but no claim compares them.
 
-    Runs that a claim compares already, under another sweep's name, are the same evidence.
+    Runs that a claim already compares under another sweep's name are the same evidence.
 
     Raises:
-        UserError: naming the sweep and the first such pair; no such sweep, or rows at fault.
+        UserError: naming the sweep and the first such pair; no such sweep, or invalid rows.
     """
     paths = [path for path in sorted(folders.sweeps.glob("*.yaml")) if not path.stem.startswith(SEARCH)]
     measured = {

@@ -116,7 +116,7 @@ def _uncompared(
 
 
 def _weak(sweep: Sweep, scale: str, folders: Folders) -> dict[str, str]:
-    """Cell -> why its rows at that scale say nothing; those that do, or of which nobody can tell, are not there."""
+    """Cell -> why its rows at that scale say nothing; cells whose rows do, or may, say something are left out."""
     path, floors = file_of(sweep, scale, folders.measured), read_floors(folders.measured)
     if not path.is_file():
         return {}
@@ -151,10 +151,10 @@ def _seeds(sweep: Sweep, scale: str, folders: Folders, ending: str) -> dict[str,
 
 
 def refuse_unread(folders: Folders) -> None:
-    """Refuse a file of rows that no table, figure, claim or search reads: what is committed is shown.
+    """Refuse a file of rows that no table, figure, claim or search reads: all committed rows must be shown.
 
     Raises:
-        UserError: naming the file; or there are reduced rows, and not what one answer for every input scores.
+        UserError: naming the file; or there are reduced rows without the constant-prediction baseline.
     """
     endings = [(name, ending) for name in TABLES for ending in ("", "_texts")]
     endings += [(name, ending) for name, last in FIGURES.items() for ending in {"", last}]
@@ -164,8 +164,8 @@ def refuse_unread(folders: Folders) -> None:
     paths = sorted(folders.measured.glob("*.csv"))
     if not (folders.measured / CONSTANT).is_file() and any(not path.stem.endswith(f"_{PAPER}") for path in paths):
         raise UserError(
-            f"There is no {folders.measured / CONSTANT}, without which reduced rows that learnt nothing look like "
-            "others: make it with python scripts/constant_answers.py."
+            f"There is no {folders.measured / CONSTANT}, the constant-prediction baseline of reduced rows: make "
+            "it with python scripts/constant_answers.py."
         )
     for path in paths:
         if path.name not in read:
@@ -182,7 +182,7 @@ def machines(measured: Path) -> list[str]:
 
 
 def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
-    """The list as Markdown: counts for each sweep, what the words mean, then every cell."""
+    """The list as Markdown: counts for each sweep, the meaning of the statuses, then every cell."""
     statuses = [
         word for word in (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN) if word != QUOTED
     ]

@@ -1,4 +1,4 @@
-"""Reads the rows of the figures' sweeps as means, and draws all figures alike: a colour a mode, reduced rows marked."""
+"""Means over the rows of the figures' sweeps, and the common style: a colour per mode, reduced rows marked."""
 
 import io
 import textwrap
@@ -35,7 +35,7 @@ LETTERS = 22
 
 
 class Series(NamedTuple):
-    """How one line of a figure looks; the colours are told apart by the colour-blind (Okabe and Ito)."""
+    """The style of one line of a figure, in colours for the colour-blind (Okabe and Ito)."""
 
     label: str
     colour: str
@@ -62,10 +62,10 @@ TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
 
 @dataclass(frozen=True)
 class Beside:
-    """What a figure shows beside the measured rows.
+    """Other content of a figure than the measured rows.
 
     Attributes:
-        floors: what one answer for every input scores.
+        floors: the constant-prediction baselines.
         paper: the paper's numbers of some cells of the figure: ``cell``, ``value``, ``std``; never joined with ours.
     """
 
@@ -77,7 +77,7 @@ NOTHING = Beside()
 
 
 def note(figure: Any, scale: str, text: str) -> None:
-    """Say under the figure what it shows, and first of all whether it is reduced."""
+    """Write a note under the figure: whether it is reduced, then what it shows."""
     if scale != PAPER:
         text = f"Reduced, no reproduction{WORDS.get(scale, '')}. {text}"
     width = int(LETTERS * figure.get_size_inches()[0])
@@ -98,7 +98,7 @@ def mark_all(figure: Any, scale: str) -> None:
 
 
 def draw_floor(axes: Any, floor: float | None) -> None:
-    """What one answer for every input scores: a line, or, far below all that is drawn, an arrow at the edge."""
+    """Draw the constant-prediction baseline: a line, or an arrow at the edge if it is far below the data."""
     if floor is None:
         return
     low, high = axes.get_ylim()
@@ -133,7 +133,7 @@ def rule(axes: Any) -> None:
 def whisker(axes: Any, x: Any, table: Any, series: Series, *, joined: bool = True, floor: float | None = None) -> None:
     """Means with their intervals, as markers with bars; joined by a line, or not.
 
-    What is not `LEARNT` points better than `floor` says nothing: it is hollow and grey.
+    Means less than `LEARNT` points above `floor` say nothing and are hollow and grey.
     """
     x, mean = np.asarray(x, dtype=float), table["mean"].to_numpy(dtype=float)
     half = table["high"].to_numpy(dtype=float) - mean
@@ -169,7 +169,7 @@ STYLE: dict[str, Any] = {
 }
 UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}, "svg": {"Date": None}}
 KINDS = ("pdf", "png")
-"""What a figure is written as; a page may also take it as svg."""
+"""File formats of a figure; a page may also take it as svg."""
 PIXELS = 300
 """Of a PNG, an inch."""
 
@@ -215,7 +215,7 @@ def write_figure(figure: Any, folder: Path, name: str) -> list[Path]:
 IDENTITY = ("cell", "seed", "hash")
 """Of the columns of rows that belong to a run, those that say to which."""
 MAKERS = {"_curves": "collect", "_norms": "gradient_norms"}
-"""What makes the rows that belong to runs, by how the name of their file ends."""
+"""The module that makes rows that belong to runs, by the suffix of their file."""
 
 
 def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -> Measured:

@@ -27,15 +27,15 @@ from groupwise.errors import UserError, unknown
 
 @dataclass(frozen=True)
 class Kind:
-    """How a figure is made from the rows of the sweep of its name.
+    """The recipe of a figure from the rows of the sweep of its name.
 
     Attributes:
-        title: what the paper's caption says that it shows.
-        draw: rows, and what is shown beside them -> figure.
+        title: from the paper's caption.
+        draw: rows and other content -> figure.
         numbers: the columns that it needs.
-        suffix: of the file of rows that belong to runs, such as "_curves"; empty where the runs' own rows are drawn.
-        place: the columns that make a row of that file the only one of its kind within its run.
-        paper: the paper's table that has numbers of cells of the figure; empty where it prints none.
+        suffix: of the file of rows that belong to runs, such as "_curves"; empty if the runs' own rows are drawn.
+        place: the columns that identify a row of that file within its run.
+        paper: the paper's table with numbers of the figure's cells; empty if it prints none.
     """
 
     title: str
@@ -104,9 +104,9 @@ class Drawn:
     Attributes:
         figure: matplotlib's.
         source: the file of rows.
-        scale: "paper", or what is less.
-        runs: the runs of the sweep; None for the figures of speed, whose rows are not runs.
-        caption: machine and model of the figures of speed, else nothing.
+        scale: "paper" or a smaller one.
+        runs: the runs of the sweep; None for the speed figures, which have no runs.
+        caption: machine and model of a speed figure, else empty.
     """
 
     figure: Any
@@ -117,7 +117,7 @@ class Drawn:
 
 
 def title(name: str) -> str:
-    """What the figure shows."""
+    """The title of a figure."""
     return SPEED[name] if name in SPEED else KINDS[name].title
 
 
@@ -154,7 +154,7 @@ def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 where a figure that was named, or is there, could not be made."""
+    """The command line; returns the exit code: 2 if a figure that was named, or exists, could not be made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(FIGURES)}")
     parser.add_argument("--measured", type=Path, default=Folders.measured, help="where the rows are")

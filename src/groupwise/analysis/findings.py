@@ -1,9 +1,9 @@
-"""Judges the paper's claims by the measured rows, and writes what they say:  python -m groupwise.analysis.findings
+"""Tests the paper's claims on the measured rows, and writes the findings:  python -m groupwise.analysis.findings
 
-A claim is judged by paired differences: of runs that differ in nothing but what the claim is about, and share a seed.
-Seeds are the clusters and budgets, epochs and tasks fixed effects, so the test is a t-test of the means over these, one
-number a seed. Where the effect has a trend over log ε (F-test at 5 %), each ε is judged by itself. All p values of the
-page are adjusted together by Holm's method. "Alike" and "no worse" are claims of equivalence and need a margin.
+A claim is tested on paired differences, between runs that share a seed and differ only in the setting of the claim.
+Seeds are clusters; budgets, epochs and tasks are fixed effects. So the test is a t-test of the means over these, with
+one number per seed. If the effect has a trend over log ε (F-test at 5 %), each ε is tested by itself. All p values of
+the page are adjusted together by Holm's method. "Alike" and "no worse" are claims of equivalence and need a margin.
 """
 
 import argparse
@@ -58,19 +58,19 @@ BUDGET = "privacy.epsilon"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim before the rows of one scale ("" where there are none).
+    """A claim and the evidence of one scale ("" if there is none).
 
     Attributes:
-        epsilon: the budget that it is about, where the effect depends on it; "" for all of them together.
-        paper: the same difference between the paper's printed numbers, at the same places; NaN where it prints none.
+        epsilon: its budget, if the effect depends on it; "" for all of them together.
+        paper: the same difference between the paper's printed numbers, at the same places; NaN if it prints none.
         measured: over seeds, of the mean over places.
         places: other settings (budgets, epochs, tasks) that the mean is over.
         supports: one-sided p against "the claim does not hold", and `opposes` against "it does"; NaN without a test.
         p: two-sided, adjusted by Holm's method over the page.
         word: `AGREEMENT`, `DISAGREEMENT` or `UNDECIDED`.
-        why: what kept it from a verdict, or what a reader should know.
-        instead: the model of a reduced scale, where it is another than the paper's, what of it trains, and what is
-            left out of the effect.
+        why: the reason for no verdict, or a caveat.
+        instead: the model of a reduced scale if it is not the paper's, its trainable part, and what is left out of
+            the effect.
     """
 
     claim: Claim
@@ -143,21 +143,21 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folder
         return []
     weak = _weak(claim.contrast, pairs, folders)
     why = _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders) if not weak else _in_words(weak, wanted)
-    told = [place for place in pairs.places if _task(claim.contrast, place) not in weak] or pairs.places
+    places = [place for place in pairs.places if _task(claim.contrast, place) not in weak] or pairs.places
     whole = sum(map(len, pairs.pairs.values())) == sum(map(len, wanted.pairs.values()))
     by_budget: dict[str, list[Place]] = {}
     for place in pairs.places:
         by_budget.setdefault(dict(place).get(BUDGET, ""), []).append(place)
-    parts = by_budget if whole and not weak and _depends(pairs, by_budget) else {"": told}
+    parts = by_budget if whole and not weak and _depends(pairs, by_budget) else {"": places}
     found = [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
     instead = [_instead(claim.contrast, sweep, scale)]
-    if len(told) < len(pairs.places):
+    if len(places) < len(pairs.places):
         instead += [f"without task={task}" for task in weak]
     return [replace(verdict, instead=", ".join(filter(None, instead))) for verdict in found]
 
 
 def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
-    """What the scale changes of the model: "model=roberta_tiny, model.trains=all"; nothing where it is the paper's."""
+    """The scale's changes to the model, "model=roberta_tiny, model.trains=all"; empty if it is the paper's."""
     used = [cell for cell in sweep.cells(scale) if contrast.uses(cell.name)]
     other = {item for cell in used for item in cell.overrides if item not in cell.name.split()}
     return ", ".join(sorted(item for item in other if item.startswith(("model=", "model.trains="))))
@@ -166,7 +166,7 @@ def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
 def _obstacle(
     contrast: Contrast, sweep: Sweep, scale: str, pairs: Differences, wanted: Differences, folders: Folders
 ) -> str:
-    """What keeps these pairs from a verdict: some are missing, or cannot be judged; nothing where all is well."""
+    """The reason why these pairs allow no verdict: some are missing, or say nothing; empty if there is none."""
     planned = sum(map(len, wanted.pairs.values()))
     if missing := planned - sum(map(len, pairs.pairs.values())):
         return f"{missing} of {planned} pairs were not run"
@@ -327,7 +327,7 @@ def summary(found: Sequence[Verdict]) -> str:
 
 
 def rules() -> str:
-    """How a verdict is reached."""
+    """The rules for a verdict, as text."""
     lines = [
         "- Seeds are clusters: the test is of one number a seed, its mean over the budgets, epochs and tasks (places).",
         "- Where the effect has a trend over log ε (F-test at 5 %), each ε is judged by itself.",
@@ -365,7 +365,7 @@ def full(found: Sequence[Verdict]) -> str:
 
 
 def fill(text: str, page: Path, found: Sequence[Verdict]) -> str:
-    """The text of `page` with the summary between its markers made anew."""
+    """The text of `page` with a new summary between its markers."""
     return between_markers(text, "summary", summary(found), page)
 
 

@@ -1,10 +1,9 @@
-"""Plants flattering changes in copies of the rows, and records what becomes of them:
+"""Plants flattering changes in copies of the rows, and records whether they are caught:
 
     python -m groupwise.analysis.planted_rows
 
-writes results/tables/planted_rows.md. A change is caught where `make tables` refuses it in a sentence, or where no
-agreement comes of it and the page says why. What no reading of rows can catch is a number that was altered: that takes
-`make reproduce`.
+writes results/tables/planted_rows.md. A change is caught if `make tables` refuses it in a sentence, or if it yields no
+agreement and the page says why. A number that was merely altered can only be caught by `make reproduce`.
 """
 
 import argparse
@@ -28,9 +27,9 @@ from groupwise.rows import markdown
 
 SWEEP, ROWS = "adaptivity", "adaptivity_mini.csv"
 ABOUT = next(claim for claim in CLAIMS if claim.contrast.sweep == SWEEP and len(claim.contrast.plus) == 2)
-"""The claim with an agreement in its favour, on whose rows most changes are planted."""
+"""A claim with a verdict in its favour; most changes are planted in its rows."""
 ALONE = "noise_allocation"
-"""A sweep whose cells no other has, so that no other's rows give a change away."""
+"""A sweep that shares no cells with others, so that no other rows reveal a change."""
 ALLOCATION = next(claim for claim in CLAIMS if claim.contrast.sweep == ALONE)
 PAR = next(claim for claim in CLAIMS if claim.contrast.sweep == "cifar")
 
@@ -53,7 +52,7 @@ def _replace(folders: Folders, before: str, after: str) -> None:
     path = folders.sweeps / f"{ALONE}.yaml"
     text = path.read_text(encoding="utf-8")
     if before not in text:
-        raise UserError(f"{path} has no {before!r}: the plant that replaces it must be made anew.")
+        raise UserError(f"{path} has no {before!r}: update the change that replaces it.")
     path.write_text(text.replace(before, after), encoding="utf-8")
 
 
@@ -125,7 +124,7 @@ PLANTS = (
 
 
 def try_out(plant: Plant, folders: Folders) -> tuple[bool, str]:
-    """Whether the change is caught, and what the tables' commands say, in copies of `folders`."""
+    """Whether the change is caught, and the output of the tables' commands, in copies of `folders`."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Folders(folders.paper, Path(scratch) / "measured", Path(scratch) / "sweeps")
         shutil.copytree(folders.measured, copy.measured)

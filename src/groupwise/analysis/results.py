@@ -1,4 +1,4 @@
-"""Reads the numbers that tables and figures are made of: the paper's, and the measured rows; sound, or refused.
+"""Reads and validates the numbers of tables and figures: the paper's, and the measured rows.
 
 `results/measured/<sweep>_<scale>.csv` has a row a run, `results/paper/<table>.csv` a line for each number of a table:
 
@@ -41,7 +41,7 @@ MINUS = " minus "
 
 @dataclass(frozen=True)
 class Folders:
-    """Where the analysis reads."""
+    """The folders that the analysis reads."""
 
     paper: Path = Path("results/paper")
     measured: Path = Path("results/measured")
@@ -54,13 +54,13 @@ class Folders:
 
     @classmethod
     def add_options(cls, parser: ArgumentParser) -> None:
-        """--paper, --measured and --sweeps, for the commands of this room."""
+        """Adds --paper, --measured and --sweeps to a command of this package."""
         for field in fields(cls):
             parser.add_argument(f"--{field.name}", type=Path, default=field.default)
 
     @classmethod
     def given(cls, options: Namespace) -> "Folders":
-        """What those options say."""
+        """The folders that those options name."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
 
@@ -97,16 +97,16 @@ def settings_of(cell: str) -> dict[str, str]:
         UserError: a word of it has no "=".
     """
     if wrong := [word for word in cell.split() if "=" not in word]:
-        raise UserError(f"{wrong[0]!r} in the cell {cell!r} is no KEY=VALUE.")
+        raise UserError(f"{wrong[0]!r} in the cell {cell!r} is not KEY=VALUE: correct it.")
     return dict(word.split("=", 1) for word in cell.split())
 
 
 SHOWN = tuple(scale for scale in SCALES if scale != "smoke")
-"""The scales whose rows are shown, the first that has any first; smoke is for tests."""
+"""The scales that are shown, in order of preference; smoke is for tests."""
 CONSTANT = "constant_answers.csv"
-"""What one answer for every input scores, beside the measured rows; made by scripts/constant_answers.py."""
+"""The constant-prediction baselines, beside the measured rows; made by scripts/constant_answers.py."""
 LEARNT = 5.0
-"""Points by which a run must beat one answer for every input, to say anything about a claim."""
+"""Points by which a run must beat the constant-prediction baseline to be evidence for a claim."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Measured:
         return self.rows[self.rows["cell"] == cell]
 
     def flags(self) -> list[str]:
-        """What a reader should know of the rows, a sentence each: missing seeds, changes that were not committed."""
+        """Caveats about the rows, a sentence each: missing seeds, uncommitted changes."""
         return [f"{cell}: {sentence}" for cell in self.expected for sentence in self.flags_of(cell)]
 
     def flags_of(self, cell: str) -> list[str]:
@@ -148,7 +148,7 @@ class Measured:
 
 
 Floors = Mapping[tuple[str, str], float]
-"""What one answer for every input scores, in percent, by task and metric."""
+"""The constant-prediction baselines, in percent, by task and metric."""
 
 
 def read_floors(folder: Path) -> Floors:
@@ -168,12 +168,12 @@ def read_floors(folder: Path) -> Floors:
 
 
 def floor_of(task: str, metric: str, floors: Floors) -> float | None:
-    """What one answer for every input of the task scores; a pipeline's task is that of its data."""
+    """The constant-prediction baseline of the task; a pipeline's task is that of its data."""
     return floors.get((task.removesuffix("_pipeline"), metric))
 
 
 def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> str:
-    """Why the best of some cells says nothing about them, if it is hardly better than one answer for every input."""
+    """The reason why cells say nothing, if the best of them is hardly above the constant-prediction baseline."""
     floor = floor_of(task, metric, floors)
     if floor is None or best >= floor + LEARNT:
         return ""
@@ -186,7 +186,7 @@ def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | N
 
 
 def file_of(sweep: Sweep, scale: str, folder: Path) -> Path:
-    """Where the rows of a sweep at a scale lie, once they are collected."""
+    """The file of a sweep's collected rows at a scale."""
     return table_path(folder, sweep.name, scale)
 
 
@@ -273,9 +273,9 @@ def _fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
 
 
 def cost_of(rows: Iterable[Mapping[Any, Any]]) -> str:
-    """What distinct runs took, ", 5.6 core-hours" or ", 2.0 hours of GPUs"; nothing where a row does not say.
+    """The cost of distinct runs, ", 5.6 core-hours" or ", 2.0 hours of GPUs"; empty if a row lacks it.
 
-    A run beside others on the same cores takes longer than alone, so this is at most so much.
+    Runs that share cores take longer than alone, so this is an upper bound.
     """
     hours = {"core-hours": 0.0, "hours of GPUs": 0.0}
     for row in {row.get("hash") or place: row for place, row in enumerate(rows)}.values():

@@ -33,7 +33,7 @@ ACCURACY = "valid/accuracy"
 SPREAD = 0.22
 """Of the methods at one budget, in units of the distance between budgets."""
 DODGE = 0.006
-"""How far the two budgets stand to either side of a value of q, so that their intervals do not cover each other."""
+"""Offset of the two budgets to either side of a value of q, so that their intervals do not overlap."""
 PAPERS = "*"
 """The mark of the paper's values."""
 
@@ -218,7 +218,7 @@ def _against_time(curves: pd.DataFrame, metrics: list[str], beside: Beside) -> A
 
 QUANTILES = (0.25, 0.50, 0.75, 0.85)
 QUANTILE_LINES: tuple[Literal[":", "-.", "--", "-"], ...] = (":", "-.", "--", "-")
-"""Told apart by the line, as colours are those of ways to clip."""
+"""Distinguished by line style, as colours stand for clipping modes."""
 BARS = "#8fbbd9"
 """A light shade of adaptive per-layer clipping, in which the norms are measured."""
 LINES = "#222222"

@@ -1,4 +1,4 @@
-"""Writes what sweeps measured that are no table of the paper, and what searches chose:
+"""Writes the results of searches and of sweeps that belong to no table of the paper:
 
 python -m groupwise.analysis.searches
 """
@@ -16,7 +16,7 @@ from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, Candidate, best, candidates
 
 PUBLISHED = {("scatter_cnn", "flat"): "69.3 (Tramèr and Boneh, 2021)"}
-"""What others report for the cells of a sweep with that mode."""
+"""Results of others for the cells of a sweep with that mode."""
 
 
 def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:

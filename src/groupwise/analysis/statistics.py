@@ -130,7 +130,7 @@ class Contrast:
         return (*((1, settings) for settings in self.plus), *((-1, settings) for settings in self.minus))
 
     def uses(self, cell: str) -> bool:
-        """Is that cell one of its own?"""
+        """Whether the contrast includes that cell."""
         found = settings_of(cell).items()
         return self.where.items() <= found and any(settings.items() <= found for _, settings in self.terms)
 
@@ -140,7 +140,7 @@ Place = tuple[tuple[str, str], ...]
 
 
 class Differences(NamedTuple):
-    """What a contrast comes to: a difference for each pair, and what is behind them."""
+    """The values of a contrast: a difference for each pair, and the numbers behind them."""
 
     pairs: dict[Place, dict[int, float]]
     """By place and seed, sorted."""
@@ -208,7 +208,7 @@ LEFT_OUT: tuple[tuple[dict[str, str], str], ...] = (
 
 
 def needs(cells: Sequence[str]) -> str:
-    """What the cells take at the paper's scale, in a phrase."""
+    """The hardware that the cells need at the paper's scale, in a phrase."""
     return "; ".join(dict.fromkeys(f"scale={PAPER} needs {_first(OBSTACLES, cell) or 'a GPU'}" for cell in cells))
 
 
@@ -256,7 +256,7 @@ STATUSES = {
 }
 """Each status and what it means."""
 STAND_IN, UNMEASURED = "paper:", "not measured"
-"""How a note begins where our cell stands in for what cannot be had, and where no run of the paper is behind it."""
+"""Prefixes of notes: for our substitute for an unavailable cell, and for numbers without a run of the paper."""
 
 
 def compare(

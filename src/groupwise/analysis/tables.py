@@ -182,7 +182,7 @@ def _scales(used: pd.DataFrame) -> list[str]:
 
 
 def _changes(sweep: Sweep, used: pd.DataFrame) -> list[str]:
-    """What a scale has in the place of the paper's settings, beyond its sizes (`conf/size`)."""
+    """A scale's replacements for the paper's settings, beyond its sizes (`conf/size`)."""
     found = []
     for scale in sorted(set(used["scale"])):
         words = []

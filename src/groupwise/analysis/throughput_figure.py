@@ -32,7 +32,7 @@ from groupwise.analysis.figure_style import (
 from groupwise.errors import UserError, command, unknown
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
-"""Which of the machine configurations a figure shows, unless told."""
+"""The default machine configurations of a figure, by position."""
 BASE, AGAIN = "none", "none_again"
 """Non-private training, and the same once more in each round: how far its ratio strays from 1 is the resolution."""
 SERIES = {
@@ -49,15 +49,15 @@ DEPTH = 12
 PAPER_SHARE = 0.85
 """The paper, below Figure 1: with per-layer clipping "the throughput gap is less than 15%"."""
 SHOWN = ("gpt2_64", "gpt2")
-"""The workloads, the first that has enough machine configurations, unless told."""
+"""The default workloads; the first with enough machine configurations is shown."""
 ROWS = Path("results/measured/benchmarks/throughput.csv")
 DODGE = 1.06
-"""By how much a method's batch is drawn to the right of the method's before it, so that intervals can be told apart."""
+"""Shift of each method to the right of the one before, so that their intervals can be distinguished."""
 
 
 @dataclass(frozen=True)
 class Panels:
-    """What the two panels show: lines of `cells` for one workload on one machine configuration.
+    """The content of the two panels: lines of `cells` for one workload on one machine configuration.
 
     Attributes:
         lines: one line a method and batch, sorted.
@@ -207,7 +207,7 @@ def make_figure(
             return draw(shown), shown
     raise UserError(
         f"The figure {name} needs {' or '.join(wanted)} on {'a' if place == 0 else 'a second'} machine configuration "
-        f"(device, hardware, threads, dtype), and {rows} has it not: run python -m benchmarks.throughput there."
+        f"(device, hardware, threads, dtype), which {rows} lacks: run python -m benchmarks.throughput there."
     )
 
 

@@ -1,4 +1,4 @@
-"""Attacks what a run releases, bounds the ε that this proves, and accounts for finished runs again."""
+"""Attacks the releases of training runs to bound ε from below, and repeats the accounting of finished runs."""
 
 from groupwise.audit.bounds import (
     one_run_epsilon,

@@ -29,12 +29,12 @@ from groupwise.rows import csv_text, markdown
 
 @dataclass(frozen=True)
 class Finding:
-    """What came out.
+    """The result of an audit.
 
     Args:
-        guesses, correct: of one run; of two worlds all plays, and None.
+        guesses, correct: of one run; for two worlds the number of plays, and None.
         bound: the ε that the guesses refute, at ``Setting.confidence``.
-        gaussian: the same for a mechanism that is known to be one Gaussian release (a full batch, once), else None.
+        gaussian: the same if the mechanism is known to be one Gaussian release (a full batch, once), else None.
     """
 
     setting: Setting
@@ -45,7 +45,7 @@ class Finding:
     gaussian: float | None
     seconds: float
     share: float | None = None
-    """Of two worlds: how long the example's mean gradient is, in what one example may add."""
+    """For two worlds: the norm of the example's mean gradient, as a share of the sensitivity."""
 
     @property
     def claimed(self) -> float:
@@ -62,13 +62,13 @@ def audit_mode(setting: Setting) -> Finding:
     """Audit one mode.
 
     Raises:
-        UserError: what cannot be audited.
+        UserError: a mode that cannot be audited.
     """
     began = time.monotonic()
     if DESIGNS[setting.design].real:
-        plan, told, share = audit_two_worlds(setting)
-        gaussian = None if setting.design == "search" else told.gaussian_epsilon  # the best of several is no Gaussian
-        return Finding(setting, plan, 2 * told.plays, None, told.epsilon, gaussian, time.monotonic() - began, share)
+        plan, found, share = audit_two_worlds(setting)
+        gaussian = None if setting.design == "search" else found.gaussian_epsilon  # the best of several is not Gaussian
+        return Finding(setting, plan, 2 * found.plays, None, found.epsilon, gaussian, time.monotonic() - began, share)
     if setting.config.pipeline.stages > 1:
         plan, evidence = audit_pipeline(setting)
     else:
@@ -188,7 +188,7 @@ Cell = tuple[str, str, float, Sequence[str]]
 
 
 def cells() -> Iterator[Cell]:
-    """What `--all` audits at each budget."""
+    """The audits of `--all` at each budget."""
     for mode in MODES:
         for design in ("full", "poisson"):
             yield design, "layers", 0.0, [f"clip={mode}"]
@@ -205,14 +205,14 @@ def cells() -> Iterator[Cell]:
 
 
 def behind_dropout() -> Iterator[Cell]:
-    """And with masks, at each budget."""
+    """The same with dropout masks, at each budget."""
     for mode in ("flat", "adaptive_layer", "per_device"):
         yield "full", "layers", DROPOUT, [f"clip={mode}"]
     yield "full", "lora", DROPOUT, ["clip=fixed_block"]
 
 
 def of_real_tasks() -> Iterator[Cell]:
-    """At the largest budget alone: as many plays as there is time for show little of a small one."""
+    """At the largest budget alone: a feasible number of plays shows little of a small one."""
     text = ["task=sst2", "model=roberta_tiny", f"model.dropout={DROPOUT}", f"model.attention_dropout={DROPOUT}"]
     yield "worlds", "layers", 0.0, [*text, "clip=flat"]
     yield "masks", "layers", 0.0, [*text, "clip=flat"]
@@ -221,7 +221,7 @@ def of_real_tasks() -> Iterator[Cell]:
 
 
 def everything() -> list[tuple[int, Cell]]:
-    """(ε, cell), in the order in which they get their seeds: add new ones at the end, and old rows stay."""
+    """(ε, cell), in the order in which they get their seeds: add new ones at the end to keep old rows."""
     each = [(epsilon, cell) for of_some in (cells, behind_dropout) for epsilon in EPSILONS for cell in of_some()]
     real = [(max(EPSILONS), cell) for cell in of_real_tasks()]
     return [*each, *real]

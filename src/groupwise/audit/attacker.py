@@ -1,4 +1,4 @@
-"""Sees one step of the real trainer as an attacker does, and weighs what it says of each canary."""
+"""The attacker: observes the real trainer's steps, and computes the evidence for each canary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Evidence:
     power: Floats
 
     def __add__(self, other: "Evidence") -> "Evidence":
-        """Both together, independent."""
+        """The sum of two independent pieces of evidence."""
         return Evidence(self.found + other.found, self.power + other.power)
 
 
@@ -40,7 +40,7 @@ def in_gradients(released: list[Floats], own: list[Floats], stds: list[float]) -
     """From noisy clipped sums: Σ_k ⟨released, own⟩/std_k², one entry a parameter.
 
     Args:
-        released: what came out, (m, d) by canary. own: each canary's clipped gradient, (m, d). stds: of the noise.
+        released: the noisy sums, (m, d) by canary. own: each canary's clipped gradient, (m, d). stds: of the noise.
     """
     found = sum((u * v).sum(1) / std**2 for u, v, std in zip(released, own, stds, strict=True))
     power = sum((v * v).sum(1) / std**2 for v, std in zip(own, stds, strict=True))
@@ -48,7 +48,7 @@ def in_gradients(released: list[Floats], own: list[Floats], stds: list[float]) -
 
 
 def in_counts(released: Floats, bits: Floats, std: float, chance: float) -> Evidence:
-    """From noisy centred counts, in which all canaries meet: the others are noise of a known covariance.
+    """From noisy centred counts, to which all canaries add: the others count as noise of a known covariance.
 
     Args:
         released: Σ_i (b_k - ½) + noise, (K,). bits: each canary's b_k - ½, (m, K). std: σ_b.
@@ -58,7 +58,7 @@ def in_counts(released: Floats, bits: Floats, std: float, chance: float) -> Evid
     covariance = std**2 * np.eye(bits.shape[1]) + spread * bits.T @ bits
     weights = np.linalg.solve(covariance, bits.T).T  # (m, K)
     with_itself = (weights * bits).sum(1)
-    others = np.maximum(1.0 - spread * with_itself, 1e-12)  # Sherman-Morrison: take the canary's own share out again
+    others = np.maximum(1.0 - spread * with_itself, 1e-12)  # Sherman-Morrison: remove the canary's own share
     centre = released - chance * bits.sum(0)
     return Evidence((weights @ centre + chance * with_itself) / others, with_itself / others)
 
@@ -74,14 +74,14 @@ def log_ratio(evidence: Evidence, sample_rate: float) -> Floats:
 AT_ONCE = 500
 """Canaries in one backward pass of the attacker."""
 MASKS = 8
-"""Of his own that the attacker averages over where there is dropout: he does not know those of the run."""
+"""The number of masks that the attacker averages over under dropout, as the run's masks are secret."""
 
 
 class Attacker:
-    """Runs steps, and reads each canary out of what they release.
+    """Runs steps, and computes the evidence for each canary from their releases.
 
-    It knows all canaries, the configuration and the code, so every noise scale; not the noise, nor the masks, nor who
-    is in the data.
+    It knows all canaries, the configuration and the code, so every noise scale. It does not know the noise, the masks
+    or which canaries are in the data.
 
     Args:
         trainer: with plain SGD, so that weights show the released gradients.
@@ -103,7 +103,7 @@ class Attacker:
         self._rate = setting.config.optim.learning_rate
 
     def step(self, step: int) -> Evidence:
-        """Let the trainer take step ``step``; what it says of every canary."""
+        """Let the trainer take step ``step``; returns its evidence for every canary."""
         own, bits = self._expected()
         before = self._weights()
         raw = self._thresholds.state_dict()["thresholds"]
@@ -124,14 +124,14 @@ class Attacker:
         return evidence
 
     def _expected(self) -> tuple[dict[str, Tensor], Floats]:
-        """What each canary adds in the mean over masks: as `_added`."""
+        """Each canary's contribution, averaged over masks; see `_added`."""
         self._plain.load_state_dict(self._trainer.task.model.state_dict())
         drawn = [self._added() for _ in range(self._masks)]
         own = {name: torch.stack([added[name] for added, _ in drawn]).mean(0) for name in drawn[0][0]}
         return own, np.mean([bits for _, bits in drawn], axis=0)
 
     def _added(self) -> tuple[dict[str, Tensor], Floats]:
-        """What each canary adds: clipped gradients (m, d_p) by parameter, in float64, and bits b_k - ½, (m, K)."""
+        """Each canary's contribution: clipped gradients (m, d_p) by parameter, float64, and bits b_k - ½, (m, K)."""
         own = own_gradients(self._losses_of, self._plain, self._m, AT_ONCE)
         own = {name: gradient.double() for name, gradient in own.items()}
         rule = _rule_of(self._clip)
@@ -146,7 +146,7 @@ class Attacker:
         return own, bits
 
     def _released_counts(self, thresholds: AdaptiveThresholds, raw: Tensor) -> Floats:
-        """The noisy centred counts (K,), from how far the thresholds moved."""
+        """The noisy centred counts (K,), from the change of the thresholds."""
         moved = torch.log(thresholds.state_dict()["thresholds"] / raw)
         below = thresholds.target_quantile - moved / thresholds.learning_rate
         return np.asarray((below - 0.5) * thresholds.expected_batch_size, dtype=np.float64)
@@ -179,7 +179,7 @@ def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:
 
 
 def _rule_of(clip: ClipConfig) -> ClipRule:
-    """What `clip.rule` names, found here once more: a mistake in the run's own finding shows."""
+    """The clip rule of `clip.rule`, implemented here again, so that an error in the run's own choice is found."""
     if clip.rule == "automatic":
         return automatic_factors(clip.gamma)
     if clip.rule == "min":

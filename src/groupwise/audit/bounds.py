@@ -88,11 +88,11 @@ def two_worlds_gaussian_epsilon(
 
 
 def _impossible(v: int, r: int, m: int, level: float, needed: Callable[[float], float]) -> bool:
-    """Whether P[W ≥ v] = ``level`` cannot be, ``needed`` being the inverse of f̄.
+    """Whether P[W ≥ v] = ``level`` is impossible; ``needed`` is the inverse of f̄.
 
-    The least total probability that such a law takes: mass on v or above serves best at v, and below it each p_{i-1} is
-    as small as Σ_{l≥i-1} (r - l)·p_l/m ≥ f̄⁻¹(Σ_{l≥i} l·p_l/m) lets it be, since mass further down has more wrong
-    guesses. More than 1 is impossible.
+    It computes the least total probability of such a law. Mass at or above v is best placed at v. Below v, each p_{i-1}
+    is as small as Σ_{l≥i-1} (r - l)·p_l/m ≥ f̄⁻¹(Σ_{l≥i} l·p_l/m) allows, since mass further down has more wrong
+    guesses. A total above 1 is impossible.
     """
     total, right, wrong = level, level * v / m, level * (r - v) / m
     for i in range(v - 1, -1, -1):
@@ -142,7 +142,7 @@ def _epsilon_of_errors(
 
 
 def _largest(refuted: Callable[[float], bool], top: float) -> float:
-    """The largest value that is refuted, from below to 1e-4 (smaller ones are refuted too); 0 if none is."""
+    """The largest refuted value, rounded down to 1e-4 (smaller values are refuted too); 0 if none is."""
     if not refuted(0.0):
         return 0.0
     low, high = 0.0, top

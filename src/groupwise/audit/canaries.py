@@ -1,4 +1,4 @@
-"""Makes canaries: models whose examples have gradients that do not meet, as a task for the real trainer."""
+"""Makes canaries: models whose examples have gradients with disjoint support, as a task for the real trainer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from groupwise.training.private_step import Sampler
 from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
 LOUD = 30.0
-"""Norms of a canary's gradient, in thresholds: adaptive ones may grow for a few steps and still clip."""
+"""Norm of a canary's gradient in units of the threshold, so that adaptive thresholds may grow and still clip."""
 
 
 class Picked(nn.Module):
@@ -115,8 +115,8 @@ class Frozen(nn.Module):
 class Codes(nn.Module):
     """As many layers as canaries: canary i is clipped in half of them, by row i of a Hadamard matrix.
 
-    Bits ±½ of such codes are orthogonal in the vector of counts, so that each canary shows in the counts with all of
-    its ½√K.
+    The bits ±½ of such codes are orthogonal in the vector of counts, so each canary changes the counts by its full norm
+    ½√K, independently of the others.
     """
 
     loud: Tensor
@@ -168,7 +168,7 @@ def make_canaries(name: str, canaries: int, level: float, seed: int, dropout: fl
 
 
 class CanaryTask(Task):
-    """A model of canaries, and nothing to evaluate."""
+    """A task of canaries, without an evaluation."""
 
     splits = ()
 
@@ -190,7 +190,7 @@ class CanaryTask(Task):
         return {}
 
     def describe_data(self) -> dict[str, Any]:
-        """How many."""
+        """The number of canaries."""
         return {"train_examples": self.train_size, "source": "canaries"}
 
     def feed(self, split: Split, device: torch.device) -> "CanaryFeed":
@@ -208,7 +208,7 @@ class CanaryFeed:
         return self._canaries
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """As they are."""
+        """Unchanged."""
         return examples
 
     def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
@@ -225,7 +225,7 @@ class CanaryFeed:
 class Present:
     """The draws of another sampler, without the examples that are not in the data.
 
-    Poisson draws are independent, so what is left is a Poisson sample of the data that are there, at the same rate.
+    Poisson draws are independent, so the rest is a Poisson sample of the remaining data at the same rate.
     """
 
     def __init__(self, sampler: Sampler, present: np.ndarray) -> None:

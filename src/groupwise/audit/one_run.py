@@ -1,4 +1,4 @@
-"""Plays the one-run game through the code that trains, alone or on a pipeline of processes, and guesses canaries."""
+"""Plays the one-run game with the real training code, alone or on a pipeline of processes, and guesses canaries."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ _FRACTIONS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
 def choose_guesses(
     power: float, sample_rate: float, steps: int, canaries: int, delta: float, confidence: float
 ) -> tuple[int, int]:
-    """(guesses of "in", guesses of "out") that promise the largest bound, by rehearsal with the noise as claimed.
+    """(guesses of "in", guesses of "out") with the largest expected bound, by simulation with the claimed noise.
 
     Args:
         power: a = Σ_k ‖own‖²/std_k² of one canary in one step; the other arguments are the plan's.
@@ -62,18 +62,18 @@ def choose_guesses(
 
 
 def count_right(scores: NDArray[np.float64], present: NDArray[np.bool_], inside: int, out: int) -> int:
-    """How many are right if the ``inside`` highest scores are called in, and the ``out`` lowest out."""
+    """The number of right guesses if the ``inside`` highest scores are guessed in and the ``out`` lowest out."""
     order = np.argsort(scores, kind="stable")
     return int(present[order[len(order) - inside :]].sum() + (~present[order[:out]]).sum())
 
 
 def present_canaries(setting: Setting) -> np.ndarray:
-    """Which canaries are in the data, (m,) bool: a fair coin each."""
+    """The mask of canaries in the data, (m,) bool: a fair coin each."""
     return np.random.default_rng([setting.seed, 1]).integers(0, 2, setting.canaries).astype(bool)
 
 
 def level_of(setting: Setting) -> float:
-    """The largest threshold that a group may begin with; for codes, the very one."""
+    """The largest initial threshold of a group; for codes, its only one."""
     clip = setting.config.clip
     if setting.model == "codes":
         return clip.initial_threshold or clip.threshold / math.sqrt(setting.canaries)

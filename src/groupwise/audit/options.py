@@ -1,4 +1,4 @@
-"""Settles what is audited: the user's overrides, and the batch, steps and optimiser of a design."""
+"""The options of an audit: the user's overrides, and the batch, steps and optimiser of a design."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from groupwise.errors import UserError
 
 TAKEN = ("clip", "noise", "privacy", "pipeline", "train.microbatch")
 REAL = ("task", "model", "data", "scale")
-"""What makes it an audit of a real task."""
+"""Overrides that make it an audit of a real task."""
 DEVICE = ("clip=per_device", "clip=adaptive_device", "clip.grouping=device")
 DELTA = 1e-5
 EXAMPLES = 4
-"""Of a real task, unless data.train_limit says otherwise: thousands of steps of all of them are taken."""
+"""Examples of a real task, unless data.train_limit is given: all of them are in each of thousands of steps."""
 MOST = {"layers": 20_000, "tied": 20_000, "lora": 4000, "codes": 1024}
 """Canaries of a model: a frozen layer of the adapters has as many weights as canaries squared."""
 MOST_STAGES = 16
@@ -24,7 +24,7 @@ PLAYS, MOST_PLAYS = 500, 1_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """What is audited.
+    """The setting of an audit.
 
     Args:
         config: of a run; its batch, steps and optimiser are the design's.
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Design:
-    """How often canaries are drawn, and what is read of them.
+    """The sampling of canaries, and the evidence that is used.
 
     Args:
         sample_rate: ρ. steps: T. canaries: m, unless asked otherwise. real: of a task and model of a run.
@@ -78,10 +78,10 @@ def make_setting(
     dropout: float = 0.0,
     plays: int = PLAYS,
 ) -> Setting:
-    """What to audit, from ``clip=... privacy.epsilon=...`` and the like; with ``task=...`` a real task.
+    """The setting of an audit, from overrides such as ``clip=... privacy.epsilon=...``; with ``task=...`` a real task.
 
     Raises:
-        UserError: what no audit of this kind can tell.
+        UserError: a setting that this kind of audit cannot test.
     """
     if design not in DESIGNS:
         raise UserError(f"--design {design} is not one of {', '.join(DESIGNS)}.")
@@ -136,7 +136,7 @@ def _compose_real(overrides: Sequence[str], design: Design, seed: int) -> RunCon
     config = compose_run(_overrides([*scale, *limit], overrides, design, seed), CONF)
     _check(config, "full", "layers")
     if design == DESIGNS["masks"] and not config.model.dropout:
-        raise UserError("--design masks needs masks: give model.dropout=0.1 or another rate, of a task with text.")
+        raise UserError("--design masks needs dropout: give a task with text and a rate, such as model.dropout=0.1.")
     if config.pipeline.stages > 1:
         raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
     return config

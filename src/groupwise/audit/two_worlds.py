@@ -1,4 +1,4 @@
-"""Tells two neighbouring data sets apart by what many runs of the real trainer release."""
+"""Distinguishes two neighbouring data sets by the releases of many runs of the real trainer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ from groupwise.training.step import Trainer
 
 @dataclass(frozen=True)
 class Release:
-    """What the attacker sees of one step.
+    """The attacker's view of one step.
 
     Args:
-        update: by how much the weights fell, (P,) float64, parameters in the model's order; under SGD at rate 1 this is
-            the released mean gradient.
+        update: weights before minus after the step, (P,) float64, parameters in the model's order; under SGD at rate 1
+            this is the released mean gradient.
         thresholds: C (K,) after the step.
     """
 
@@ -56,7 +56,7 @@ class TrainerWorld:
     others: they are pure functions of the key and the step. A `ShuffleSampler` needs `steps` to be whole epochs.
 
     Args:
-        trainers: one, or all replicas of one run; what is seen is the first's.
+        trainers: one, or all replicas of one run; the first one is observed.
         steps: of one play.
         score: the attacker.
         together: runs a step of all trainers; by default one after the other.
@@ -106,7 +106,7 @@ class TrainerWorld:
 
 
 class CountWorld:
-    """Plays of one real `AdaptiveThresholds.update`: what do the thresholds tell of the vector of counts?
+    """Plays of one real `AdaptiveThresholds.update`, which test what the thresholds reveal of the counts.
 
     Args:
         thresholds: a policy at its start.
@@ -139,13 +139,13 @@ class SearchWorld:
         self._one_run, self._count = one_run, count
 
     def play(self) -> float:
-        """The best score of one more search; 0, the attacker's "no idea", where nothing was run."""
+        """The best score of one more search; 0, which is neutral, if nothing was run."""
         return max((self._one_run.play() for _ in range(self._count.draw())), default=0.0)
 
 
 @dataclass(frozen=True)
 class Distinguished:
-    """How far two worlds could be told apart.
+    """How well two worlds were distinguished.
 
     Args:
         plays: of each world.
@@ -163,7 +163,7 @@ def distinguish(without: World, having: World, plays: int, delta: float, confide
 
     Formal guarantee: if what one play of a world releases is (ε, `delta`)-DP under adding or removing the example in
     which the worlds differ, and plays are independent, then `epsilon` is above ε with probability at most
-    1 - `confidence`. Scores that are not finite count as 0, the attacker's "no idea".
+    1 - `confidence`. Scores that are not finite count as 0, which is neutral.
     """
     out, inside = (_scores(world, plays) for world in (without, having))
     return Distinguished(
@@ -179,14 +179,14 @@ def _scores(world: World, plays: int) -> np.ndarray:
 
 
 RUNS = TruncatedNegativeBinomial.with_mean(0.0, 10.0)
-"""How many runs the audited search has."""
+"""The number of runs of the audited search."""
 
 
 def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, float]:
-    """The plan, how far the worlds were told apart, and `Finding.share`; of a search, ε of the plan is the search's.
+    """The plan, how well the worlds were distinguished, and `Finding.share`; a search's plan has the search's ε.
 
     Raises:
-        UserError: what `make_task` and `build_trainer` refuse; a task of fewer than two examples.
+        UserError: as `make_task` and `build_trainer`; a task of fewer than two examples.
     """
     claimed = None
     if setting.design == "search":
@@ -217,12 +217,12 @@ def _with_noise_for_a_search(setting: Setting) -> tuple[Setting, float]:
 
 
 def _trainer(setting: Setting, noise_seed: int) -> Trainer:
-    """As a run makes it; both worlds have the same weights, and each its own noise and masks."""
+    """A trainer as in a run; both worlds have the same weights, but their own noise and masks."""
     config = replace(setting.config, debug=DebugConfig(noise_seed=noise_seed))
     cpu = torch.device("cpu")
     task = make_task(config, cpu)
     if task.train_size < 2:
-        raise UserError("An audit needs an example, and another one beside it: give data.train_limit=2 or more.")
+        raise UserError("An audit needs at least two examples: give data.train_limit=2 or more.")
     engine = make_engine(task.model, config.clip)
     assert engine is not None, "options refuses clip=none"
     plan = plan_run(config, task.train_size, len(engine.groups))
@@ -248,7 +248,7 @@ def _everybody(trainer: Trainer) -> np.ndarray:
 
 
 def _loudest(trainer: Trainer, stds: Tensor) -> int:
-    """The example that adds most, in stds of the noise, under one draw of masks."""
+    """The example with the largest contribution, in stds of the noise, under one draw of masks."""
     lengths = [float((_clipped_sum(trainer, np.array([i])) / stds).norm()) for i in range(trainer.task.train_size)]
     return int(np.argmax(lengths))
 
@@ -259,7 +259,7 @@ def _mean_gradient(trainer: Trainer, canary: int) -> Tensor:
 
 
 def _public_difference(trainer: Trainer, canary: int, seed: int) -> Tensor:
-    """By how much the clipped sum (P,) would move if masks were dealt from the public seed."""
+    """The change of the clipped sum (P,) if masks came from the public seed."""
     sums = []
     everybody = _everybody(trainer)
     for examples in (everybody, everybody[everybody != canary]):

@@ -1,13 +1,12 @@
-"""Plans an accounted search: what its runs are drawn from, with how much noise, what it costs, and what is refused.
+"""Plans an accounted search: its settings, their noise, its cost, and what is refused.
 
-``python run.py -m +sweep=NAME tuning=accounted``. The argument for its ε is in :mod:`groupwise.privacy.tuning`; running
-it is :mod:`groupwise.sweeps.secret_runs`'.
+``python run.py -m +sweep=NAME tuning=accounted``. The argument for its ε is in :mod:`groupwise.privacy.tuning`;
+:mod:`groupwise.sweeps.secret_runs` runs it.
 
-What the score may see. ε is for the training examples. A score of examples that ε does not cover is post-processing
-of the model. A score of training examples is a release of its own, without noise: with ``data.holdout`` the part that
-is set aside would decide which model comes out, and have its accuracy told, at no finite ε. So a sweep's
-``data.holdout`` is left out, that part is trained on, and the validation set is scored on; asked for on the command
-line it is refused.
+Scores. ε covers the training examples. A score on examples that ε does not cover is post-processing of the model. A
+score on training examples is a further release without noise: with ``data.holdout``, the held-out part would decide
+which model is released and reveal its accuracy on them, at no finite ε. So a sweep's ``data.holdout`` is ignored: that
+part is trained on, and the score is on the validation set. On the command line it is refused.
 """
 
 import copy
@@ -37,7 +36,7 @@ from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.record import neighbours_of
 
 SAME = ("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.corpus", "data.hub")
-"""What the settings of a search share: ε is about one set of training examples."""
+"""Keys that all settings of a search share, as ε is about one set of training examples."""
 ONE_VALUE = ("privacy.delta", "privacy.accountant", "tuning", "overwrite", "paths.results")
 
 
@@ -59,7 +58,7 @@ class Search:
     """An accounted search, ready to be drawn.
 
     Args:
-        examples: N. key: the hash of all that was asked for, which names the folder.
+        examples: N. key: the hash of the whole request, which names the folder.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Search:
     notes: tuple[str, ...] = ()
 
     def statement(self) -> str:
-        """What is about to happen and what it costs, for a terminal; nothing in it depends on a draw."""
+        """The search and its cost in words; independent of the draws."""
         many = f"all {len(self.settings)} settings"
         lines = [
             f"Search: {self.count.mean:.4g} runs expected ({self.count}), each under one of {len(self.settings)} "
@@ -100,7 +99,7 @@ def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:
         overrides: of the command line, ``-m`` left out.
 
     Raises:
-        UserError: what has no ε, would show more than the best run, or cannot reach its target.
+        UserError: settings without an ε, that release more than the best run, or that cannot reach their target.
     """
     cells = planned.cells or ()
     configs = [copy.deepcopy(cell.config) for cell in cells]
@@ -136,20 +135,20 @@ def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:
 
 
 def count_of(tuning: TuningConfig, settings: int) -> RunCount:
-    """The law of K; raises `UserError` for parameters that make none."""
+    """The law of K; raises `UserError` for invalid parameters."""
     runs = tuning.runs
     if tuning.gamma is not None:
         if runs is not None or tuning.law == "poisson":
             raise UserError(
-                f"tuning.gamma={tuning.gamma:g} settles how many runs to expect, and a Poisson number has none: leave "
-                "it or tuning.runs and tuning.law out."
+                f"tuning.gamma={tuning.gamma:g} sets the expected number of runs of a negative binomial law: leave it "
+                "out, or tuning.runs and tuning.law."
             )
         return TruncatedNegativeBinomial(tuning.eta, tuning.gamma)
     expected = float(settings) if runs is None else runs
     if tuning.law == "poisson":
         return Poisson(expected)
     if expected <= 1.0:
-        raise UserError("tuning.law=negative_binomial with one run to expect is no search: give tuning.runs above 1.")
+        raise UserError("tuning.law=negative_binomial with one expected run is not a search: give tuning.runs above 1.")
     return TruncatedNegativeBinomial.with_mean(tuning.eta, expected)
 
 
@@ -166,19 +165,19 @@ def _command_line(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _together(configs: Sequence[RunConfig]) -> Iterator[str]:
-    """What all cells must share."""
+    """Problems with keys that all cells must share."""
     first = configs[0]
     # to_run_config has left epsilon None where the noise is given
     budget = ["privacy.epsilon"] if first.tuning.target == "search" else []
     for key in [*SAME, *ONE_VALUE, *budget]:
         values = {repr(value_at(config, key)): value_at(config, key) for config in configs}
         if len(values) > 1:
-            told = ", ".join(map(str, list(values.values())[:4]))
-            yield f"{key} is {told} in its cells, and one search has one: give it on the command line."
+            several = ", ".join(map(str, list(values.values())[:4]))
+            yield f"{key} is {several} in its cells, but a search needs one value: give it on the command line."
 
 
 def _refused(config: RunConfig) -> Iterator[str]:
-    """What has no RDP curve, is predictable, or would show more than the best run."""
+    """Settings that have no RDP curve, are predictable, or release more than the best run."""
     privacy, tuning = config.privacy, config.tuning
     if config.clip.grouping == "none" or privacy.epsilon == math.inf or privacy.noise_multiplier == 0:
         yield "a run without noise has no epsilon, nor has a search: choose a clipping mode and a finite budget."
@@ -186,8 +185,8 @@ def _refused(config: RunConfig) -> Iterator[str]:
         yield f"privacy.sampling={privacy.sampling} has no valid RDP curve: use privacy=poisson."
     if config.debug.noise_seed is not None or config.data.public:
         which, other = ("data.public=true", "false") if config.data.public else ("debug.noise_seed", "null")
-        mend = f"{which.split('=')[0]}={other}"
-        yield f"{which} makes the noise predictable, so nothing is private: give {mend}."
+        secret = f"{which.split('=')[0]}={other}"
+        yield f"{which} makes the noise predictable, so nothing is private: give {secret}."
     if config.tracker.name != "files":
         yield f"tracker={config.tracker.name} would show every run, and only the best may be: use tracker=files."
     asked = {
@@ -212,8 +211,8 @@ def _without_holdout(configs: Sequence[RunConfig]) -> list[str]:
     shares = {config.data.holdout for config in configs if config.data.holdout}
     for config in configs:
         config.data.holdout = None
-    told = ", ".join(f"{share:g}" for share in sorted(shares))
-    return [f"The sweep's data.holdout={told} is left out: a score of training examples has no epsilon."] * bool(shares)
+    given = ", ".join(f"{share:g}" for share in sorted(shares))
+    return [f"The sweep's data.holdout={given} is ignored: a score on training examples has no epsilon."] * bool(shares)
 
 
 def _name(name: str) -> str:
@@ -221,7 +220,7 @@ def _name(name: str) -> str:
 
 
 def _examples(config: RunConfig) -> int:
-    """N, from the data themselves; torch comes only now."""
+    """N, from the data themselves; torch is imported only here."""
     import torch
 
     from groupwise.processes.environment import find_place
@@ -257,7 +256,7 @@ def _trainings(configs: Sequence[RunConfig], count: RunCount, examples: int) -> 
 
 
 def _with_noise(config: RunConfig, training: Training) -> RunConfig:
-    """A single run's configuration: its noise as the search wants it, and nothing of the search."""
+    """A single run's configuration, with the noise that the search needs and without the search's settings."""
     run = copy.deepcopy(config)
     run.privacy.noise_multiplier, run.privacy.epsilon = training.noise_multiplier, None
     run.tuning, run.overwrite = TuningConfig(), False

@@ -14,11 +14,12 @@ from groupwise.rows import Row, read_table
 from groupwise.sweeps.cells import PAPER
 
 HEADLINES = ("valid/accuracy", "valid/perplexity")
-"""A task has one of them; with `data.holdout` the split is a part of the training set, without it the paper's own."""
+"""Metrics, of which a task has one; with `data.holdout` they are on a part of the training set, else on the paper's
+validation set."""
 
 
 def search_metric(row: Mapping[str, Any]) -> float | None:
-    """The headline of a result row; None where a run has none, as it only explained itself."""
+    """The headline metric of a result row; None if it has none."""
     return next((float(row[name]) for name in HEADLINES if name in row), None)
 
 
@@ -28,7 +29,7 @@ def lower_is_better(metric: str) -> bool:
 
 
 APART = ("task", "model", "model.trains", "clip", "privacy.epsilon")
-"""Cells that differ in these are not rivals."""
+"""Cells that differ in these keys are not compared."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Candidate:
 
     name: str
     rivals: tuple[str, ...]
-    """Its settings among `APART`: what all that it competes with share."""
+    """Its settings among `APART`, which all cells that it is compared with share."""
     mean: float
     std: float | None
     seeds: int

@@ -34,10 +34,10 @@ class Cell:
     """One run of a sweep."""
 
     settings: tuple[tuple[str, str], ...]
-    """Key and value as the paper has them, sorted, without seed and scale: what the cell is called, at every scale."""
+    """Key and value as in the paper, sorted, without seed and scale: the cell's name at every scale."""
     seed: int
     overrides: tuple[str, ...]
-    """What `run.py` is given for it at this scale, seed and scale included."""
+    """Its overrides for `run.py` at this scale, seed and scale included."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Gathers the finished runs of a sweep as rows of `results/measured`, and shows in a table what came of its cells."""
+"""Collects the finished runs of a sweep as rows of `results/measured`, and prints them as a table."""
 
 import argparse
 import json
@@ -30,16 +30,16 @@ SAMPLES = 3
 
 
 def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
-    """Write the rows of `sweeps/<name>.yaml` at that scale, its curves where cells ask for them, and samples of texts.
+    """Write the rows of `sweeps/<name>.yaml` at that scale, curves for cells that evaluate them, and samples of texts.
 
-    A cell whose run is not in `runs` keeps its row; one that has none gets the row of another sweep's table at that
-    scale, if that is of the very same configuration and seed.
+    A cell whose run is not in `runs` keeps its row. A cell without a row gets that of another sweep at the same scale
+    with the same configuration and seed.
 
     Returns:
-        What there is to say: how many rows, which cells are missing or another sweep's, which rows were dropped.
+        Lines for the user: how many rows, which cells are missing or from another sweep, which rows were dropped.
 
     Raises:
-        UserError: no such sweep, no finished run of it, or a run's result is not what its configuration makes.
+        UserError: no such sweep, no finished run of it, or a result that does not match its run's configuration.
     """
     register()
     cells = _by_cell(table_cells(read_sweep(conf / "sweep" / f"{name}.yaml"), scale, conf))
@@ -104,11 +104,11 @@ def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any]
         raise UserError(f"{path} has no {absent[0]}: {again}.")
     if row["hash"] != expected:
         raise UserError(
-            f"{path} has the hash {str(row['hash'])[:12]} and lies in the folder of {expected[:12]}: {again}."
+            f"{path} has the hash {str(row['hash'])[:12]} but is in the folder of {expected[:12]}: {again}."
         )
     for key, value in settings.items():
         if row[key] != value:
-            raise UserError(f"{path} says {key}={row[key]}, and the configuration of its hash has {value}: {again}.")
+            raise UserError(f"{path} says {key}={row[key]}, but the configuration of its hash has {value}: {again}.")
     return {key: value for key, value in row.items() if not key.startswith(NOT_IN_TABLES)}
 
 
@@ -132,7 +132,7 @@ def curve_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def text_rows(folder: Path) -> list[dict[str, Any]]:
-    """What a run that generates wrote for `SAMPLES` inputs of the test set: at equal distances, so chosen by nobody.
+    """A run's generated texts for `SAMPLES` inputs of the test set, at equal distances so as not to be selected.
 
     Raises:
         UserError: the file cannot be read.
@@ -163,10 +163,10 @@ def _by_cell(cells: list[tuple[Cell, PlannedCell]]) -> list[tuple[Cell, PlannedC
 
 
 def sweep_table(folder: Path) -> list[str]:
-    """The table of the sweep in `folder`; nothing where no cell is done.
+    """The table of the sweep in `folder`; nothing if no cell is done.
 
     Raises:
-        UserError: it is no sweep's folder.
+        UserError: it is not a sweep's folder.
     """
     cells = read_cells(folder)
     states = cell_states(folder, cells)
@@ -181,7 +181,7 @@ def finished_table(cells: Iterable[tuple[str, Path]]) -> list[str]:
 
 
 def table(states: Sequence[State], rows: Sequence[Mapping[str, Any]], columns: int | None = None) -> list[str]:
-    """A line a cell, as wide as the terminal: what all cells share is said once, a long name goes on below itself.
+    """A line per cell, as wide as the terminal: settings that all cells share are printed once; long names are wrapped.
 
     Args:
         states: of the cells.

@@ -1,6 +1,6 @@
-"""Keeps a sweep's folder, `results/sweeps/<time>-<name>`: what was asked for, the code that runs, and what failed.
+"""A sweep's folder, `results/sweeps/<time>-<name>`: its cells, a copy of the code, and the failures.
 
-A cell is run here too, in the process that the launcher gave it.
+It also runs a cell, in the process that the launcher started for it.
 """
 
 import json
@@ -33,10 +33,10 @@ CELLS = "cells.json"
 
 
 def begin_sweep(planned: PlannedSweep) -> Path:
-    """Make the folder and write what will run; returns it, with a number added where that name is taken.
+    """Make the folder and list the cells in it; returns it, with a number added if the name is taken.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: it cannot be written.
     """
     folder, number = planned.folder, 1
     try:
@@ -75,7 +75,7 @@ def _file_of(folder: Path, key: str) -> Path:
 
 
 def _claimed(folder: Path) -> bool:
-    """Has this process made the part of the folder that each sweep begins with? Of several at once, one has."""
+    """Whether this process has made the sweep's folder; among several at once, exactly one has."""
     try:
         (folder / "cells").mkdir(parents=True)
     except FileExistsError:
@@ -87,16 +87,16 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
     """The cells of a sweep, as `begin_sweep` wrote them.
 
     Raises:
-        UserError: this is no sweep's folder.
+        UserError: this is not a sweep's folder.
     """
     try:
         return json.loads((folder / CELLS).read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} is no sweep's folder: name one of results/sweeps.") from error
+        raise UserError(f"{folder} is not a sweep's folder: name one of results/sweeps.") from error
 
 
 def name_of(folder: Path, key: str) -> str | None:
-    """The name of the cell whose hash begins so; None where the folder does not know."""
+    """The name of the cell whose hash begins with these digits; None if there is none."""
     cells = read_cells(folder) if (folder / CELLS).is_file() else []
     return next((cell["name"] for cell in cells if cell["hash"].startswith(key)), None)
 
@@ -112,11 +112,11 @@ class Failure:
 
 
 def write_failure(folder: Path, key: str, cell: str, error: Exception, log: Path | None) -> None:
-    """Keep the sentence of a mistake, or the traceback of a bug, in ``failed/<key>.txt``."""
-    told = isinstance(error, UserError | ProcessFailed)
+    """Write the sentence of a mistake, or the traceback of a bug, to ``failed/<key>.txt``."""
+    expected = isinstance(error, UserError | ProcessFailed)
     lines = [f"{type(error).__name__}: {' '.join(str(error).split())}", f"cell: {cell}"]
     lines += [] if log is None else [f"log: {log}"]
-    if not told:
+    if not expected:
         lines += ["", "".join(traceback.format_exception(error)).rstrip()]
     (folder / "failed").mkdir(parents=True, exist_ok=True)
     write_text(folder / "failed" / f"{key}.txt", "\n".join(lines) + "\n")
@@ -128,7 +128,7 @@ def clear_failure(folder: Path, key: str) -> None:
 
 
 def failures(folder: Path) -> list[Failure]:
-    """What failed and did not succeed since, in the order of the cells."""
+    """The failures of cells that have not succeeded since, in the order of the cells."""
     found = {}
     for file in sorted((folder / "failed").glob("*.txt")):
         first, second, *_ = [*file.read_text(encoding="utf-8").splitlines(), "", ""]
@@ -138,20 +138,20 @@ def failures(folder: Path) -> list[Failure]:
 
 
 def unfinished(folder: Path) -> list[dict[str, Any]]:
-    """The cells that are not done and say of no failure: killed, or still at it."""
+    """The cells that are neither done nor failed: killed, or still running."""
     failed = {failure.file.stem for failure in failures(folder)}
     cells = read_cells(folder) if (folder / CELLS).is_file() else []
     return [cell for cell in cells if cell["hash"][:12] not in failed and not is_done(folder, cell)]
 
 
 def is_done(folder: Path, cell: dict[str, Any]) -> bool:
-    """Has its run `DONE`, and that from before only if the sweep was not asked to overwrite it?"""
+    """Whether its run is `DONE`; with overwrite=true, an earlier run does not count."""
     done, submitted = Path(cell["run"]) / "DONE", folder / CELLS
     return done.is_file() and (cell["done_before"] or done.stat().st_mtime >= submitted.stat().st_mtime)
 
 
 def has_begun(folder: Path, cell: dict[str, Any]) -> bool:
-    """Has it printed anything yet, where cells print to files?"""
+    """Whether the cell has printed to its file yet."""
     return (folder / "logs" / f"{cell['hash'][:12]}.log").is_file()
 
 
@@ -160,7 +160,7 @@ HANDED_ON = "GROUPWISE_SWEEP"
 
 
 def run_from(folder: Path, root: Path) -> NoReturn:
-    """Copy the code at `root` into the sweep's `folder`, and let the copy of `run.py` go on in this process's place."""
+    """Copy the code at `root` into the sweep's `folder`, and replace this process by the copy of `run.py`."""
     code = (folder / "code").resolve()
     copy_code(root, code)
     path = os.pathsep.join(filter(None, [str(code / "src"), os.environ.get("PYTHONPATH")]))
@@ -171,14 +171,14 @@ def run_from(folder: Path, root: Path) -> NoReturn:
 
 
 def handed_on() -> Path | None:
-    """The sweep's folder, in the process that `run_from` has made of the first; not in the children of that."""
+    """The sweep's folder, in the process that replaced the first one (`run_from`); None in its children."""
     given = os.environ.pop(HANDED_ON, None)
     return None if given is None else Path(given)
 
 
 def copy_code(root: Path, code: Path) -> None:
-    """Copy `PARTS` of the checkout, without what git ignores, and what git knows of it (`RECORDED`); its models, which
-    are large, are a link."""
+    """Copy `PARTS` of the checkout without ignored files, and its git state (`RECORDED`); the models, which are large,
+    are linked."""
     for name in _files(root):
         source, target = root / name, code / name
         if source.is_symlink() or source.is_file():
@@ -190,7 +190,7 @@ def copy_code(root: Path, code: Path) -> None:
 
 
 def _files(root: Path) -> list[str]:
-    """Names relative to `root`: those that git knows or does not ignore; outside of a checkout, all."""
+    """Names relative to `root`: tracked files and those that git does not ignore; outside of a checkout, all."""
     listed = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
     try:
         done = subprocess.run(listed, capture_output=True, text=True, timeout=60)
@@ -206,10 +206,10 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
     """List what failed, on stderr, and return the exit code.
 
     Args:
-        crash: what ended the launcher itself, if it did not get to the end; then cells without a result count too.
+        crash: the launcher's own exception, if it failed; then cells without a result count as failed too.
 
     Returns:
-        0 also where the launcher ended before any cell began: then `crash` is all that there is to tell.
+        0 also if the launcher failed before any cell began: then `crash` is the only error.
     """
     failed = failures(folder)
     lost = [] if crash is None else unfinished(folder)
@@ -228,7 +228,7 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
 
 
 def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
-    """Train it; a failure is told and kept in the sweep's folder, and raised where another sweeper chose the cell."""
+    """Train a cell; a failure is printed and kept in the sweep's folder, and raised if another sweeper chose it."""
     register()  # this may be another process than the one that composed
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
@@ -243,7 +243,7 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
             raise
         if config.tuning.name != "off":
             raise UserError(
-                "tuning=accounted draws from the cells of a grid, and this sweep chooses its own: leave it out."
+                "tuning=accounted draws from the cells of a grid, but this sweep chooses its own: leave it out."
             )
         key = config_hash(config)[:12]
         name = name_of(folder, key) or name
@@ -271,20 +271,20 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
 
 
 def _begun_here(folder: Path, run: Path) -> bool:
-    """Has this sweep begun the run already? A job that is put back goes on then, whatever the user overwrites."""
+    """Whether this sweep has begun the run already; then a requeued job resumes, even with overwrite=true."""
     written, submitted = run / "config.yaml", folder / CELLS
     return written.is_file() and submitted.is_file() and written.stat().st_mtime > submitted.stat().st_mtime
 
 
 def told_overrides() -> str:
-    """What the cell was given. Unresolved: an override may hold an interpolation, and that may be what failed."""
+    """The cell's overrides, unresolved, as an interpolation in them may be the cause of the failure."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return " ".join(given)  # type: ignore[arg-type]
 
 
 @contextmanager
 def output_to(log: Path) -> Iterator[None]:
-    """Send all that this process and its children print to the end of `log`."""
+    """Append the output of this process and its children to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush(), sys.stderr.flush()
     before = [os.dup(number) for number in (1, 2)]

@@ -1,7 +1,7 @@
 """Measures gradient norms of kept weights:  python -m groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini
 
-For each run of the sweep that is done and each of its weights-<step>.pt (`train.keep`), the norms of some training
-examples' gradients in each layer, by the engine that clips; into `results/measured/<sweep>_<scale>_norms.csv`.
+For each finished run of the sweep and each of its weights-<step>.pt (`train.keep`), the clipping engine computes the
+norms of some training examples' gradients in each layer, for `results/measured/<sweep>_<scale>_norms.csv`.
 """
 
 import argparse

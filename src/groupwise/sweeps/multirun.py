@@ -21,7 +21,7 @@ Cells = list[dict[str, Any]]
 
 
 def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[str]], None]) -> None:
-    """Run what is not done, those of as many processes at once; a cell that fails says so in the folder.
+    """Run the cells that are not done, those with the same number of processes together; failures go to the folder.
 
     Args:
         launcher: Hydra's settings of it. multirun: runs ``-m`` with these words.
@@ -51,7 +51,7 @@ def _chosen(cells: Cells) -> str:
 
 
 def _run(folder: Path, cells: Cells, launch: Callable[[Cells], None]) -> None:
-    """Hand them to the launcher. A killed cell takes joblib's other workers along: those go on in new ones."""
+    """Pass the cells to the launcher. A killed cell also ends joblib's other workers: their cells start again."""
     before: tuple[int, int] | None = None
     while True:
         try:

@@ -23,10 +23,10 @@ class PlannedCell:
     """One run of a sweep, checked."""
 
     name: str
-    """Settings and seed; for a sweep of the command line's own making, the overrides that not all cells share."""
+    """Settings and seed; for a sweep without a file, the overrides that not all cells share."""
     seed: int
     overrides: tuple[str, ...]
-    """What `run.py` is given for it."""
+    """Its overrides for `run.py`."""
     config: RunConfig
     hash: str
 
@@ -37,7 +37,7 @@ class PlannedCell:
 
     @property
     def done(self) -> bool:
-        """Is there nothing to do for it?"""
+        """Whether its run is finished."""
         return (self.run / "DONE").is_file() and not (self.config.overwrite or self.config.explain)
 
 
@@ -46,16 +46,16 @@ class PlannedSweep:
     """A sweep, checked."""
 
     name: str
-    """Of the file in `sweeps/`; "cells" for one of the command line's own making."""
+    """Of the file in `sweeps/`; "cells" for a sweep without a file."""
     scale: str
     folder: Path
-    """Where its record goes."""
+    """The folder of its record."""
     cells: tuple[PlannedCell, ...] | None
-    """None where another sweeper than ours chooses them, as it goes."""
+    """None if another sweeper chooses them while it runs."""
 
     @property
     def accounted(self) -> bool:
-        """Is it a search with one ε (`tuning`), rather than cells that are all run?"""
+        """Whether it is a search with one ε (`tuning`), in which not all cells are run."""
         return any(cell.config.tuning.name != "off" for cell in self.cells or ())
 
 
@@ -63,7 +63,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.
 
     Raises:
-        UserError: in the first cell that is refused, naming it; two cells of a table are one run; something on the
+        UserError: in the first cell that is refused, naming it; two cells of a table are the same run; a setting on the
             command line changes no cell.
     """
     from hydra import initialize_config_dir
@@ -81,7 +81,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
 
 
 def compose_shared(overrides: Sequence[str], conf: Path) -> DictConfig:
-    """What all cells of ``-m OVERRIDES...`` share, Hydra's own settings included."""
+    """The configuration that all cells of ``-m OVERRIDES...`` share, Hydra's own settings included."""
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
@@ -102,18 +102,18 @@ def _refuse_idle(cells: Sequence[PlannedCell], typed: set[str]) -> None:
     Raises:
         UserError: naming one.
     """
-    told: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for cell in cells:
         for override in cell.overrides:
             if override.lstrip("+").partition("=")[0] in typed:
                 sentence = complaint(override, cell.config)
-                told[override] = sentence and told.get(override, sentence)
-    for sentence in filter(None, told.values()):
+                problems[override] = sentence and problems.get(override, sentence)
+    for sentence in filter(None, problems.values()):
         raise UserError(sentence)
 
 
 def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
-    """Refuse cells that begin with a model's weights and name none, before any other cell has begun.
+    """Refuse cells that need pretrained weights and name none, before any other cell has begun.
 
     Raises:
         UserError: naming their models and the first of them.
@@ -126,7 +126,7 @@ def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
     if missing:
         models = ", ".join(dict.fromkeys(cell.config.model.name for cell in missing))
         raise UserError(
-            f"{len(missing)} of {len(cells)} cells, those of model={models}, have no weights to begin with (first: "
+            f"{len(missing)} of {len(cells)} cells, those of model={models}, have no weights to start from (first: "
             f"{missing[0].name}): run them with model.source=FOLDER, and the others on their own."
         )
 
@@ -195,13 +195,13 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
 def _of_command_line(
     sweeper: DictConfig, given: Sequence[Any], shared: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """All combinations, as Hydra's basic sweeper takes them; a cell is named by what the others may not have."""
+    """All combinations, as in Hydra's basic sweeper; a cell's name has the overrides that differ between cells."""
     swept = [f"{key}={values}" for key, values in (sweeper.params or {}).items()]
     ours = [item for item in given if not item.is_hydra_override()]
     values: dict[str, list[str]] = {}
     for item in [*parse(swept), *ours]:
         if item.is_sweep_override() and not item.is_discrete_sweep():
-            raise UserError(f"{item.input_line} has no end: it is for hydra/sweeper=optuna, or name the values.")
+            raise UserError(f"{item.input_line} is not a finite list: list the values, or give hydra/sweeper=optuna.")
         several = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
         values[item.get_key_element()] = [f"{item.get_key_element()}={value}" for value in several]
     for cell in map(list, product(*values.values())):
@@ -236,7 +236,7 @@ def _refuse_twins(name: str, cells: Sequence[PlannedCell]) -> None:
     for cell in cells:
         if cell.hash in known:
             raise UserError(
-                f"the cells {known[cell.hash]} and {cell.name} of sweeps/{name}.yaml are one and the same run at this "
-                "scale: leave one out (null in its scales)."
+                f"the cells {known[cell.hash]} and {cell.name} of sweeps/{name}.yaml are the same run at this scale: "
+                "leave one out (null in its scales)."
             )
         known[cell.hash] = cell.name

@@ -1,8 +1,7 @@
-"""Makes a committed row again, and compares:  python -m groupwise.sweeps.reproduce HASH [HASH ...]
+"""Reproduces a committed row and compares:  python -m groupwise.sweeps.reproduce HASH [HASH ...]
 
-A row can be made again where its key is not secret: `data.public=true`, `debug.noise_seed`, or a run without noise. On
-the same kind of machine, with the same packages and code, all metrics come out to the same bits; elsewhere within a
-tolerance.
+A row can be reproduced if its key is not secret: `data.public=true`, `debug.noise_seed`, or a run without noise. On the
+same kind of machine, with the same packages and code, all metrics are equal to the bit; elsewhere within a tolerance.
 """
 
 import argparse
@@ -20,9 +19,9 @@ from groupwise.rows import METRICS, Row, read_table
 from groupwise.sweeps.cells import read_sweep
 
 DECIDES = ("system.device", "system.threads", "versions.torch", "versions.numpy", "git.sha")
-"""Where these are equal, the bits are: machine, packages, code."""
+"""If these are equal, so are the bits: machine, packages, code."""
 POINTS, LOSS = 1.0, 0.05
-"""By how much percentages, and losses, may differ where they are not."""
+"""The tolerances of percentages and losses otherwise."""
 
 
 def find_row(digest: str, measured: Path) -> Row:
@@ -50,7 +49,7 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     """The configuration that made the row, composed as its sweep has it today.
 
     Raises:
-        UserError: the cell is gone, or composes to another run; or the key of its noise was secret.
+        UserError: the cell no longer exists, or is now another run; or the key of its noise was secret.
     """
     cells = read_sweep(sweeps / f"{row['sweep']}.yaml").cells(row["scale"])
     cell = next((each for each in cells if (each.name, str(each.seed)) == (row["cell"], row["seed"])), None)
@@ -59,21 +58,22 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     config = compose_run(list(cell.overrides), conf, typed=False)
     if config_hash(config) != row["hash"]:
         raise UserError(
-            f"{row['cell']} seed={row['seed']} composes to another run today than the row {row['hash'][:12]}."
+            f"{row['cell']} seed={row['seed']} is another run today than the row {row['hash'][:12]}: check out the "
+            "row's commit."
         )
     secret = not config.data.public and config.debug.noise_seed is None
     if secret and row.get("plan.noise_multiplier", "0.0") not in ("", "0.0"):
         raise UserError(
-            f"The row {row['hash'][:12]} had a secret key, which was thrown away: its noise cannot be drawn again "
+            f"The row {row['hash'][:12]} had a secret key, which was deleted: its noise cannot be drawn again "
             "(runs with data.public=true can)."
         )
     return config
 
 
 def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
-    """Is the new row what it should be? And a line for each metric.
+    """Whether the new row agrees, and a line for each metric.
 
-    Equal bits where all of `DECIDES` are as they were; else within `POINTS`, and losses within `LOSS`.
+    The bits must be equal if all of `DECIDES` are; else percentages within `POINTS` and losses within `LOSS`.
     """
     other = [key for key in DECIDES if str(again.get(key, "")) != row.get(key, "")]
     lines, good = [], True
@@ -97,7 +97,7 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 1 where a row came out otherwise, 2 for a mistake."""
+    """The command line; returns the exit code: 0, 1 if a row differs, 2 for a mistake."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.reproduce", description=__doc__.split("\n")[0])
     parser.add_argument("hashes", nargs="+", metavar="HASH", help="of a row in results/measured, 6 digits or more")
     parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="where the rows are")

@@ -1,15 +1,15 @@
-"""Draws an accounted search once, runs it out of sight, releases the best run alone and deletes the others.
+"""Draws an accounted search once, runs it in secret, releases the best run alone and deletes the others.
 
 `results/searches/<sweep>-<hash>/`:
 
-    draws.json     how many times this very search was drawn; each draw is a release of its own, and their ε add up
+    draws.json     how many times this search was drawn; each draw is a release of its own, and their ε add up
     unreleased/    for the owner alone: search.json (K, and each run's setting), the runs' records and logs
     released/      model.pt, config.yaml and release.json of the best run
     DONE
 
-K and the settings come from the operating system's randomness and are on the disk before the first run begins, so what
-was killed goes on with the same ones. A search that could be drawn again for better luck would have another law of K
-than the one that is accounted for, so a second draw is made for ``overwrite=true`` alone, and counted.
+K and the settings come from the operating system's randomness and are on disk before the first run begins, so a search
+that was killed resumes with the same ones. Drawing again for a better result would change the law of K that is
+accounted for, so a second draw needs ``overwrite=true`` and is counted.
 """
 
 import copy
@@ -42,18 +42,18 @@ WARNING = (
     "settings, and what came of them would cost more, and is for nobody but the owner of the data.\n"
 )
 Score = tuple[float, float]
-"""Whether it is finite, and the headline, larger being better."""
+"""A run's score: whether it is finite, then the headline metric, where larger is better."""
 
 
 def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
-    """Run what is not done, release the best, and return lines about it.
+    """Run all runs that are not done, release the best, and return lines about it.
 
     Args:
         train: runs one configuration to its record.
 
     Raises:
-        UserError: what must not go on (a draw that is lost, other data), or what a run refuses: a run that cannot be
-            done cannot be left out either, as that would change the law of K.
+        UserError: the search must not continue (a lost draw, other data), or a run was refused: leaving it out would
+            change the law of K.
     """
     folder = search.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,8 +66,8 @@ def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
             state = _read_draw(search) or _draw(search)
             if state["draw"] > 1:
                 print(textwrap.fill(_said_of_draws(search, state["draw"]), WIDTH, subsequent_indent="  "))
-            told = f"Running, unseen; {folder / UNRELEASED} holds what is not to be released."
-            print(textwrap.fill(told, WIDTH, subsequent_indent="  "), flush=True)
+            notice = f"Running in secret; do not release {folder / UNRELEASED}."
+            print(textwrap.fill(notice, WIDTH, subsequent_indent="  "), flush=True)
             scored = [(_score(row), setting, run) for row, setting, run in _runs(search, state["settings"], train)]
             _release(search, state["draw"], scored)
         if not search.tuning.keep:
@@ -76,12 +76,12 @@ def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
 
 
 def _draw(search: Search) -> dict[str, Any]:
-    """K and the settings of its runs, from secret randomness, on the disk before anything follows from them."""
+    """K and the settings of its runs, from secret randomness, written to disk before they are used."""
     before = _draws(search.folder)
     if before and not search.overwrite:
         raise UserError(
-            f"{search.folder} was drawn before and its {UNRELEASED}/{STATE} is gone: bring it back, as drawing again "
-            "is another release, whose epsilon adds to the first; overwrite=true does that."
+            f"{search.folder} was drawn before and its {UNRELEASED}/{STATE} is missing: restore it, or give "
+            "overwrite=true for another release, whose epsilon adds to the first."
         )
     unreleased = search.folder / UNRELEASED
     unreleased.mkdir(mode=0o700)
@@ -99,10 +99,10 @@ def draw_settings(count: RunCount, settings: int) -> list[int]:
 
 
 def _read_draw(search: Search) -> dict[str, Any] | None:
-    """What was drawn; None where nothing was.
+    """The draw on disk; None if there is none.
 
     Raises:
-        UserError: it was for another search, or for another number of examples.
+        UserError: it belongs to another search, or to another number of examples.
     """
     path = search.folder / UNRELEASED / STATE
     if not path.is_file():
@@ -114,11 +114,11 @@ def _read_draw(search: Search) -> dict[str, Any] | None:
         same = state["key"] == search.key and state["plan"] == _plan(search)
         sound = all(0 <= of < len(search.settings) for of in state["settings"]) and state["draw"] >= 1
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not as it was drawn: bring it back; overwrite=true draws anew.") from error
+        raise UserError(f"{path} was changed: restore it, or draw again with overwrite=true.") from error
     if not same or not sound:
         raise UserError(
-            f"{search.folder} was begun with other data, noise or libraries: bring those back; overwrite=true draws "
-            "anew, which is another release, whose epsilon adds to the first."
+            f"{search.folder} was begun with other data, noise or libraries: restore those, or give overwrite=true for "
+            "another release, whose epsilon adds to the first."
         )
     if _draws(search.folder) < state["draw"]:  # killed between the two files
         write_json(search.folder / DRAWS, {"draws": state["draw"]})
@@ -126,7 +126,7 @@ def _read_draw(search: Search) -> dict[str, Any] | None:
 
 
 def _plan(search: Search) -> dict[str, Any]:
-    """What a draw is bound to, besides the configuration."""
+    """The facts besides the configuration that a draw is valid for."""
     sigmas = [f"{setting.training.noise_multiplier:.9g}" for setting in search.settings]
     return {"examples": search.examples, "delta": search.delta, "law": str(search.count), "sigmas": sigmas}
 
@@ -136,13 +136,13 @@ def _draws(folder: Path) -> int:
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["draws"]) if path.is_file() else 0
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not as the search left it: bring it back.") from error
+        raise UserError(f"{path} was changed after the search wrote it: restore it.") from error
 
 
 def _runs(
     search: Search, settings: list[int], train: Callable[[RunConfig], Any]
 ) -> Iterator[tuple[dict[str, Any], Setting, Path]]:
-    """The row and the record of each run, in the order of the draw; what is done already is read."""
+    """The row and the record of each run, in the order of the draw; finished runs are read."""
     unreleased = search.folder / UNRELEASED
     for number, of in enumerate(settings):
         setting = search.settings[of]
@@ -162,7 +162,7 @@ def _runs(
 
 
 def _check(search: Search, setting: Setting, row: Mapping[str, Any]) -> None:
-    """Refuse a run that is not what was accounted for."""
+    """Refuse a run that differs from the one that was accounted for."""
     training = setting.training
     promised = {
         "plan.private": True,
@@ -175,27 +175,25 @@ def _check(search: Search, setting: Setting, row: Mapping[str, Any]) -> None:
     for key, value in promised.items():
         found = row.get(key)
         if not isinstance(found, int | float) or not math.isclose(found, value, rel_tol=1e-9):
-            raise UserError(f"a run of the search has {key} = {found}, and {value} was accounted for: release nothing.")
+            raise UserError(f"a run of the search has {key} = {found}, but {value} was accounted for: release nothing.")
 
 
 def _headline(row: Mapping[str, Any]) -> str:
     name = next((name for name in HEADLINES if name in row), None)
     if name is None:
-        raise UserError(
-            f"the runs have none of {', '.join(HEADLINES)}, so that there is no best one: use another task."
-        )
+        raise UserError(f"the runs have none of {', '.join(HEADLINES)}, so there is no best one: use another task.")
     return name
 
 
 def _score(row: Mapping[str, Any]) -> Score:
-    """Larger is better, and what is no number is worst: such a run is a run, and none may be left out."""
+    """Larger is better; a value that is not finite is worst, as no run may be left out."""
     name = _headline(row)
     value = float(row[name])
     return (1.0, -value if lower_is_better(name) else value) if math.isfinite(value) else (0.0, 0.0)
 
 
 def _release(search: Search, draw: int, scored: list[tuple[Score, Setting, Path]]) -> None:
-    """Put the first of the best runs where it may be shown; of the others nothing."""
+    """Copy the first of the best runs to the released folder, and nothing of the others."""
     partial = search.folder / f".{RELEASED}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -208,7 +206,7 @@ def _release(search: Search, draw: int, scored: list[tuple[Score, Setting, Path]
         public = copy.deepcopy(setting.config)
         public.paths = PathsConfig()
         write_text(partial / "config.yaml", save_config(public))
-        shutil.copyfile(run / "model.pt", partial / "model.pt")  # not its times, which tell what came after
+        shutil.copyfile(run / "model.pt", partial / "model.pt")  # not its times, which reveal what came after
     cost = search.cost
     privacy = {
         "private": True,
@@ -233,7 +231,7 @@ def _release(search: Search, draw: int, scored: list[tuple[Score, Setting, Path]
 
 
 def _all_draws(search: Search, draw: int) -> float:
-    """ε of so many draws of this search together: Rényi divergences add up."""
+    """ε of this many draws of the search together: Rényi divergences add up."""
     return curve_epsilon(draw * search.cost.curve, search.delta)
 
 
@@ -250,7 +248,7 @@ def _told(folder: Path) -> list[str]:
         found = json.loads((folder / RELEASED / RELEASE).read_text(encoding="utf-8"))
         privacy, metrics = found["privacy"], found["metrics"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder / RELEASED} is not as the search left it: bring it back.") from error
+        raise UserError(f"{folder / RELEASED} was changed after the search wrote it: restore it.") from error
     figures = [f"epsilon = {privacy['epsilon']:.4g} at delta = {privacy['delta']:g}, for the whole search"]
     if privacy["draw"] > 1:
         figures.append(f"epsilon = {privacy['epsilon_of_all_draws']:.4g} with the draws before it")
@@ -269,5 +267,5 @@ def _told(folder: Path) -> list[str]:
 def _lock(folder: Path) -> IO[bytes]:
     held = lock(folder / ".lock")
     if held is None:
-        raise UserError(f"another process is at the search in {folder}: wait for it to end.")
+        raise UserError(f"another process runs the search in {folder}: wait for it to end.")
     return held

@@ -1,4 +1,4 @@
-"""Runs a sweep's cells as jobs of SLURM: tasks, time limit, preemption, and what came of each."""
+"""Runs a sweep's cells as SLURM jobs: tasks, time limit, preemption and requeueing."""
 
 import math
 import os
@@ -23,7 +23,7 @@ PUT_BACK = "put_back.sh"
 
 
 def require_slurm() -> None:
-    """Raises `UserError` where SLURM's commands are not."""
+    """Raises `UserError` if SLURM's commands are missing."""
     missing = [command for command in ("sbatch", "srun", "squeue") if shutil.which(command) is None]
     if missing:
         raise UserError(
@@ -33,22 +33,22 @@ def require_slurm() -> None:
 
 
 def shape(processes: int, most: int) -> tuple[int, int]:
-    """Nodes, and tasks on each, of a run of so many processes with at most `most` on a node.
+    """The number of nodes, and of tasks on each, for a run of this many processes with at most `most` on a node.
 
     Raises:
-        UserError: they cannot be shared out evenly.
+        UserError: they cannot be split evenly.
     """
     nodes = math.ceil(processes / max(1, most))
     if processes % nodes:
         raise UserError(
-            f"{processes} processes do not share out evenly at hydra.launcher.tasks_per_node={most}: give a number "
-            f"that divides {processes}."
+            f"{processes} processes cannot be split evenly at hydra.launcher.tasks_per_node={most}: give a divisor of "
+            f"{processes}."
         )
     return nodes, processes // nodes
 
 
 def job_words(folder: Path, launcher: DictConfig, processes: int) -> list[str]:
-    """What Hydra is told of the jobs of cells of so many processes, whose batch script then ends with `put_back`."""
+    """Overrides of Hydra's launcher for cells with this many processes; their batch scripts end with `put_back`."""
     require_slurm()
     nodes, tasks = shape(processes, launcher.tasks_per_node)
     script = folder.resolve() / PUT_BACK
@@ -61,13 +61,13 @@ def job_words(folder: Path, launcher: DictConfig, processes: int) -> list[str]:
 
 
 def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float], None] = time.sleep) -> None:
-    """Hydra's launcher has ended by this error of submitit's: wait until no job of the sweep is in SLURM's queue.
+    """After submitit's error ended Hydra's launcher, wait until no job of the sweep is in SLURM's queue.
 
-    submitit gives up where a job has no result, also where SLURM puts it back. Such a job may be missing from the queue
-    for a moment, so it is over when it was missing twice in a row.
+    submitit fails if a job has no result, even if SLURM requeues the job. Such a job may be missing from the queue for
+    a moment, so it counts as over once it was missing twice in a row.
 
     Raises:
-        UserError: SLURM took no jobs.
+        UserError: SLURM accepted no jobs.
     """
     if "has not produced any output" not in str(error):
         last = str(error).strip().splitlines()[-1].removeprefix("sbatch: error: ")
@@ -84,7 +84,7 @@ def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float],
 
 
 def link_log(link: Path) -> None:
-    """Let ``link`` lead to what this job prints, in the job's main task."""
+    """Link ``link`` to this job's log, in the job's main task."""
     import submitit
 
     job = submitit.JobEnvironment()
@@ -96,15 +96,15 @@ def link_log(link: Path) -> None:
 
 
 MARGIN = 0.25
-"""Share of the time between the warning and the limit that is kept for leaving and for the batch script."""
+"""Share of the time between the warning and the limit that is reserved for exiting and for the batch script."""
 
 
 def heed_warnings(seconds: float) -> None:
-    """From now on, in this process: stop on USR2 and SIGTERM as on Ctrl-C, and in time.
+    """From now on, stop this process on USR2 and SIGTERM as on Ctrl-C, and in time.
 
     Args:
-        seconds: between the warning and the end. A run that has not left by then, less `MARGIN`, is ended as it is,
-            so that the job is put back rather than lost: it then goes on from the checkpoint before.
+        seconds: between the warning and the end. A run that has not exited by then, less `MARGIN`, is ended, so that
+            the job is requeued and not lost: it then resumes from its previous checkpoint.
     """
     interrupt_on(signal.SIGTERM)  # until the run has a handler of its own
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even inside of a long operation
@@ -121,7 +121,7 @@ def heed_warnings(seconds: float) -> None:
 
 
 def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
-    """``work`` as a task of a job does it: interrupted, it leaves with the exit code that puts the job back."""
+    """Run ``work`` as a task of a job: if interrupted, it exits with the code that requeues the job."""
 
     def run(given: T) -> Any:
         heed_warnings(seconds)
@@ -138,10 +138,10 @@ def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
 
 
 def put_back(restarts: int) -> list[str]:
-    """Lines of the batch script after srun's, for bash. A task of an array is named so: the array's number means all.
+    """Lines of the batch script after srun, for bash. They name a single task, as an array's number means all tasks.
 
     Args:
-        restarts: how often a job may start again in all, whoever put it back.
+        restarts: the total number of times that a job may restart, for whatever reason.
     """
     return [
         "code=$?",

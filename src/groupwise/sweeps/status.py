@@ -1,4 +1,4 @@
-"""Shows how far sweeps are:  python -m groupwise.sweeps.status  (all), or  ... status FOLDER --cells"""
+"""Shows the progress of sweeps:  python -m groupwise.sweeps.status  (all), or  ... status FOLDER --cells"""
 
 import argparse
 import fcntl
@@ -28,19 +28,19 @@ class State:
 
     name: str
     kind: str
-    """A name of `STATES`; interrupted: begun, and nobody is at it."""
+    """A name of `STATES`; interrupted: begun, but no process runs it."""
     note: str = ""
     """Failed: the reason; running: the step."""
     seconds: float | None = None
-    """Done: what its training took."""
+    """Done: the seconds of its training."""
     left: float | None = None
-    """Running: the share of its steps that is left."""
+    """Running: the remaining share of its steps."""
     elapsed: float = 0.0
-    """Running: seconds since it began, or went on."""
+    """Running: seconds since it began or resumed."""
 
 
 def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
-    """Where all cells of the sweep in `folder` are."""
+    """The state of all cells of the sweep in `folder`."""
     jobs, locks = _jobs(folder), _local_locks()
     return [_state(folder, cell, jobs.get(cell["hash"][:12]), locks) for cell in cells]
 
@@ -72,7 +72,7 @@ def _running(name: str, run: Path) -> State:
 
 
 def _local_locks() -> set[int] | None:
-    """Inodes of all files that this machine's processes hold locks on; None where the system does not tell."""
+    """Inodes of all files that this machine's processes hold locks on; None if the system does not list them."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
         return {int(line.split(" ")[-3].rpartition(":")[2]) for line in lines}
@@ -81,7 +81,7 @@ def _local_locks() -> set[int] | None:
 
 
 def _locked(path: Path, locks: set[int] | None) -> bool:
-    """Does a process hold that lock? Asked of the system, as taking it, even for a moment, may turn a run away."""
+    """Whether a process holds that lock, from the system's list: taking it, even for a moment, could block a run."""
     try:
         inode = path.stat().st_ino
     except OSError:
@@ -99,7 +99,7 @@ def _locked(path: Path, locks: set[int] | None) -> bool:
 
 
 def _jobs(folder: Path) -> dict[str, str]:
-    """Hash -> state of its job, of those that are in SLURM's queue; ``logs/<hash>.log`` leads to ``logs/<job>/``."""
+    """Hash -> state of its job, for jobs in SLURM's queue; ``logs/<hash>.log`` links to ``logs/<job>/``."""
     numbers = {link.stem: link.resolve().parent.name for link in (folder / "logs").glob("*.log") if link.is_symlink()}
     if not numbers or shutil.which("squeue") is None:
         return {}
@@ -122,15 +122,15 @@ def status(folder: Path, each: bool = False) -> list[str]:
     """Lines on the sweep in `folder`; with `each`, one more for each cell.
 
     Raises:
-        UserError: it is no sweep's folder.
+        UserError: it is not a sweep's folder.
     """
     cells = cell_states(folder, read_cells(folder))
     scale = json.loads((folder / CELLS).read_text(encoding="utf-8")).get("scale", "")
     counts = Counter(cell.kind for cell in cells)
-    told = ", ".join(f"{counts[kind]} {kind}" for kind in STATES if counts[kind])
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in STATES if counts[kind])
     left = seconds_left(cells)
     until = [] if left is None else [f"  {_in_words(left)} left"]
-    lines = [str(folder), f"  {scale}  {len(cells)} cells: {told}", *until]
+    lines = [str(folder), f"  {scale}  {len(cells)} cells: {summary}", *until]
     if counts[INTERRUPTED]:
         lines.append("  interrupted cells go on with the same command, or where SLURM puts them back")
     shown = cells if each else [cell for cell in cells if cell.kind == FAILED]
@@ -145,9 +145,9 @@ def status(folder: Path, each: bool = False) -> list[str]:
 
 
 def seconds_left(cells: Sequence[State]) -> float | None:
-    """Until all that run or wait are done, from what the finished ones took and the running ones have left.
+    """The estimated time until all cells are done, from the finished ones' times and the running ones' progress.
 
-    As many are taken to run at once as run now. None: nothing runs, or nothing is known yet.
+    It assumes that as many run at once as do now. None if nothing runs, or nothing is known yet.
     """
     running = [cell for cell in cells if cell.kind == RUNNING]
     took = [cell.seconds for cell in cells if cell.kind == DONE and cell.seconds]

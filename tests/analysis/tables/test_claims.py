@@ -188,7 +188,7 @@ def test_without_the_score_of_one_answer_there_is_no_verdict(world):
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert (verdict.word, verdict.why) == (UNDECIDED, "what one answer for every input scores is not known")
     floors.unlink()
-    with pytest.raises(UserError, match=r"no .*constant_answers.csv, without which"):
+    with pytest.raises(UserError, match=r"no .*constant_answers.csv, the constant-prediction baseline"):
         refuse_unread(world.folders)
 
 

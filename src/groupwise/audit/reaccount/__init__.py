@@ -1,1 +1,1 @@
-"""Accounts for a finished run again, from its own files: `python -m groupwise.audit.reaccount RUN`."""
+"""Repeats the accounting of a finished run from its own files: `python -m groupwise.audit.reaccount RUN`."""

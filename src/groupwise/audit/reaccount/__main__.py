@@ -1,8 +1,8 @@
 """Checks a finished run from its own record:  python -m groupwise.audit.reaccount results/runs/HASH
 
 Recomputes epsilon by accountants that the run did not use, checks that plan, noise, steps and flags follow from the
-configuration, and compares hashes. It reads, and trusts no figure that can be worked out; it cannot know what somebody
-wrote who could make all files of the folder again.
+configuration, and compares hashes. It only reads, and recomputes every figure that it can; it cannot detect a folder
+whose files were all forged consistently.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from groupwise.training.record import sha256_of
 
 
 def from_config(record: Record) -> str:
-    """N, B, T, δ, ε or σ, r, sampling and accountant, worked out again."""
+    """N, B, T, δ, ε or σ, r, sampling and accountant follow from the configuration."""
     config, plan = record.config, record.plan
     size = record.json("data")["train_examples"]
     batch = config["train.batch_size"]
@@ -117,7 +117,7 @@ def noise_norms(record: Record) -> str:
 
 
 def private(record: Record) -> str:
-    """`private` is said exactly of Poisson samples, finite ε, noise, and a key that was a secret."""
+    """`private` is true exactly for Poisson samples, finite ε, noise, and a secret key."""
     privacy, seeds, plan, config = record.json("privacy"), record.json("seeds"), record.plan, record.config
     same(seeds, {"seed": config["seed"], "noise_seed": config["debug.noise_seed"]}, "seeds.json", "config.yaml")
     noised = plan["noise_multiplier"] > 0.0
@@ -158,7 +158,7 @@ def _norm_is_known(config: dict[str, Any], groups: int) -> bool:
 
 
 def data(record: Record) -> str:
-    """The SHA-256 of every data file that data.json names, as far as the files are there."""
+    """The SHA-256 of every data file in data.json that is still there."""
     listed: dict[str, Any] = record.json("data").get("sha256") or {}
     if not listed:
         raise CannotTell("the examples were made up on the spot or come with a package: data.json names no file")
@@ -175,7 +175,7 @@ def data(record: Record) -> str:
 
 
 def code(record: Record) -> str:
-    """The commit is known to this checkout, and nothing was changed on top of it."""
+    """The commit is known to this checkout, and there were no uncommitted changes."""
     git, here = record.json("git"), git_state()
     if git["sha"] is None:
         raise CannotTell("the run was not made in a checkout")

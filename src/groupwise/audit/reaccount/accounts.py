@@ -16,7 +16,7 @@ TIGHT = 1e-6
 
 
 def claim(record: Record) -> str:
-    """The ε that is quoted is the bound of the plan's accountant, at the plan's δ, and within the target."""
+    """The quoted ε is the bound of the plan's accountant, at the plan's δ, and within the target."""
     plan, spent = record.plan, record.json("privacy")["spent"]
     same(spent, {"delta": plan["delta"], "accountant": plan["accountant"]}, "spent", "the plan")
     bound = {"prv": spent["prv"]["upper"], "pld": spent["pld"], "rdp": spent["rdp"]}[plan["accountant"]]
@@ -79,7 +79,7 @@ def _numbers(record: Record) -> dict[str, Any]:
 
 
 def _bracket(spent: dict[str, Any], accountant: str) -> tuple[float, float]:
-    """What the record claims ε to lie in; RDP and PLD alone give an upper end."""
+    """The interval in which the record claims ε to lie; RDP and PLD give only an upper end."""
     return float(spent["prv"]["lower"]), float(spent["prv"]["upper"] if accountant == "prv" else spent["epsilon"])
 
 

@@ -19,21 +19,21 @@ from groupwise.training.record import SUMS, sha256_of, summed_files
 
 @dataclass(frozen=True)
 class Record:
-    """A finished run. What is read is what the files say; a file that cannot be read raises as `json` and `open` do."""
+    """A finished run, as in its files; a file that cannot be read raises the exceptions of `json` and `open`."""
 
     folder: Path
     data: Path | None = None
-    """Where its data lie now, if not where the run had them."""
+    """The folder of its data now, if they were moved."""
 
     @classmethod
     def open(cls, folder: Path, data: Path | None = None) -> Record:
-        """Raises `UserError` where that is no finished run."""
+        """Raises `UserError` if that is not a finished run."""
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder: name one of results/runs.")
+            raise UserError(f"{folder} is not a folder: name one of results/runs.")
         if not (folder / "config.yaml").is_file():
-            raise UserError(f"{folder} is no run: it has no config.yaml.")
+            raise UserError(f"{folder} is not a run, as it has no config.yaml: name one of results/runs.")
         if not (folder / "DONE").is_file():
-            raise UserError(f"{folder} is no finished run, having no DONE: run the same command to its end first.")
+            raise UserError(f"{folder} is not a finished run, as it has no DONE: repeat its command to the end first.")
         return cls(folder, data)
 
     def json(self, name: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def stable(self) -> dict[str, Any]:
-        """What the hash is of."""
+        """The keys and values that are hashed."""
         kept = {key: value for key, value in self.config.items() if not key.startswith(VOLATILE)}
         return {key: value for key, value in kept.items() if key not in LATER or value != LATER[key]}
 
@@ -74,7 +74,7 @@ class Record:
 
     @property
     def in_context(self) -> bool:
-        """Was nothing trained (`eval.shots`)? There is then no plan, and no metrics.jsonl."""
+        """Whether nothing was trained (`eval.shots`); then there is no plan and no metrics.jsonl."""
         return self.config.get("eval.shots") is not None
 
 
@@ -183,7 +183,7 @@ def perform(name: str, check: Callable[..., str], *arguments: Any) -> Check:
 
 
 def same(found: Mapping[str, Any], expected: Mapping[str, Any], where: str, against: str) -> None:
-    """Raise `Disagrees` for the first key of `expected` that `found` has not with that value (numbers: to 1e-9)."""
+    """Raise `Disagrees` for the first key of `expected` whose value in `found` differs (numbers: by more than 1e-9)."""
     for key, value in expected.items():
         if key not in found:
             raise Disagrees(f"{where} has no {key}")
@@ -192,7 +192,7 @@ def same(found: Mapping[str, Any], expected: Mapping[str, Any], where: str, agai
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Are they the same value? Infinity is written as "inf" here and there, and floats may be rounded to 1e-9."""
+    """Whether two values are the same; infinity may be written as "inf", and floats may differ by 1e-9."""
     numbers = [_number(value) for value in (one, other)]
     if None in numbers:
         return bool(one == other)
