@@ -23,7 +23,7 @@ from groupwise.planner.timeline import Variant, bubble_fraction, flat_variants, 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is printed.
+    """The printed plan.
 
     Args:
         options: what was asked for, with the microbatch that was chosen.
@@ -34,7 +34,7 @@ class Plan:
         microbatches: J.
         bubble: the fraction that each device waits if all stages take equally long.
         traffic: bytes between stages in a step, both directions, over all links.
-        variants: per-device clipping, then the ways to clip flat.
+        variants: per-device clipping, then the variants of flat clipping.
         plain: seconds of a step without clipping and noise.
         lighter: seconds of a step of per-device clipping without rematerialisation, where that would fit too.
     """
@@ -62,7 +62,7 @@ def make_plan(estimate: Estimate) -> Plan:
     """The whole plan.
 
     Raises:
-        UserError: one sentence why the model cannot fit, and with how many devices it would.
+        UserError: the model does not fit; names the number of devices with which it would.
     """
     options = estimate.options
     if options.devices > estimate.blocks:
@@ -92,7 +92,7 @@ def make_plan(estimate: Estimate) -> Plan:
 
 
 def largest_microbatch(estimate: Estimate) -> int:
-    """The most examples that fit, if one does: a guess from a straight line, then looking."""
+    """The most examples that fit, if one does: a linear extrapolation, then a search."""
 
     def of(microbatch: int) -> Work:
         return replace(estimate.work, microbatch=microbatch)

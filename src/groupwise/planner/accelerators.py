@@ -1,4 +1,4 @@
-"""Says how fast a device computes: accelerators by published figures, this machine's CPU by timing."""
+"""Speeds of devices: accelerators from published figures, this machine's CPU from timing."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Accelerator:
     memory: float
     """Bytes."""
     reserved: float
-    """Bytes that are gone before the first tensor: context, libraries' workspaces, what fragmentation loses."""
+    """Bytes not available to tensors: context, libraries' workspaces, fragmentation."""
     peak: dict[str, float]
     """Operations a second by dtype, as the data sheet says; empty: measured when it is asked for."""
     share: float
-    """How much of the peak the training of large transformers reaches, everything included."""
+    """The share of the peak that training of large transformers achieves overall."""
     bandwidth: float
     """Bytes a second between the device and its own memory."""
     link: float
@@ -42,7 +42,7 @@ class Accelerator:
     host: float
     """Bytes a second to and from the host's memory."""
     dtype: str
-    """What frozen weights are kept in, unless told otherwise."""
+    """The default dtype of frozen weights."""
 
     @property
     def measured(self) -> bool:
@@ -134,7 +134,7 @@ class Seconds:
 
 
 class Speed(Protocol):
-    """How long things take on a device."""
+    """The duration of passes and updates on a device."""
 
     def passes(self, kind: Kind, name: str) -> Seconds:
         """One microbatch at a stage of this kind, its backward pass one of `work.PASSES`."""

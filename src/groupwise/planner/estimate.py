@@ -170,7 +170,7 @@ class Estimate:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
-        """What each stage holds at most; `name` is a pass of `work.PASSES`, or flat."""
+        """The peak memory of each stage; `name` is a pass of `work.PASSES`, or flat."""
         return [
             self._memory(work, ranges, stage, name, self.footprint(work, kind, "none"))
             for stage, kind in enumerate(kinds(ranges))
@@ -186,7 +186,7 @@ class Estimate:
         return self.fullest(work, stages) <= self.options.room
 
     def _memory(self, work: Work, ranges: Ranges, stage: int, name: str, plain: Footprint | None = None) -> Memory:
-        """Of one stage; what clipping adds is told apart where `plain` is given."""
+        """The memory of one stage; with `plain`, the part that clipping adds is listed separately."""
         kind, count = kinds(ranges)[stage], self.microbatches(work, len(ranges))
         together = not self.options.device.measured
 
@@ -201,7 +201,7 @@ class Estimate:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def speed(self, work: Work) -> Speed:
-        """What tells how long things take: looked up, or timed here."""
+        """The speed of the device: looked up, or timed here."""
         if work not in self._speeds:
             device, dtype = self.options.device, work.dtype if work.half else "float32"
             self._speeds[work] = (
@@ -242,6 +242,6 @@ class Estimate:
 
 
 def kinds(ranges: Ranges) -> list[Kind]:
-    """What each stage is."""
+    """The kind of each stage."""
     last = len(ranges) - 1
     return [Kind(stop - start, stage == 0, stage == last) for stage, (start, stop) in enumerate(ranges)]

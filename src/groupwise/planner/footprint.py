@@ -28,7 +28,7 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v: sdpa_flop_count(q, k, v),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v: sdpa_backward_flop_count(g, q, k, v),
 }
-"""What torch's own counter leaves out."""
+"""Operations that torch's own counter leaves out."""
 
 
 class Meter(TorchDispatchMode):
@@ -124,7 +124,7 @@ and the two passes of flat clipping over all stages, of which the first makes no
 
 @dataclass(frozen=True)
 class Work:
-    """What every stage is asked to do, as far as it decides on bytes and operations.
+    """The work of every stage, as far as it determines bytes and operations.
 
     Args:
         config: transformers' configuration of the whole model.
@@ -181,7 +181,7 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
 
 
 def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a stage reads first, and its other arguments; a token of each row is padding, as mostly it is."""
+    """A stage's input and its other arguments; one token of each row is padding, as is usual."""
     b, length, places = work.microbatch, work.length, work.places
     mask = torch.ones(b, length, dtype=torch.long)
     mask[:, -1:] = 0
@@ -226,7 +226,7 @@ class Passes:
             self._engine.plan = BatchFirst()
 
     def forward(self, x: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
-        """What the stage sends on, or losses."""
+        """The stage's output, or its losses."""
         with nullcontext() if self._engine is None else self._engine.forward(self._work.microbatch, 0):
             return self.stage(x, **kwargs)
 

@@ -46,7 +46,7 @@ What a private pipeline needs on each device and how long it takes, without allo
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line may say; see `HELP`."""
+    """The options of the command line; see `HELP`."""
 
     model: str = "gpt3_175b"
     devices: int = 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from groupwise.pipeline.runner import held_at_once
 
 Key = tuple[str, int, int]
-"""What is done ("F", "B", …), for which microbatch, on which stage."""
+"""A task: its kind ("F", "B", …), microbatch and stage."""
 EPSILON = 1e-12  # of the clock, relative
 
 
@@ -31,7 +31,7 @@ class Task:
 
 
 def order(schedule: str, stages: int, stage: int, microbatches: int) -> list[tuple[str, int]]:
-    """What a stage does, one after the other: ("F", j) and ("B", j)."""
+    """The sequence of a stage's tasks: ("F", j) and ("B", j)."""
     ahead = held_at_once(schedule, stages, stage, microbatches)
     steps = [("F", j) for j in range(ahead)]
     for j in range(microbatches):
@@ -236,8 +236,8 @@ def _each(setting: Setting, beside: Sequence[float], then: Sequence[float], *, p
         setting: the step.
         beside: seconds more of every backward pass, by stage.
         then: seconds of what a stage does for a microbatch once its norms are known, by stage.
-        pause: whether a stage waits for that before it does anything else; otherwise it goes on meanwhile, as far as it
-            takes the first stage to come to the same microbatch.
+        pause: whether a stage waits for that before it does anything else; otherwise it continues with other tasks
+            until the first stage reaches the same microbatch.
     """
     last = setting.microbatches - 1
 
@@ -257,7 +257,7 @@ def _each(setting: Setting, beside: Sequence[float], then: Sequence[float], *, p
 
 
 def _then(setting: Setting, j: int, stage: int, seconds: float) -> Task:
-    """After the first stage, which the backward pass comes to last, has told its norms."""
+    """After the first stage, which the backward pass reaches last, has sent its norms."""
     return Task(("then", j, stage), seconds, ((("B", j, 0), setting.agree),))
 
 
