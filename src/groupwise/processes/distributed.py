@@ -29,7 +29,7 @@ def run_here(config: RunConfig, place: Place) -> dict[str, Any]:
 
 
 def join(config: RunConfig, place: Place) -> dict[str, Any]:
-    """As `run_here`, for a process that torchrun or srun started: the main one prints, and a mistake is told once."""
+    """As `run_here`, for a process that torchrun or srun started: only the main one prints and reports mistakes."""
     interrupt_on(signal.SIGTERM)
     if not place.main:
         silence(sys.stdout)
@@ -116,7 +116,7 @@ def _meet(config: RunConfig, place: Place) -> dist.Store:
 
 
 def _first(store: dist.Store) -> bool:
-    """Is this the first process that asks? If the store is gone, another one asked, told and left."""
+    """Whether this process is the first to ask. If the store is gone, another one has reported and exited."""
     try:
         return store.add("told", 1) == 1
     except (dist.DistError, RuntimeError):

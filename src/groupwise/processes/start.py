@@ -43,7 +43,7 @@ def start(config: RunConfig) -> dict[str, Any]:
     Under torchrun or srun this process is one of them; otherwise they are started here, and this one watches.
 
     Raises:
-        UserError: a mistake, told once, whichever processes found it.
+        UserError: a mistake, reported once, whichever processes found it.
         ProcessFailed: a process died, or hit a bug; no other is left.
         KeyboardInterrupt: asked to stop, after a checkpoint that all agreed on.
     """
