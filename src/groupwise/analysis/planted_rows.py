@@ -89,7 +89,7 @@ def _copy_a_run(folders: Folders) -> None:
 
 def _leave_out_a_budget(folders: Folders) -> None:
     _edit(folders, lambda rows: rows[~rows["cell"].str.contains("epsilon=3")], f"{ALONE}_mini.csv")
-    _replace(folders, "      mini:\n", "      mini:\n        privacy.epsilon: {3: null}\n")
+    _replace(folders, "  mini:\n", "  mini:\n    privacy.epsilon: {3: null}\n")
 
 
 def _leave_out_a_file(folders: Folders) -> None:

@@ -86,6 +86,11 @@ def configurations(table: pd.DataFrame) -> list[tuple[Any, ...]]:
     return sorted(known, key=lambda at: (at[0] != "cuda", at[2], str(at[1]), at[3] != "float32", str(at[3])))
 
 
+def _at_several_batches(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of machine configurations on which more than one batch size was measured."""
+    return table.groupby(list(MACHINE)).filter(lambda rows: rows["batch"].nunique() > 1)
+
+
 def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...]) -> Panels:
     """Choose the lines of both panels from `cells`, of the deepest model measured at more than one batch size.
 
@@ -201,7 +206,7 @@ def make_figure(
     place = 0 if chosen else FIGURES[name]
     wanted = SHOWN if workload is None else (workload,)
     for one in wanted:
-        known = configurations(table[table["workload"] == one])
+        known = configurations(_at_several_batches(table[table["workload"] == one]))
         if len(known) > place:
             shown = panels(table, workload=one, machine=known[place])
             return draw(shown), shown
