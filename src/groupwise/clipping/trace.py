@@ -138,7 +138,7 @@ Run = Callable[[list[int], Note], Tensor]
 
 
 def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
-    """The plan of a model, from four forward passes, and four more for each layer of shared inputs.
+    """The plan of a model, from four forward passes, and four more each time that layers of shared inputs are found.
 
     Args:
         run: takes a pass of the engine.
