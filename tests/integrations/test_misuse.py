@@ -337,5 +337,5 @@ def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path, whole):
 
 
 def test_the_page_names_no_argument_that_is_taken():
-    page = " ".join(PAGE.read_text().split()).split("arguments that were not tried")[1].split("`max_grad_norm`")[0]
+    page = " ".join(PAGE.read_text().split()).split("untested arguments")[1].split("`max_grad_norm`")[0]
     assert set(re.findall(r"`(\w+)`", page)) <= {*REFUSED, "optim"}

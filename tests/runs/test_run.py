@@ -292,5 +292,5 @@ def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path):
     metrics = until(logged, "a step")
     process.send_signal(signal.SIGINT)
     code, _, errors = process.finish()
-    assert code == 130 and "goes on from the last checkpoint" in errors and "Traceback" not in errors
+    assert code == 130 and "resumes from the last checkpoint" in errors and "Traceback" not in errors
     assert torch.load(metrics.parent / "checkpoint.pt")["step"] >= 1

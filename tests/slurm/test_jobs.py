@@ -100,7 +100,7 @@ def test_a_run_takes_a_task_a_process(processes, most, nodes):
 
 
 def test_processes_that_do_not_share_out_are_refused():
-    with pytest.raises(UserError, match="9 processes do not share out evenly"):
+    with pytest.raises(UserError, match="9 processes cannot be split evenly"):
         slurm.shape(9, 8)
 
 
