@@ -26,19 +26,9 @@ from benchmarks.worker import is_lost
 FILE = "device_steps.csv"
 KEY = ("workload", "microbatch", "precision", "layout", "method", "device", "hardware")
 COLUMNS = (
-    *(
-        "workload",
-        "microbatch",
-        "precision",
-        "layout",
-        "method",
-        "device",
-        "hardware",
-        "seconds",
-        "device_seconds",
-        "examples_per_second",
-    ),
-    *("peak_bytes", "launches", "status", "commit", "dirty", "torch", "python", "date"),
+    *KEY,
+    *("seconds", "device_seconds", "examples_per_second", "peak_bytes", "launches", "status", "commit", "dirty"),
+    *("torch", "python", "date"),
 )
 HELP = """python -m benchmarks.device_steps [key=value ...]
 
@@ -117,9 +107,9 @@ def step_row(
                 torch.cuda.empty_cache()
     found = profiler.key_averages()
     order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    told = found.table(sort_by=order, row_limit=40, max_name_column_width=70)
+    profile_table = found.table(sort_by=order, row_limit=40, max_name_column_width=70)
     name = f"profile-{row['workload']}-{method}-{microbatch}-{precision}-{layout}.txt".replace(" ", "-")
-    (folder / name).write_text(told)
+    (folder / name).write_text(profile_table)
     seconds = statistics.median(taken)
     launches = sum(
         each.count for each in found if each.key in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
@@ -168,8 +158,10 @@ def run(options: StepOptions) -> int:
         row = step_row(microbatch, precision, layout, method, options, folder)
         row |= {name: source[name] for name in COLUMNS if name in source}
         merge(path, [row], COLUMNS, KEY)
-        told = row["status"] if row["status"] != "ok" else f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches"
-        print(f"microbatch {microbatch:5d}  {precision:9s} {layout:13s} {method:15s} {told}", flush=True)
+        shown = (
+            row["status"] if row["status"] != "ok" else f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches"
+        )
+        print(f"microbatch {microbatch:5d}  {precision:9s} {layout:13s} {method:15s} {shown}", flush=True)
         if row["status"] != "ok" and is_lost(options.device):
             print("error: the GPU is lost to this process: give the command again", file=sys.stderr)
             return AGAIN

@@ -200,9 +200,9 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     without, having = (_world(made, direction, kept) for made, kept in ((trainer, canary), (other, None)))
     worlds = (without, having) if claimed is None else (SearchWorld(without, RUNS), SearchWorld(having, RUNS))
     plan = trainer.private.plan
-    told = distinguish(worlds[0], worlds[1], setting.plays, plan.delta, setting.confidence)
+    found = distinguish(worlds[0], worlds[1], setting.plays, plan.delta, setting.confidence)
     share = float((own / stds).norm()) * plan.gradient_noise_multiplier
-    return plan if claimed is None else replace(plan, epsilon=claimed, accountant="rdp"), told, share
+    return plan if claimed is None else replace(plan, epsilon=claimed, accountant="rdp"), found, share
 
 
 def _with_noise_for_a_search(setting: Setting) -> tuple[Setting, float]:

@@ -158,9 +158,9 @@ def warn_of_copies(layers: tuple[Layer, ...]) -> None:
         and any(p.numel() > COPIED for p in layer.trainable.values())
     )
     if kinds:
-        told = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
+        listed = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
         warnings.warn(
-            f"groupwise has no rule for modules of these types: {told}. They are clipped exactly, but where they use "
+            f"groupwise has no rule for modules of these types: {listed}. They are clipped exactly, but where they use "
             "their parameters in other ways than linear layers do, with a gradient for each example in memory.",
             stacklevel=4,
         )

@@ -18,8 +18,8 @@ with 7 (bfloat16). A clipped sum would then not be what its norm was measured on
 run with full float32 whatever the program allows elsewhere.
 
 In none of this is the sum over the batch, over microbatches too: each addition costs 2⁻²⁴ of the *sum*, so one more
-example rounds the sum of all others anew. With 512 × 512 weights and 1024 examples in 16 microbatches that is 3e-6·C,
-4e-5·C if all are the same.
+example changes the rounding of the sum of all others. With 512 × 512 weights and 1024 examples in 16
+microbatches that is 3e-6·C, 4e-5·C if all are the same.
 """
 
 import math

@@ -120,7 +120,7 @@ class PrivacyPlan:
     σ_new and the centred counts at σ_b, from a secret :class:`~groupwise.privacy.noise.NoiseSource`. One batch's
     gradients (sensitivity S, noise Sσ_new) and counts (sensitivity ½√K, noise σ_b) are one Gaussian release:
     1/σ_new² + K/(4σ_b²) = 1/σ² (proposition on σ_new). Creating a plan refuses σ_b and σ_new that do not follow from σ;
-    that ε follows from σ is :func:`make_plan`'s doing, and :meth:`spent` shows it anew.
+    that ε follows from σ is :func:`make_plan`'s doing, and :meth:`spent` computes it again.
 
     Attributes:
         dataset_size: N. expected_batch_size: B. steps: T. num_groups: K. quantile_budget: r, 0 for fixed thresholds.

@@ -11,7 +11,7 @@ from groupwise.privacy.cpu_noise import bits_of
 
 
 class PoissonSampler:
-    """Draws every example independently with probability ρ (``sample_rate``), anew in each step.
+    """Draws every example independently with probability ρ (``sample_rate``), in each step.
 
     Formal guarantee: the sampling that :func:`~groupwise.privacy.accounting.epsilon_bounds` accounts for. The size of a
     batch is random, Binomial(N, ρ): it may be 0 (still a step), and is private (divide by the configured B).

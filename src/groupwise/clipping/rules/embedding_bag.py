@@ -1,7 +1,7 @@
 """Clips bags of embeddings (`F.embedding_bag`, `nn.EmbeddingBag`): the rows of a bag have one output gradient.
 
 Bags get one length; what is not there counts nothing. With offsets the first axis of the input is no batch: an example
-is a bag, and there are as many as offsets (less the last, where the module is told to include it).
+is a bag, and there are as many as offsets (less the last, where the module includes it).
 """
 
 from typing import ClassVar
