@@ -170,7 +170,7 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
     assert state["noise_generator"] == "Philox" and state["noise_key"] == KEY
     source = NoiseSource.from_state(state)
     resumed = trainer(clip, device, noise=source)
-    resumed.load(tmp_path / "checkpoint.pt", state)
+    resumed.load_state_dict(state)
     trained(resumed, range(2, STEPS))
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-4, atol=1e-6)
     assert whole.private.thresholds is not None and resumed.private.thresholds is not None
@@ -187,7 +187,7 @@ def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.d
     state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")
     source = NoiseSource.from_state(state)
     moved = trainer(clip, torch.device("cpu"), noise=source)
-    moved.load(tmp_path / "checkpoint.pt", state)
+    moved.load_state_dict(state)
     trained(moved, range(2, STEPS))
     assert float((weights(moved) - weights(whole)).norm()) <= 0.02 * float((weights(whole) - weights(begun)).norm())
 

@@ -117,7 +117,7 @@ class NoiseSource:
         """
         for tensor, std in zip(tensors, stds, strict=True):
             self._check(tensor, std)
-        flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
         jobs = list(self._jobs(flat, stds, step, stream, divisor))
         threads = min(torch.get_num_threads(), len(jobs))
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)

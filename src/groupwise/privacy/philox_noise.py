@@ -9,14 +9,16 @@ the same up to about 1e-15, and rounded to float32 it is the same number but onc
 ends at 9.5 standard deviations, which a Gaussian passes with a chance of 2e-21, and is never 0.
 
 Plain operations pass over memory a hundred times. Triton makes them one kernel on a GPU that it knows, which reads and
-writes a sum once; `COMPILED` switches that off.
+writes a sum once; `COMPILED` switches that off. The host takes longer to launch such a kernel for each tensor than the
+GPU to run it, so a release whose tensors stay in the same memory is recorded as a CUDA graph.
 """
 
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import accumulate, groupby
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, chain, groupby
 
 import torch
 from torch import Tensor
@@ -28,12 +30,18 @@ FEW = 1 << 16
 """Entries of a tensor that is noised together with others: a kernel of its own would take longer."""
 COMPILED = True
 """Whether the operations are compiled for a GPU."""
+STEADY = 3
+"""Releases in a row from the same memory after which it is recorded."""
+MAX_RECORDINGS = 8
+"""By a process: memory that keeps moving is not worth recording, which takes some 0.1 s."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 Numbered = tuple[Tensor, float, int]
 """A flat tensor, the std of its noise, and the number of its first entry in the release."""
+Kernel = Callable[[Tensor, Tensor, Tensor], None]
+"""`noise_`, or what it was compiled to."""
 
 
 def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
@@ -50,26 +58,81 @@ def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
         [
             (part, std, first + place * most)
             for tensor, std, first in tensors
-            for place, part in enumerate(tensor.split(most))
+            for place, part in enumerate(tensor.split(most) if len(tensor) > most else (tensor,))
         ],
         chunk,
     )
-    words = [float(int.from_bytes(digest[at : at + 4], "little")) for at in range(0, 16, 4)]
-    table = [words]
+    table = [[float(int.from_bytes(digest[at : at + 4], "little")) for at in range(0, 16, 4)]]
     for group in groups:
         start = 0
         for part, std, first in group:
             table.append([first - start, std, divisor, len(part)])
             start += len(part)
-    secret, rows = torch.tensor(table, dtype=torch.float64).to(where, non_blocking=True).tensor_split([1])
-    for group, own in zip(groups, rows.split([len(group) for group in groups]), strict=True):
-        parts = [part for part, _, _ in group]
+    parts = [[part for part, _, _ in group] for group in groups]
+    work = partial(_add, kernel, parts, where)
+    if kernel is noise_ or len(groups) == 1:
+        work(_table(table, where))
+    else:
+        _repeated(work, table, where, tuple((part.data_ptr(), len(part), part.dtype) for part in chain(*parts)))
+
+
+def _add(kernel: Kernel, groups: Sequence[Sequence[Tensor]], where: torch.device, table: Tensor) -> None:
+    """Noise flat tensors by the kernel, those of a group together; the table has the secret, then a row for each."""
+    secret, rows = table.tensor_split([1])
+    for parts, own in zip(groups, rows.split([len(parts) for parts in groups]), strict=True):
+        device = parts[0].device
         if len(parts) == 1 and where == device:
             kernel(parts[0], own, secret)
             continue
-        sums = torch.cat(parts).to(where)
+        sums = torch.cat([*parts]).to(where)
         kernel(sums, torch.repeat_interleave(own, own[:, 3].long(), dim=0, output_size=len(sums)), secret)
-        torch._foreach_copy_(parts, sums.to(device).split([len(part) for part in parts]))
+        torch._foreach_copy_([*parts], sums.to(device).split([len(part) for part in parts]))
+
+
+def _table(rows: list[list[float]], where: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).to(where, non_blocking=True)
+
+
+@dataclass
+class Release:
+    """A device's last release: where its sums lay, how often in a row, and its graph with the table that it reads."""
+
+    sums: tuple[tuple[int, int, torch.dtype], ...]
+    times: int = 0
+    graph: "torch.cuda.CUDAGraph | None" = None
+    table: Tensor | None = None
+
+
+_last: dict[torch.device, Release] = {}
+_recordings = 0
+
+
+def _repeated(
+    work: Callable[[Tensor], None],
+    rows: list[list[float]],
+    where: torch.device,
+    sums: tuple[tuple[int, int, torch.dtype], ...],
+) -> None:
+    """Do the work on a table of these rows: by its graph, if the sums have lain in the same memory for a while."""
+    global _recordings
+    last = _last.get(where)
+    if last is None or last.sums != sums:
+        last = _last[where] = Release(sums)
+    last.times += 1
+    if last.table is not None and last.graph is not None:
+        last.table.copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
+        last.graph.replay()
+        return
+    table = _table(rows, where)
+    if last.times <= STEADY or _recordings == MAX_RECORDINGS:
+        work(table)
+        return
+    _recordings += 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work(table)
+    graph.replay()
+    last.graph, last.table = graph, table
 
 
 def _groups(parts: Sequence[Numbered], chunk: int) -> list[list[Numbered]]:
@@ -122,7 +185,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 @lru_cache
 @torch.no_grad()
-def kernel_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], None]:
+def kernel_on(device: torch.device) -> Kernel:
     """:func:`noise_` for a device, compiled where that works and gives the same numbers."""
     if not (COMPILED and device.type == "cuda" and torch.cuda.is_available()):
         return noise_
