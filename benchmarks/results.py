@@ -101,6 +101,8 @@ def _written(value: Any) -> str:
     """As it stands in the file: six digits of a measured number, nothing for what is missing."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
+    if isinstance(value, float) and value.is_integer():  # a count, of a column where others are missing
+        return f"{value:.0f}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

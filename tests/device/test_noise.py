@@ -67,7 +67,7 @@ def test_compiled_operations_draw_what_plain_ones_draw(
 def test_a_release_that_stays_where_it_is_is_recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cuda":
         pytest.skip("graphs are of a GPU alone")
-    monkeypatch.setattr(philox_noise, "_recordings", 0)
+    monkeypatch.setattr(philox_noise, "_graphs", {})
     tensors, stds = [torch.zeros(size, device=device) for size in SIZES], [0.5, 1.0, 2.0, 3.0]
     for step in range(philox_noise.STEADY + 4):
         found = [tensor.zero_() for tensor in tensors]
@@ -76,7 +76,7 @@ def test_a_release_that_stays_where_it_is_is_recorded(device: torch.device, monk
         COUNTED.add_gaussians_(fresh, [(1 + step) * std for std in stds], step, 1.0 + step)
         for on_device, on_cpu in zip(found, fresh, strict=True):
             torch.testing.assert_close(on_device.cpu(), on_cpu, rtol=1e-6, atol=1e-6)
-    assert philox_noise._recordings == 1
+    assert len(philox_noise._graphs) == 1
 
 
 def test_a_run_that_began_on_a_cpu_keeps_its_noise_on_a_device(device: torch.device) -> None:

@@ -15,8 +15,8 @@ GPU to run it, so a release whose tensors stay in the same memory is recorded as
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby
 
@@ -30,10 +30,8 @@ FEW = 1 << 16
 """Entries of a tensor that is noised together with others: a kernel of its own would take longer."""
 COMPILED = True
 """Whether the operations are compiled for a GPU."""
-STEADY = 3
-"""Releases in a row from the same memory after which it is recorded."""
-MAX_RECORDINGS = 8
-"""By a process: memory that keeps moving is not worth recording, which takes some 0.1 s."""
+STEADY, MAX_GRAPHS, MAX_SEEN = 3, 8, 64
+"""Releases from the same memory after which they are recorded; graphs, and memories that are counted, at most."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -42,6 +40,8 @@ Numbered = tuple[Tensor, float, int]
 """A flat tensor, the std of its noise, and the number of its first entry in the release."""
 Kernel = Callable[[Tensor, Tensor, Tensor], None]
 """`noise_`, or what it was compiled to."""
+Sums = tuple[tuple[int, int, torch.dtype], ...]
+"""Address, entries and dtype of each tensor of a release."""
 
 
 def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
@@ -93,46 +93,29 @@ def _table(rows: list[list[float]], where: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).to(where, non_blocking=True)
 
 
-@dataclass
-class Release:
-    """A device's last release: where its sums lay, how often in a row, and its graph with the table that it reads."""
-
-    sums: tuple[tuple[int, int, torch.dtype], ...]
-    times: int = 0
-    graph: "torch.cuda.CUDAGraph | None" = None
-    table: Tensor | None = None
+_seen: Counter[Sums] = Counter()
+_graphs: dict[Sums, tuple["torch.cuda.CUDAGraph", Tensor]] = {}
+"""Where the sums of a release lie -> the graph of its kernels, and the table that they read."""
 
 
-_last: dict[torch.device, Release] = {}
-_recordings = 0
-
-
-def _repeated(
-    work: Callable[[Tensor], None],
-    rows: list[list[float]],
-    where: torch.device,
-    sums: tuple[tuple[int, int, torch.dtype], ...],
-) -> None:
+def _repeated(work: Callable[[Tensor], None], rows: list[list[float]], where: torch.device, sums: Sums) -> None:
     """Do the work on a table of these rows: by its graph, if the sums have lain in the same memory for a while."""
-    global _recordings
-    last = _last.get(where)
-    if last is None or last.sums != sums:
-        last = _last[where] = Release(sums)
-    last.times += 1
-    if last.table is not None and last.graph is not None:
-        last.table.copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
-        last.graph.replay()
+    if (known := _graphs.get(sums)) is not None:
+        known[1].copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
+        known[0].replay()
         return
     table = _table(rows, where)
-    if last.times <= STEADY or _recordings == MAX_RECORDINGS:
+    if len(_seen) == MAX_SEEN:
+        _seen.clear()
+    _seen[sums] += 1
+    if _seen[sums] <= STEADY or len(_graphs) == MAX_GRAPHS:
         work(table)
         return
-    _recordings += 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work(table)
     graph.replay()
-    last.graph, last.table = graph, table
+    _graphs[sums] = graph, table
 
 
 def _groups(parts: Sequence[Numbered], chunk: int) -> list[list[Numbered]]:
