@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.build import build_trainer
-from groupwise.clipping import ClippingEngine, explain
+from groupwise.clipping import ClippingEngine, explain, matmul
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, environment_errors
 from groupwise.pipeline.checkpoint import read_weights
@@ -77,6 +77,7 @@ def _run(
     config: RunConfig, record: RunRecord, device: torch.device, ranks: Alone | Ranks, resumable: bool
 ) -> dict[str, Any]:
     pipelined = ranks.stages > 1
+    matmul.use(config.train.matmul)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     if pipelined:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from groupwise.clipping import matmul
+from groupwise.clipping.matmul import batched
 from groupwise.clipping.norm_terms import GramTerms, Terms, squares_together
 from groupwise.clipping.precision import batched_product, keeps_half, longest_sum, rounding_slack, upcast
 
@@ -19,7 +21,7 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d), long rows a part at a time."""
     most = longest_sum(a.device)
     if a.shape[2] <= most:
-        return torch.bmm(a, b.mT) if a.dtype == b.dtype == torch.float32 else batched_product(a, b.mT)
+        return batched(a, b.mT) if a.dtype == b.dtype == torch.float32 else batched_product(a, b.mT)
     parts = zip(a.split(most, 2), b.split(most, 2), strict=True)
     first, other = next(parts)
     products = batched_product(first, other.mT)
@@ -34,7 +36,8 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 def self_products(x: Tensor) -> Tensor:
     """XXᵀ (B, T, T) of x (B, T, d); on a CPU the upper right quarter is copied from the lower left."""
     rows = x.shape[1]
-    if x.device.type != "cpu" or rows < 32 or x.numel() * rows < LEAST_SPLIT:
+    least = 256 if matmul.used() == "onednn" else 32
+    if x.device.type != "cpu" or rows < least or x.numel() * rows < LEAST_SPLIT:
         return inner_products(x, x)
     half = rows // 2
     products = x.new_empty(x.shape[0], rows, rows)

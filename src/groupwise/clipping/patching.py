@@ -18,6 +18,8 @@ from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.parameter_uses import ParameterUse
 from groupwise.clipping.partition import Forward, Layer, batch_norms, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample
+from groupwise.clipping.rules.base import find_rule
+from groupwise.clipping.rules.linear import FrozenLinear, LinearRule
 from groupwise.errors import UserError
 
 
@@ -26,6 +28,15 @@ def _is_replaced(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
     return forward is not None and not own
+
+
+def _frozen_linear(model: nn.Module) -> Iterator[tuple[nn.Module, LinearRule]]:
+    """Linear layers whose parameters are all frozen, and their rules."""
+    for module in model.modules():
+        if module._parameters and not _is_replaced(module) and not any(p.requires_grad for p in module.parameters()):
+            kind = find_rule(module)
+            if kind is not None and issubclass(kind, LinearRule):
+                yield module, kind(module)
 
 
 class Patches:
@@ -57,6 +68,7 @@ class Patches:
             for name, norm in batch_norms(model)
         ]
         """What stands in place of what, while a pass runs: a module's own attributes, a name and its value."""
+        self._attributes += [(each.__dict__, "forward", FrozenLinear(rule)) for each, rule in _frozen_linear(model)]
         for layer in layers:
             forward: Callable[..., Any] | None = None
             if layer.rewritten is not None and not direct:

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.clipping.matmul import batched, product
 from groupwise.errors import UserError
 
 BLOCK = 128
@@ -146,7 +147,7 @@ def keeps_half(*tensors: Tensor) -> bool:
 def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """AB (B, n, m) of a (B, n, k) and b (B, k, m), added up in float32 at least; into `out`, if it is given."""
     if not keeps_half(a, b) or a.device.type == "cpu":
-        return torch.bmm(upcast(a), upcast(b), out=out)
+        return batched(upcast(a), upcast(b), out)
     if out is None:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a, b, out_dtype=torch.float32, out=out)
@@ -159,7 +160,7 @@ def product_over_rows(a: Tensor, b: Tensor) -> Tensor:
     those have 16 bits, which two bfloat16 matrices hold without loss.
     """
     if not keeps_half(a) and not keeps_half(b):
-        return a.t() @ b
+        return product(a.t(), b)
     products = [_half_product(x.t(), y) for x in _halves(a) for y in _halves(b)]
     return products[0] if len(products) == 1 else products[0].add_(products[1])
 

@@ -23,6 +23,7 @@ VOLATILE = (
     "explain",
     "export",
     "train.checkpoint_every",
+    "train.matmul",
     "clip.formula",
     "pipeline.timeout",
     "tuning.keep",

@@ -253,6 +253,8 @@ class TrainConfig:
     """Epochs at which the weights are kept, as weights-<step>.pt in the run's folder; 0 is before the first step."""
     channels_last: bool = True
     """Memory layout of convolutions."""
+    matmul: str = one_of("auto", "auto", "torch", "onednn")
+    """On a CPU: float32 products of clipped layers by torch's own library or by oneDNN; auto takes the faster."""
     threads: int | None = number(None, POSITIVE, most=1_000)
     """CPU threads of torch; null leaves its default. One is fastest for small networks."""
 

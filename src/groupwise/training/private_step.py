@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import ClippingEngine, ClipPlan
+from groupwise.clipping import ClippingEngine, ClipPlan, matmul
 from groupwise.errors import UserError
 from groupwise.privacy import (
     AdaptiveThresholds,
@@ -267,6 +267,7 @@ class PrivateStep:
             "plan": self.plan.to_dict(),
             **self.noise.state_dict(),
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
+            "matmul": matmul.used(),
             "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
             "microbatches": self.ranks.gather(self.sums.size),
             "model": self.model.state_dict(),
@@ -293,6 +294,7 @@ class PrivateStep:
 
             self.reshard()
             state = in_shards(state, self.model, self.trainable)
+        matmul.repeat(state.get("matmul", "torch"))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.thresholds is not None:

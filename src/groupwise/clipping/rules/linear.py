@@ -6,14 +6,14 @@ dW = Σ_t g_t x_tᵀ = GᵀX and db = Σ_t g_t. `norm_methods.py` says how norms
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import dropped_examples, without_rows
 from groupwise.clipping.gram import OuterProducts, gram_terms
+from groupwise.clipping.matmul import are_by_onednn, batched, linear, product
 from groupwise.clipping.norm_methods import Sizes, are_kept
 from groupwise.clipping.norm_terms import OneRowTerms, Terms, squares_together
 from groupwise.clipping.precision import (
@@ -46,7 +46,7 @@ class LinearRule(LayerRule):
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         assert weight is not None
-        return F.linear(x, weight.t() if self.transposed else weight, bias), (x, weight)
+        return linear(x, weight.t() if self.transposed else weight, bias), (x, weight)
 
     def arrange(self, saved: Saved, g: Tensor) -> Tensor:
         return g.contiguous()
@@ -54,7 +54,7 @@ class LinearRule(LayerRule):
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         _, weight = saved
         assert weight is not None
-        return g @ (weight.t() if self.transposed else weight)
+        return product(g, weight.t() if self.transposed else weight)
 
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs (B, T, d) and output gradients (B, T, p): both bfloat16, or float32 at least."""
@@ -123,7 +123,7 @@ class LinearRule(LayerRule):
         if wanted[0]:
             left, right = (x, g) if self.transposed else (g, x)
             turned = left.shape[2] > right.shape[2] and left.shape[2] * right.shape[2] <= THIN
-            weight = (right.mT @ left).mT if turned else left.mT @ right
+            weight = batched(right.mT, left).mT if turned else batched(left.mT, right)
         return weight, g.sum(1) if wanted[1] else None
 
     def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
@@ -157,9 +157,39 @@ class HFConv1DRule(LinearRule):
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         assert weight is not None
-        rows = x.reshape(-1, x.shape[-1])
-        y = rows @ weight if bias is None else bias.addmm(rows, weight)
-        return y.view(*x.shape[:-1], weight.shape[1]), (x, weight)
+        return linear(x, weight.t(), bias), (x, weight)
+
+
+class FrozenLinear:
+    """The forward of a frozen layer, by the products of layers that train: adapters' base layers take most of a step.
+
+    Args:
+        rule: the layer's.
+    """
+
+    def __init__(self, rule: LinearRule) -> None:
+        self._rule = rule
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """The layer's output; as the layer's class has it where its products are torch's."""
+        module, weight = self._rule.module, self._rule.values()[0]
+        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if weight is None or transformed or torch.is_autocast_enabled("cpu") or not are_by_onednn(input, weight):
+            made: Tensor = type(module).forward(module, input)
+            return made
+        return _FrozenFunction.apply(self._rule, input, *self._rule.values())
+
+
+class _FrozenFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: LinearRule, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.rule = rule
+        ctx.save_for_backward(weight)
+        return rule.forward(x, weight, bias)[0]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return None, ctx.rule.input_gradient((None, *ctx.saved_tensors), g), None, None  # and that has derivatives
 
 
 def _sizes(inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:

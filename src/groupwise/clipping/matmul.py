@@ -1,0 +1,142 @@
+"""Multiplies float32 matrices on a CPU by the faster of the two libraries that torch has.
+
+torch gives products to MKL and convolutions to oneDNN. Some processors (AMD's with AVX-512) multiply twice as fast by
+oneDNN. Which one is faster here is measured once by a process, on one product of each kind; a training keeps the
+answer in its checkpoints, as the two round differently. Elsewhere, and for small products, this is torch's own product.
+"""
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.errors import UserError
+
+LIBRARIES = ("torch", "onednn")
+LEAST = 1 << 22
+"""Operations (a multiply-add is two) of a product from which oneDNN makes up for its 10 µs a call."""
+GAIN = 1.2
+"""oneDNN is taken where it is faster by this factor."""
+
+PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors: subclasses have products of their own."""
+
+_used: str | None = None
+
+
+def use(library: str) -> None:
+    """Multiply by this library in this process: one of `LIBRARIES`, or "auto" for the faster.
+
+    Raises:
+        UserError: another name, or oneDNN is asked for where torch does not have it.
+    """
+    global _used
+    if library not in (*LIBRARIES, "auto"):
+        raise UserError(f"matmul is {library!r}: give auto, {' or '.join(LIBRARIES)}.")
+    if library == "onednn" and not has_onednn():
+        raise UserError("matmul=onednn: this torch has no float32 products by oneDNN on this processor; give auto.")
+    _used = None if library == "auto" else library
+
+
+def repeat(library: str) -> None:
+    """Multiply as a training did that goes on here, if this machine can."""
+    use(library if library == "torch" or has_onednn() else "auto")
+
+
+def used() -> str:
+    """The library that large products go to."""
+    global _used
+    if _used is None:
+        _used = faster()
+    return _used
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b (..., p) of x (..., d), W (p, d) and b (p,)."""
+    if _by_onednn(2 * x.numel() * len(weight), x, weight):
+        return _onednn(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+    return F.linear(x, weight, bias)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """AB (..., m) of a (..., k) and b (k, m)."""
+    if _by_onednn(2 * a.numel() * b.shape[1], a, b):
+        return _onednn(a.reshape(-1, len(b)), b.t()).view(*a.shape[:-1], b.shape[1])
+    return a @ b
+
+
+def batched(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """AB (B, n, m) of a (B, n, k) and b (B, k, m), one product an example; into `out`, if it is given."""
+    if not _by_onednn(2 * a.shape[1] * a.shape[2] * b.shape[2], a, b):
+        return torch.bmm(a, b, out=out)
+    out = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
+    for one, left, right in zip(out, a, b, strict=True):
+        one.copy_(_onednn(left, right.t()))
+    return out
+
+
+def are_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether a linear layer's products of an input (..., d) and a weight (p, d) or (d, p) are oneDNN's."""
+    return _allowed(2 * x.numel() * weight.numel() // max(1, x.shape[-1]), x, weight)
+
+
+def _by_onednn(operations: int, a: Tensor, b: Tensor) -> bool:
+    return not torch.is_grad_enabled() and _allowed(operations, a, b)  # the kernel has no derivative
+
+
+def _allowed(operations: int, a: Tensor, b: Tensor) -> bool:
+    return (
+        operations >= LEAST
+        and a.device.type == "cpu"
+        and a.dtype == b.dtype == torch.float32
+        and type(a) in PLAIN
+        and type(b) in PLAIN
+        and used() == "onednn"
+    )
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """ABᵀ + bias of a (n, k), b (m, k), which may be transposed views, and bias (m,)."""
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b), bias, "none", [], "")
+    return made
+
+
+def _dense(t: Tensor) -> Tensor:
+    """A matrix without gaps between its rows, for which oneDNN has no fast kernel."""
+    return t if t.is_contiguous() or t.t().is_contiguous() else t.contiguous()
+
+
+@lru_cache
+@torch.no_grad()
+def has_onednn() -> bool:
+    """Whether torch has oneDNN's products of float32 matrices, and they are right."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    a, b, bias = (torch.sin(torch.arange(float(n))) for n in (33 * 65, 17 * 65, 17))
+    a, b = a.view(65, 33).t(), b.view(17, 65)
+    try:
+        made: Any = _onednn(a, b, bias)
+    except (AttributeError, RuntimeError):  # a private name of torch's
+        return False
+    return torch.allclose(made.double(), F.linear(a.double(), b.double(), bias.double()), rtol=1e-5, atol=1e-5)
+
+
+@lru_cache
+@torch.no_grad()
+def faster() -> str:
+    """The faster library here, by the best of a few runs in turn of x Wᵀ, some milliseconds in all."""
+    if not has_onednn():
+        return "torch"
+    a, b = torch.full((256, 256), 0.5), torch.full((512, 256), 0.5)
+    ways: tuple[Callable[[], Tensor], ...] = (lambda: F.linear(a, b), lambda: _onednn(a, b))
+    best = [float("inf"), float("inf")]
+    for _ in range(8):
+        for i, way in enumerate(ways):
+            start = time.perf_counter()
+            way()
+            best[i] = min(best[i], time.perf_counter() - start)
+    return "onednn" if best[0] > GAIN * best[1] else "torch"
