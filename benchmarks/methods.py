@@ -6,13 +6,19 @@ Noise is apart, as it comes once per logical batch; there is no update of the pa
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from benchmarks import peers, research_peers
 from benchmarks.job import Job
 from benchmarks.workloads import Workload, build
 from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.partition import Partition
+from groupwise.clipping.rules.base import RuleContext, find_rule
+from groupwise.clipping.rules.linear import LinearRule
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
 from groupwise.training.graphs import WARM_UP, Recorder, recorder_of
@@ -67,6 +73,35 @@ class NonPrivate:
         """Forget the sums."""
         for parameter in self._workload.trainable:
             parameter.grad = None
+
+
+class SameProducts(NonPrivate):
+    """Plain training whose linear layers multiply by `groupwise.clipping.matmul`, as those of ours do."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        for module in workload.model.modules():
+            kind = find_rule(module)
+            if kind is not None and issubclass(kind, LinearRule):
+                module.forward = partial(_LinearFunction.apply, kind(module), module.weight, module.bias)
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: LinearRule, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        ctx.rule = rule
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        return rule.forward(x, weight, bias)[0]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        _, weight_wanted, bias_wanted, input_wanted = ctx.needs_input_grad
+        gx = ctx.rule.input_gradient(ctx.saved_tensors, g) if input_wanted else None
+        weight = bias = None
+        if weight_wanted:
+            wanted = (True, bias_wanted)
+            weight, bias = ctx.rule.weighted_sum(ctx.saved_tensors, g, None, wanted, RuleContext())
+        return None, weight, bias, gx
 
 
 class Ours(NonPrivate):
@@ -169,6 +204,7 @@ RECORDED = {"none_graph": "none", "flat_graph": "flat", "adaptive_layer_graph": 
 """Ways that only a GPU has, and what they record."""
 METHODS: dict[str, Callable[[Workload], Method]] = {
     "none": NonPrivate,
+    "none_matmul": SameProducts,
     "none_again": NonPrivate,  # its ratio to `none` would be 1 but for the noise of the clock
     "flat": lambda workload: Ours(workload, flat),
     "ghost": lambda workload: Ours(workload, flat, norms="ghost"),
@@ -200,7 +236,7 @@ def is_peer(method: str) -> bool:
 
 def is_ours(method: str) -> bool:
     """Whether a method clips by the engine, and is no recording of one that does."""
-    return method in METHODS and METHODS[method] is not NonPrivate and not is_peer(method)
+    return method in METHODS and METHODS[method] not in (NonPrivate, SameProducts) and not is_peer(method)
 
 
 def check(name: str) -> None:

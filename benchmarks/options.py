@@ -20,6 +20,7 @@ HELP = """python -m benchmarks.throughput [key=value ...]
   method=all       none, flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks, opacus_functorch,
                    opacus_ghost, opacus_per_layer; several by commas (none always runs: ratios are to it);
                    fastdp_layer, fastdp_flat, private_transformers, where peers= says where they are;
+                   none_matmul: none, with the products of ours;
                    none_again, only when it is named: none in a second process, so its spread is the clock's
   batch=4,8        batch sizes; default the workload's own
   layers=4         transformer blocks of the language models; the full shapes have 12, llama and lora_llama 30,

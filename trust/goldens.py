@@ -171,7 +171,7 @@ def plans() -> Values:
     return found
 
 
-ALL_RUNS = ("scale=smoke", "data.public=true", "train.steps=24", "eval.batch_size=64")
+ALL_RUNS = ("scale=smoke", "train.matmul=torch", "data.public=true", "train.steps=24", "eval.batch_size=64")
 FORMULA = "clip.formula=materialize"
 """Otherwise rates that are measured on the machine would choose the formula, and with it the rounding."""
 IMAGES = ("task=cifar", "data.train_limit=null", "train.batch_size=256", "train.microbatch=64", "eval.train_limit=256")

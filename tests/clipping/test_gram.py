@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from groupwise.clipping import attach, flat, gram, norm_terms, per_layer, shared_parameters
+from groupwise.clipping import attach, flat, gram, matmul, norm_terms, per_layer, shared_parameters
 from groupwise.clipping.gram import InputProducts, self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base
@@ -21,20 +21,24 @@ from tests.clipping.conftest import BATCH, make_case
 from tests.clipping.traced import clip, clip_batch
 
 
-@pytest.mark.parametrize("rows", [31, 32, 33, 40])
-def test_a_symmetric_product_is_whole_and_its_quarter_is_not_computed_twice(monkeypatch, rows):
+@pytest.mark.parametrize(
+    ("library", "rows"), [("torch", 31), ("torch", 32), ("torch", 33), ("torch", 40), ("onednn", 255), ("onednn", 256)]
+)
+def test_a_symmetric_product_is_whole_and_its_quarter_is_not_computed_twice(monkeypatch, library, rows):
     monkeypatch.setattr(gram, "LEAST_SPLIT", 0)
+    monkeypatch.setattr(matmul, "_used", library)
     x = torch.randn(3, rows, 7, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
         found = self_products(x)
     torch.testing.assert_close(found, x @ x.mT, rtol=1e-12, atol=1e-12)
     half = rows // 2
-    spared = half * (rows - half) if rows >= 32 else 0
+    spared = half * (rows - half) if rows >= {"torch": 32, "onednn": 256}[library] else 0
     assert counter.get_total_flops() == 2 * 3 * 7 * (rows * rows - spared)
 
 
 @pytest.mark.parametrize(("width", "split"), [(4096, True), (4095, False)])
-def test_small_products_are_made_at_once(width, split):
+def test_small_products_are_made_at_once(monkeypatch, width, split):
+    monkeypatch.setattr(matmul, "_used", "torch")
     with FlopCounterMode(display=False) as counter:
         self_products(torch.zeros(1, 32, width))
     assert counter.get_total_flops() == 2 * width * 32 * 32 * (3 if split else 4) // 4

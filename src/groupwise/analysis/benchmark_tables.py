@@ -68,7 +68,7 @@ def throughput_tables(rows: pd.DataFrame) -> str:
 
 
 def throughput_summary(rows: pd.DataFrame) -> str:
-    """One line for each workload and machine configuration: speed ratio / memory ratio of each kind of method.
+    """One line for each workload and machine configuration: speed ratio, with noise, / memory ratio of each kind.
 
     Without CUDA graphs, which plain training gains from too.
     """
@@ -76,16 +76,16 @@ def throughput_summary(rows: pd.DataFrame) -> str:
     for cell in _workloads(rows[~rows["method"].str.endswith("_graph")]):
         first = cell.iloc[0]
         measured = cell[was_measured(cell)]
-        best = {kind: measured[measured["method"].str.startswith(kind)].nlargest(1, "ratio") for kind in KINDS}
+        best = {kind: measured[measured["method"].str.startswith(kind)].nlargest(1, "whole") for kind in KINDS}
         name = ", ".join([WORKLOADS.get(first["workload"], first["workload"]), *_depth(first)])
         name += f", batch {first['batch']:g}"
         machine = in_words(tuple(first[column] for column in MACHINE))
         ratios = [
-            f"{one['ratio'].item():.2f} / {one['memory_ratio'].item():.2f}" if len(one) else "–"
+            f"{one['whole'].item():.2f} / {one['memory_ratio'].item():.2f}" if len(one) else "–"
             for one in best.values()
         ]
-        others = max((best[peer]["ratio"].item() for peer in PEERS if len(best[peer])), default=None)
-        ours = best["adaptive_layer"]["ratio"].item() if len(best["adaptive_layer"]) else None
+        others = max((best[peer]["whole"].item() for peer in PEERS if len(best[peer])), default=None)
+        ours = best["adaptive_layer"]["whole"].item() if len(best["adaptive_layer"]) else None
         lines.append([name, machine, *ratios, f"{ours / others:.2f} ×" if ours and others else "–"])
     return markdown(["workload", "on", *KINDS.values(), "per layer / the fastest of others"], lines)
 
@@ -110,13 +110,14 @@ def _throughput_table(lines: pd.DataFrame) -> str:
         name = METHODS.get(line["method"], line["method"])
         name += f" ({line['memory_format']})" if formats else ""
         if not measured:
-            rows.append([name, str(line["status"]).replace("|", "\\|"), "", "", "", ""])
+            rows.append([name, str(line["status"]).replace("|", "\\|"), "", "", "", "", ""])
             continue
         spread = f"{line['ratio']:.3f} [{line['ratio_least']:.3f}..{line['ratio_most']:.3f}]"
         noise = _number(1e3 * line["noise_seconds"], ".1f")
         speed, memory, floor = line["examples_per_second"], line["memory_ratio"], line["floor"]
-        rows.append([name, f"{speed:.4g}", spread, _number(memory, ".2f"), _number(floor, ".3f"), noise])
-    head = ["method", "examples/s", "speed ratio", "memory ratio", "floor", "noise, ms"]
+        numbers = (_number(line["whole"], ".3f"), _number(memory, ".2f"), _number(floor, ".3f"), noise)
+        rows.append([name, f"{speed:.4g}", spread, *numbers])
+    head = ["method", "examples/s", "speed ratio", "with noise", "memory ratio", "floor", "noise, ms"]
     return f"{_caption(first, lines)}\n\n{markdown(head, rows)}"
 
 
