@@ -15,6 +15,7 @@ from groupwise.build import build_trainer
 from groupwise.clipping import ClippingEngine, explain, matmul
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, environment_errors
+from groupwise.models.hub import find_source
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan
@@ -23,6 +24,7 @@ from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint, load_newest
+from groupwise.training.earlier_runs import Entry, counted, earlier_runs, sentence
 from groupwise.training.from_config import make_engine, plan_of
 from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
@@ -100,6 +102,10 @@ def _run(
     engine = make_engine(task.model, config.clip)
     plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
+    earlier = earlier_runs_of(config)
+    if plan.noise_multiplier > 0 and earlier:
+        text = sentence(counted(earlier, config.task, described))
+        print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  "))
     if plan.noise_multiplier > 0 and (config.data.train_limit or config.data.holdout):
         text = f"  Neighbouring data sets differ by {neighbours_of(config)}."
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
@@ -121,7 +127,7 @@ def _run(
         record.begin(checkpoint)
     ranks.barrier()  # nobody writes to the folder before the main process has made and cleared it
     try:
-        return train(config, record, trainer, start, state or {})
+        return train(config, record, trainer, start, state or {}, earlier)
     finally:
         record.close()
         if trainer.private.engine is not None:
@@ -258,11 +264,16 @@ def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device
     return row
 
 
+def earlier_runs_of(config: RunConfig) -> list[Entry]:
+    """The runs behind `model.weights` and `model.source`; raises `UserError` where their record cannot be read."""
+    loads = config.model.source is not None and not config.model.fresh
+    return earlier_runs(config.model.weights, find_source(str(config.model.source)) if loads else None)
+
+
 def start_from(model: nn.Module, given: str) -> None:
     """Load `model.weights` into a whole model or into a stage of it, in place.
 
-    Not covered by the run's privacy plan: what those weights themselves cost. Trained on the same examples, the two
-    budgets add up.
+    What they cost in privacy is said by `groupwise.training.earlier_runs`.
 
     Args:
         model: of the run, before anything is attached to it.
@@ -290,4 +301,4 @@ def start_from(model: nn.Module, given: str) -> None:
         if not tensor.isfinite().all():
             raise UserError(f"model.weights={given} has a {name} that is not finite: give other weights.")
     model.load_state_dict(weights)
-    print(f"Weights: {path};\n  what they cost in privacy comes on top of what follows.")
+    print(f"Weights: {path}")

@@ -48,7 +48,8 @@ class ModelConfig:
     fresh: bool = False
     """Text: random weights, in the shape of `architecture` and `shape`, or else of `source`."""
     weights: str | None = None
-    """A finished run's folder, or its model.pt, to start from; for any number of stages. The epsilons add up."""
+    """A finished run's folder, or its model.pt, to start from; for any number of stages. On the same data its budget is
+    added, and a run without privacy makes this one not private (docs/privacy.md)."""
     architecture: str | None = None
     """Text: transformers' model_type, such as roberta or gpt2, for fresh weights."""
     shape: dict[str, Any] = field(default_factory=dict)

@@ -112,10 +112,8 @@ def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:
     first = configs[0]
     key = hashlib.sha256(json.dumps([stable_config(config) for config in configs]).encode()).hexdigest()
     count = count_of(first.tuning, len(configs))
-    examples = _examples(first)
+    examples = _examples(configs)
     trainings, delta = _trainings(configs, count, examples)
-    if first.model.weights is not None:
-        notes.append("What model.weights cost in privacy comes on top.")
     return Search(
         planned.name,
         Path(first.paths.results).expanduser() / "searches" / f"{planned.name}-{key[:12]}",
@@ -219,19 +217,33 @@ def _name(name: str) -> str:
     return " ".join(word for word in name.split() if not word.startswith("data.holdout="))
 
 
-def _examples(config: RunConfig) -> int:
-    """N, from the data themselves; torch is imported only here."""
+def _examples(configs: Sequence[RunConfig]) -> int:
+    """N, from the data themselves; torch is imported only here.
+
+    Raises:
+        UserError: a cell starts from weights whose own budget would have to be added.
+    """
     import torch
 
     from groupwise.processes.environment import find_place
-    from groupwise.run import require_gpu_for_the_paper
+    from groupwise.run import earlier_runs_of, require_gpu_for_the_paper
     from groupwise.tasks import make_task
+    from groupwise.training.earlier_runs import counted
 
+    config = configs[0]
     place = find_place(config)
     if place is not None and place.world > 1:
         raise UserError("tuning=accounted: one process draws for all, so start it without torchrun or srun.")
     require_gpu_for_the_paper(config)
-    return int(make_task(config, torch.device("cpu")).train_size)
+    task = make_task(config, torch.device("cpu"))
+    earlier = [run for each in configs for run in earlier_runs_of(each)]
+    added = [*counted(earlier, config.task, task.describe_data()), *(run for run in earlier if not run["public"])]
+    if added:
+        raise UserError(
+            f"tuning=accounted: a cell starts from weights of {added[0]['run']}, whose budget would have to be added: "
+            "start from public ones, or give one run without tuning."
+        )
+    return int(task.train_size)
 
 
 def _trainings(configs: Sequence[RunConfig], count: RunCount, examples: int) -> tuple[list[Training], float]:

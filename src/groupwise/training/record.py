@@ -26,6 +26,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.rows import HELD_OUT, row_of_data
 from groupwise.training.checkpoint import forget_checkpoints, previous
+from groupwise.training.earlier_runs import exported
 from groupwise.training.provenance import environment, git_state
 
 
@@ -292,6 +293,8 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
             "private": privacy["private"],
             "neighbours_differ_by": neighbours_of(record.config),
             **privacy["plan"],
+            **({"earlier": exported(privacy["earlier"])} if privacy.get("earlier") else {}),
+            **({"total": privacy["total"]} if "total" in privacy else {}),
         },
     }
     if privacy["plan"]["noise_multiplier"] == 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import textwrap
@@ -146,6 +147,11 @@ def _spent(row: Mapping[str, Any]) -> list[str]:
         return []
     if not row["plan.noise_multiplier"]:
         return ["Spent: no noise was added; this model has no privacy guarantee"]
-    stamp = " (as published, not a guarantee)" if row["seeds.noise_is_secret"] else " (NOT PRIVATE)"
+    total = float(row.get("plan.total_epsilon", row["plan.spent_epsilon"]))
+    known = not row["seeds.noise_is_secret"] or total == math.inf
+    stamp = " (NOT PRIVATE)" if known else " (as published, not a guarantee)"
     text = f"epsilon {row['plan.spent_epsilon']:.4g} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
-    return [f"Spent: {text}{'' if row['plan.private'] else stamp}"]
+    lines = [f"Spent: {text}{'' if row['plan.private'] else stamp}"]
+    if "plan.total_delta" in row:
+        lines.append(f"With the runs of its first weights: epsilon {total:.4g} at delta {row['plan.total_delta']:g}")
+    return lines

@@ -5,9 +5,10 @@ agreed on once per step, together with the sums that the step reports. Only the 
 """
 
 import io
+import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
+from groupwise.privacy.plan import finite_json
 from groupwise.training.arithmetic import arithmetic_settings
+from groupwise.training.earlier_runs import Entry, counted, total
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
@@ -26,12 +29,20 @@ from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
 
-def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any]) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    record: RunRecord,
+    trainer: Trainer,
+    start: int,
+    state: dict[str, Any],
+    earlier: Sequence[Entry] = (),
+) -> dict[str, Any]:
     """Train from step `start` to the end, write the record as it goes, evaluate, account and close it.
 
     Args:
         record: begun on the main process; the others only read where it is.
         state: the checkpoint that `trainer` was loaded from; empty for a new run.
+        earlier: the runs that its weights come from.
 
     Returns:
         The result row; {} on all processes but the main one.
@@ -42,7 +53,7 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
             evaluation at once, as the last step has its checkpoint.
     """
     plan, ranks, headline = trainer.private.plan, trainer.private.ranks, trainer.task.headline
-    privacy = _begin(record, trainer, start, state) if ranks.main else {}
+    privacy = _begin(record, trainer, start, state, earlier) if ranks.main else {}
     trackers = [FilesTracker(record, start)] if ranks.main else []
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
@@ -104,16 +115,23 @@ def train(config: RunConfig, record: RunRecord, trainer: Trainer, start: int, st
     return _close(record, trainer, final, privacy, seconds, throughput)
 
 
-def _begin(record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any]) -> dict[str, Any]:
+def _begin(
+    record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], earlier: Sequence[Entry]
+) -> dict[str, Any]:
     """Write what is known before the first step, unless what is there was altered; returns what is so of privacy."""
     replayed = record.replayed(start) if state else 0
-    record.write_data(trainer.task.describe_data())
+    data, plan = trainer.task.describe_data(), trainer.private.plan
+    record.write_data(data)
+    before = counted(earlier, record.config.task, data)
+    epsilon, delta = total(before, plan.epsilon, plan.delta)
     privacy = {
-        "plan": trainer.private.plan.to_dict(),
+        "plan": plan.to_dict(),
+        "earlier": list(earlier),
+        **({"total": finite_json({"epsilon": epsilon, "delta": delta})} if before else {}),
         "neighbours_differ_by": neighbours_of(record.config),
         "executed_steps": start,
         "replayed_steps": replayed,
-        "private": trainer.private.plan.is_private and trainer.private.noise.is_secret,
+        "private": plan.is_private and trainer.private.noise.is_secret and math.isfinite(epsilon),
     }
     record.write("privacy", privacy)  # before `cut_metrics` removes the lines that `replayed` counts
     record.cut_metrics(start)
@@ -185,6 +203,7 @@ def _close(
     if record.config.export is not None:
         export(record, trainer.task, trainer.export, final)
     said = {name: privacy[name] for name in ("private", "neighbours_differ_by", "replayed_steps")}
+    said |= {f"total_{name}": value for name, value in privacy.get("total", {}).items()}
     row = record.finish(
         final,
         plan={**plan.to_dict(), "spent_epsilon": report.to_dict()["epsilon"], **said},

@@ -20,6 +20,7 @@ from groupwise.checkout import CHECKOUT
 from groupwise.errors import command
 from groupwise.rows import markdown
 from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.earlier_runs import counted, total
 from groupwise.training.provenance import git_state
 from groupwise.training.record import sha256_of
 
@@ -117,7 +118,7 @@ def noise_norms(record: Record) -> str:
 
 
 def private(record: Record) -> str:
-    """`private` is true exactly for Poisson samples, finite ε, noise, and a secret key."""
+    """`private` is true exactly for Poisson samples, finite ε, noise, a secret key, and weights that had these too."""
     privacy, seeds, plan, config = record.json("privacy"), record.json("seeds"), record.plan, record.config
     same(seeds, {"seed": config["seed"], "noise_seed": config["debug.noise_seed"]}, "seeds.json", "config.yaml")
     noised = plan["noise_multiplier"] > 0.0
@@ -126,7 +127,13 @@ def private(record: Record) -> str:
         raise Disagrees(
             f"seeds.json says noise_is_secret = {seeds['noise_is_secret']}, and config.yaml makes it {secret}"
         )
-    expected = secret and plan["sampling"] == "poisson" and math.isfinite(plan["epsilon"])
+    before = counted(privacy.get("earlier", []), config["task"], record.json("data"))
+    epsilon, delta = total(before, plan["epsilon"], plan["delta"])
+    if before:
+        same(privacy["total"], {"epsilon": epsilon, "delta": delta}, "total", "the budgets of the runs together")
+    elif config.get("model.weights") is not None and "earlier" not in privacy:
+        raise CannotTell("the run is older than the account of the weights that it started from")
+    expected = secret and plan["sampling"] == "poisson" and math.isfinite(epsilon)
     for where, value in (("private", privacy["private"]), ("spent.guaranteed", privacy["spent"]["guaranteed"])):
         if value is not expected:
             raise Disagrees(f"privacy.json says {where} = {value}, and the run makes it {expected}")

@@ -135,7 +135,8 @@ def row(record: Record) -> str:
     if not record.in_context:
         privacy = record.json("privacy")
         spent = {"spent_epsilon": privacy["spent"]["epsilon"], "replayed_steps": privacy["replayed_steps"]}
-        parts["plan"] = {**privacy["plan"], **spent, "private": privacy["private"]}
+        sums = {f"total_{name}": value for name, value in privacy.get("total", {}).items()}
+        parts["plan"] = {**privacy["plan"], **spent, **sums, "private": privacy["private"]}
         parts["seeds"] = record.json("seeds")
         final = {key: value for key, value in record.metrics[-1].items() if key not in ("step", "seconds")}
         same(result, final, "result.json", "the last line of metrics.jsonl")

@@ -1,0 +1,141 @@
+"""What the weights that a run starts from have cost: budgets on the same data add up, and none is believed unknown."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from groupwise.audit.reaccount.__main__ import verify
+from groupwise.config.compose import compose_run, register
+from groupwise.errors import UserError
+from groupwise.run import run
+from groupwise.sweeps.accounted import plan_search
+from groupwise.sweeps.prepare import plan_sweep
+from groupwise.training.earlier_runs import counted, earlier_runs, exported
+from tests.checked import checked_once
+
+ROOT = Path(__file__).resolve().parents[2]
+PRIVATE = ("privacy.epsilon=null", "privacy.noise_multiplier=0.7", "privacy.accountant=rdp")
+TEXT = ("task=sst2", "scale=smoke", "clip=fixed_layer", "optim=sgd", "model.pool=first")
+
+
+def trained(results: Path, *overrides: str):
+    """A run of one step; returns its row and folder."""
+    words = ["train.steps=1", f"paths.results={results}", *overrides]
+    words = words if any(word.startswith("task=") for word in words) else ["task=cifar", "scale=smoke", *words]
+    config = compose_run([*words, *(() if "clip=none" in words else PRIVATE)], ROOT / "conf")
+    with checked_once(config.clip.name):
+        row = run(config)
+    return row, results / "runs" / row["hash"][:12]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("plain"), "clip=none")[1]
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("private"), "seed=1")
+
+
+def failures(folder: Path) -> list[str]:
+    return [f"{check.name}: {check.detail}" for check in verify(folder) if check.result == "FAILED"]
+
+
+def test_weights_of_a_run_without_privacy_on_the_same_data_make_the_run_not_private(plain, tmp_path, capsys):
+    row, folder = trained(tmp_path, f"model.weights={plain}")
+    assert row["plan.private"] is False and row["plan.total_epsilon"] == "inf"
+    assert row["plan.spent_epsilon"] < 100, "what this run alone spent stays in the row"
+    printed = capsys.readouterr().out
+    assert "NOT PRIVATE all the same" in printed and "(NOT PRIVATE)" in printed
+    assert json.loads((folder / "privacy.json").read_text())["spent"]["guaranteed"] is False
+    assert not failures(folder)
+    third, _ = trained(tmp_path / "third", f"model.weights={folder / 'model.pt'}", "seed=2")
+    assert third["plan.private"] is False, "the run before the last counts too"
+
+
+def test_budgets_on_the_same_data_add_up(private, tmp_path, capsys):
+    before, start = private
+    row, folder = trained(tmp_path, f"model.weights={start}")
+    assert row["plan.private"] is True
+    assert row["plan.total_epsilon"] == pytest.approx(row["plan.epsilon"] + before["plan.epsilon"])
+    assert row["plan.total_delta"] == pytest.approx(row["plan.delta"] + before["plan.delta"])
+    total = f"With the runs of its first weights: epsilon {row['plan.total_epsilon']:.4g} at delta 2e-05"
+    assert total in capsys.readouterr().out
+    assert not failures(folder)
+    privacy = json.loads((folder / "privacy.json").read_text())
+    for changed in ({"total": {**privacy["total"], "epsilon": row["plan.epsilon"]}}, {"private": False}):
+        (folder / "privacy.json").write_text(json.dumps(privacy | changed))
+        assert any(found.startswith("private or not") for found in failures(folder))
+
+
+def test_weights_without_a_record_are_of_unknown_data(private, tmp_path, capsys):
+    shutil.copy(private[1] / "model.pt", tmp_path)
+    row, _ = trained(tmp_path, f"model.weights={tmp_path / 'model.pt'}")
+    assert row["plan.private"] is False and "NOT PRIVATE" in capsys.readouterr().out
+
+
+def test_a_record_that_cannot_be_read_is_refused_before_anything_is_written(private, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(private[1], broken)
+    (broken / "privacy.json").write_text("{}")
+    with pytest.raises(UserError, match=r"record beside the weights in .* cannot be read"):
+        trained(tmp_path, f"model.weights={broken}")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_exported_model_as_source_counts_as_its_run_does(tmp_path, capsys):
+    """The export of a private run does not say which files it read, so its budget is added whatever they are."""
+    trained(tmp_path, *TEXT, "clip=none", f"export={tmp_path / 'plain'}")
+    trained(tmp_path, *TEXT, "seed=1", f"export={tmp_path / 'noised'}")
+    row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'plain'}", "model.fresh=false")
+    assert row["plan.private"] is False
+    row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'noised'}", "model.fresh=false")
+    assert row["plan.private"] is True and row["plan.total_epsilon"] > row["plan.epsilon"]
+    capsys.readouterr()
+    row, _ = trained(
+        tmp_path, *TEXT[1:], "task=qnli", "model=hub", f"model.source={tmp_path / 'plain'}", "model.fresh=false"
+    )
+    assert row["plan.private"] is True and "plan.total_epsilon" not in row, "other data, made up by this program"
+    assert "cost nothing here" in " ".join(capsys.readouterr().out.split())
+
+
+RUN = {"run": "a", "task": "sst2", "public": False, "sha256": ["1"], "noiseless": True, "epsilon": "inf", "delta": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("entry", "task", "digests", "counts"),
+    [
+        ({}, "qnli", {"train.tsv": "2"}, False),  # other data
+        ({}, "qnli", {"renamed.tsv": "1"}, True),  # one file in common
+        ({}, "sst2", {"train.parquet": "2"}, True),  # the same task in other files
+        ({"sha256": []}, "qnli", {"train.tsv": "2"}, True),  # unknown
+        ({}, "qnli", {}, True),  # unknown here
+        ({"sha256": [], "public": True}, "qnli", {"train.tsv": "2"}, False),  # declared public
+        ({"public": True}, "sst2", {"train.parquet": "2"}, False),
+        ({"public": True}, "qnli", {"train.tsv": "1"}, True),  # public there, private here: the same file
+    ],
+)
+def test_which_earlier_runs_count(entry, task, digests, counts):
+    assert bool(counted([RUN | entry], task, {"sha256": digests})) is counts
+
+
+def test_an_export_names_the_data_only_of_runs_without_noise():
+    assert [run["sha256"] for run in exported([RUN, RUN | {"noiseless": False}])] == [["1"], []]
+
+
+def test_what_a_released_search_cost_is_read(tmp_path):
+    privacy = {"private": True, "epsilon": 3.0, "delta": 1e-5}
+    (tmp_path / "release.json").write_text(json.dumps({"privacy": privacy}))
+    (entry,) = earlier_runs(str(tmp_path / "model.pt"), None)
+    assert (entry["epsilon"], entry["delta"], entry["sha256"]) == (3.0, 1e-5, [])
+
+
+def test_an_accounted_search_from_weights_that_cost_something_is_refused(private, tmp_path):
+    register()
+    words = ["task=cifar", "scale=smoke", "optim.learning_rate=1,2", "tuning=accounted", *PRIVATE]
+    words += [f"model.weights={private[1]}", f"paths.results={tmp_path}"]
+    with pytest.raises(UserError, match=r"a cell starts from weights of .*, whose budget would have to be added"):
+        plan_search(plan_sweep(words, ROOT / "conf"), words)
