@@ -1,6 +1,7 @@
 """Arguments that `make_private` does not take are refused in a sentence."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,11 @@ ARGUMENTS: dict[str, Misuse] = {
         lambda: with_plan(plan(quantile_budget=0.0)),
         "does not go with",
     ),
+    "a plan whose epsilon is not its noise's": (
+        lambda: with_plan(replace(plan(), epsilon=0.1)),
+        "the plan says epsilon=0.1, and its noise comes to",
+    ),
+    "a threshold below what float32 carries": (lambda: make(threshold=1e-31), "at least 1e-30, as float32 rounds"),
     "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan says"),
     "data without a length": (lambda: make(data=Stream()), "without a length"),
     "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),

@@ -1,5 +1,6 @@
 """Ways to misuse `make_private`, by name, are refused in a sentence; docs/sharp_edges.md says how many."""
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
 from tests.private_use import Misuse, Use, X, Y, cross_entropy, network, refuses
 from tests.test_private_arguments import ARGUMENTS
 from tests.test_private_states import STATES
@@ -127,6 +129,12 @@ def momentum_from_before() -> None:
     Use(model, optimizer=optimizer)
 
 
+def one_source_twice() -> None:
+    source = NoiseSource.fresh()
+    for _ in range(2):
+        Use(noise_source=source).train(1)
+
+
 def more_in_the_optimizer(use: Use) -> None:
     use.optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
 
@@ -241,6 +249,7 @@ REFUSED: dict[str, Misuse] = {
     ),
     "a penalty's own `backward()`": (lambda: in_the_losses(data_in_a_penalty), "changed gradients or weights"),
     "an optimizer with the momentum of plain training": (momentum_from_before, "has state of earlier steps .SGD."),
+    "one `noise_source` for two trainings": (one_source_twice, "noise_source was used by another training"),
     "weights that the losses change": (lambda: in_the_losses(weights_in_the_losses), "changed gradients or weights"),
     "a buffer that the losses change": (buffer_in_the_losses, "'seen', a buffer or frozen parameter, was changed"),
     "frozen weights that the losses change": (frozen_in_the_losses, "'2.bias', a buffer or frozen parameter, was"),
@@ -292,6 +301,25 @@ def test_the_state_of_a_private_training_may_go_on_in_another():
     first = Use(model, optimizer=optimizer).train()
     first.private.detach()
     Use(model, optimizer=optimizer).train()
+
+
+def test_a_training_that_is_resumed_keeps_its_source():
+    source = NoiseSource.fresh()
+    first = Use(noise_source=source).train(1)
+    state = copy.deepcopy(first.private.state_dict())
+    whole = first.train().weights
+    for given in (source, NoiseSource.fresh()):
+        again = Use(noise_source=given)
+        again.private.load_state_dict(copy.deepcopy(state))
+        assert torch.equal(again.train().weights, whole)
+
+
+def test_a_loop_that_is_left_in_the_middle_leaves_the_generators_alone():
+    model = network(nn.Dropout(0.5))
+    steps = iter(Use(model).private.steps())
+    before = torch.get_rng_state()
+    next(steps)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_page_says_how_many():

@@ -109,18 +109,25 @@ def _may_wait(group: ClippingGroup) -> bool:
     return is_async_device(group.threshold) or total_numel(*group.inputs) <= most_kept(group.threshold)
 
 
+LEAST = 1e-30
+"""The smallest threshold. Entries of sums and noise below 1.2e-38 lose digits, and below 1.4e-45 they are 0."""
+
+
 def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
     """Thresholds (K,), float64 on the CPU, from one for all groups or one each.
 
     Raises:
-        UserError: another number of them; one that is not finite and positive.
+        UserError: another number of them; one that is not finite, or below `LEAST`.
     """
     each = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     each = each.expand(groups) if each.dim() == 0 else each
     if each.shape != (groups,):
         raise UserError(f"{tuple(each.shape)} thresholds were given for {groups} groups: give one, or one each.")
-    if not bool((torch.isfinite(each) & (each > 0)).all()):
-        raise UserError(f"Clipping thresholds must be finite and positive; {each.tolist()} were given.")
+    if not bool((torch.isfinite(each) & (each >= LEAST)).all()):
+        raise UserError(
+            f"Clipping thresholds must be finite and at least {LEAST:g}, as float32 rounds smaller sums and noise "
+            f"away; {each.tolist()[:4]} were given, C/sqrt(K) in each of K groups: give a larger threshold."
+        )
     return each.clone()
 
 

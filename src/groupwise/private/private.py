@@ -23,6 +23,9 @@ from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
 
+USED: set[bytes] = set()
+"""Derived from the keys of trainings that have begun in this process."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -82,7 +85,7 @@ class Private:
         """Restores the model."""
         self._hook = core.optimizer.register_step_pre_hook(self._before_optimizer)
         self._modes = {module: module.training for module in core.model.modules()}
-        self._closed = self._agreed = False
+        self._closed = self._agreed = self._resumed = False
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         PRIVATE_MODULES.update(core.model.modules())
@@ -198,7 +201,7 @@ class Private:
             )
 
     def _check_agreed(self) -> None:
-        """Refuse processes whose keys, steps, plans or data differ."""
+        """Refuse processes whose keys, steps, plans or data differ, and the key of another training."""
         if self._agreed:
             return
         core, ranks = self.core, self.core.ranks
@@ -222,6 +225,13 @@ class Private:
                     "The processes have other data, plans or thresholds than each other: give make_private the same "
                     "arguments and the whole data set in each of them (it deals the examples out itself)."
                 )
+        used = core.noise.derive("used")
+        if used in USED and core.noise.is_secret and not self._resumed:
+            raise UserError(
+                "noise_source was used by another training, and the same noise on other gradients would show these: "
+                "leave it out, or give NoiseSource.fresh() to each."
+            )
+        USED.add(used)
         self._agreed = True
 
     def _check_open(self) -> None:
@@ -309,6 +319,7 @@ class Private:
             ) from error
         self._sums.forget()
         self.core.use_key(noise)  # last: where anything failed, no noise of that run may meet other gradients
+        self._resumed = True
 
     def detach(self) -> None:
         """End the training: the model and the optimiser are as they were, and nothing more is released here."""

@@ -136,3 +136,8 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive:
             f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
             f"{'adaptive' if adaptive else 'fixed'} thresholds: they need {'some of the budget' if adaptive else '0'}."
         )
+    if (spent := plan.spent_epsilon(plan.steps)) > plan.epsilon * (1 + 1e-6):
+        raise UserError(
+            f"the plan says epsilon={plan.epsilon:g}, and its noise comes to {spent:.4g} by {plan.accountant}: make it "
+            "with make_plan, and change nothing in it."
+        )
