@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.engine import ClippingEngine
-from groupwise.clipping.partition import batch_norms
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.clipping.runs import Runs, moved_losses
 from groupwise.clipping.shared_draws import check_draws
@@ -36,7 +35,7 @@ def verify(
 ) -> float:
     """Refuse a model whose examples influence each other, share randomness, or are clipped otherwise than by a loop.
 
-    The model runs in training mode (but BatchNorm, and submodules in eval mode). First, every example must draw its own
+    The model runs in the mode (train or eval) that each module is in: put it into those that it trains in. First, every example must draw its own
     random numbers, and no buffer may change. An engine without a plan is traced. Then, with dropout masks at their
     expectation, losses, norms, counts and clipped sums of two batches are compared with a loop over single examples:
     one as large as a microbatch, at the engine's thresholds, and one of a few, at thresholds that clip about half of
@@ -78,15 +77,10 @@ def verify(
 
 @contextmanager
 def _kept(engine: ClippingEngine) -> Iterator[None]:
-    """The model trains, but for BatchNorm; afterwards modes, gradients, thresholds and counts are what they were."""
-    model = engine.model
-    training = {module: module.training for module in model.modules()}
-    gradients = [(p, p.grad) for p in model.parameters()]
+    """Afterwards modes, gradients, thresholds and counts are what they were."""
+    training = {module: module.training for module in engine.model.modules()}
+    gradients = [(p, p.grad) for p in engine.model.parameters()]
     clip, count, norms = engine.thresholds, engine.count_thresholds, engine.squared_norms
-    if not model.training:
-        model.train()
-        for _, norm in batch_norms(model):  # whose training is refused
-            norm.eval()
     try:
         for parameter, _ in gradients:
             parameter.grad = None
