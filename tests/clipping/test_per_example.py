@@ -100,6 +100,10 @@ EXACT = {
         (3, 5),
         lambda p, layer, x: layer(x) + p.repeat(len(x), 1, 1).view(len(x), 1, 15)[..., :5],
     ),
+    "turned, repeated, then rows of the batch": (
+        (5, 3),
+        lambda p, layer, x: layer(x) + p.T.unsqueeze(0).repeat(len(x), 1, 1).view(len(x) * 3, 5).view(len(x), 3, 5),
+    ),
     "repeated as it is": ((1, 5), lambda p, layer, x: layer(x) + p.repeat([2 * 3, 1])[:3]),
     "repeated with others": ((3, 5), lambda p, layer, x: layer(x) + p.repeat(2, 1)[1:4]),
     "positions": ((3, 5), lambda p, layer, x: layer(x + p)),

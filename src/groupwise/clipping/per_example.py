@@ -269,7 +269,8 @@ def _seen_otherwise(name: str, args: Any, kwargs: Any) -> Any:
         times = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
         counts = list(zip(times, (*(1,) * (len(times) - seen.dim()), *seen.shape), strict=True))
         if all(1 in pair for pair in counts):  # so that no time takes memory
-            return seen.expand([count * size for count, size in counts])
+            made = seen.expand([count * size for count, size in counts])
+            return made if isinstance(made, PerExample) else made.contiguous()  # as of torch's repeat, for a view
     if name == "expand_as" and len(rest) == 1:  # what it is like tells its shape alone
         return seen.expand(rest[0].shape)
     if name in ("to", "type_as") and len(rest) == 1 and isinstance(rest[0], Tensor):

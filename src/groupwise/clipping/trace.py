@@ -28,9 +28,9 @@ REPLACED = (1, 3)
 ROUNDS = 12
 """Layers of shared inputs that may follow each other."""
 
+EXPERTS = "transformers: experts_implementation='batched_mm'"
 CHOSEN = (
-    "data choose the rows (of experts or graphs, say; let every example have all of them, padded or masked; "
-    "transformers: experts_implementation='batched_mm')"
+    f"data choose the rows (of experts or graphs, say; let every example have all of them, padded or masked; {EXPERTS})"
 )
 
 MIXES = ": a layer or the loss mixes the examples of a batch"
@@ -227,7 +227,8 @@ def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int) 
     if not (grouped or tiled):
         row, rows = next((row, rows) for row, rows in moved.items() if rows)
         what = f"has rows {sorted(rows)[:6]} that follow example {row} of {examples}"
-        _refuse(label, seen.shape, f"{what}, mixed or in another order")
+        sorted_by_expert = f" (experts sort them; {EXPERTS})" if "expert" in label else ""
+        _refuse(label, seen.shape, f"{what}, mixed or in another order{sorted_by_expert}")
     if each > 1 and not any(moved.values()):  # no example's data are in it; the rows that repeat are each example's
         tiled = not moved_rows(seen.rows[:examples], seen.rows[:1].expand(examples, 2))
         grouped = not moved_rows(seen.rows[:each], seen.rows[each : 2 * each])

@@ -35,11 +35,11 @@ def verify(
 ) -> float:
     """Refuse a model whose examples influence each other, share randomness, or are clipped otherwise than by a loop.
 
-    The model runs in the mode (train or eval) that each module is in: put it into those that it trains in. First, every example must draw its own
-    random numbers, and no buffer may change. An engine without a plan is traced. Then, with dropout masks at their
-    expectation, losses, norms, counts and clipped sums of two batches are compared with a loop over single examples:
-    one as large as a microbatch, at the engine's thresholds, and one of a few, at thresholds that clip about half of
-    it. Gradients, thresholds, counts, modes, buffers and generators are put back.
+    Modules run in the mode (train or eval) that they are in, which should be that of the training. First, every example
+    must draw its own random numbers, and no buffer may change. An engine without a plan is traced. Then, with dropout
+    masks at their expectation, losses, norms, counts and clipped sums of two batches are compared with a loop over
+    single examples: one as large as a microbatch, at the engine's thresholds, and one of a few, at thresholds that clip
+    about half of it. Gradients, thresholds, counts, modes, buffers and generators are put back.
 
     Args:
         engine: the attached engine.
