@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
@@ -184,6 +184,20 @@ def mixup(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return 0.7 * x + 0.3 * x.roll(1, 0), y
 
 
+class Centred(TensorDataset):
+    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        x, y = self[rows]
+        return list(zip(x - x.mean(0), y, strict=True))
+
+
+class Noised(TensorDataset):
+    """Its items are others each time, and not mixed."""
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        x, y = self[rows]
+        return list(zip(x + torch.randn_like(x), y, strict=True))
+
+
 def all_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """(B, 1) − (B,) is (B, B)."""
     return (model(x)[:, :1] - y).square().mean(1)
@@ -221,6 +235,10 @@ REFUSED: dict[str, Misuse] = {
         "mixes the examples of a batch .first seen in the input of layer .inner",
     ),
     "a `collate_fn` that mixes examples (mixup)": (lambda: Use(collate_fn=mixup), "mixes the examples of a batch"),
+    "a dataset that mixes the items it reads together": (
+        lambda: Use(data=Centred(X, Y)),
+        "gives example 0 otherwise among others than alone",
+    ),
     "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "among others: .* mixes the examples"),
     "torch seeded while the losses are made": (
         lambda: in_the_losses(seeded),
@@ -312,6 +330,10 @@ def test_a_training_that_is_resumed_keeps_its_source():
         again = Use(noise_source=given)
         again.private.load_state_dict(copy.deepcopy(state))
         assert torch.equal(again.train().weights, whole)
+
+
+def test_a_dataset_may_augment_the_items_that_it_reads_together():
+    Use(data=Noised(X, Y)).train(1)
 
 
 def test_a_loop_that_is_left_in_the_middle_leaves_the_generators_alone():

@@ -88,6 +88,24 @@ def choose_examples(data: Any, size: int) -> list[int]:
     return examples_to_trace(sorted(some, key=lambda row: -sizes[row]))
 
 
+def check_items(data: Any, rows: list[int]) -> None:
+    """Refuse a dataset that mixes the examples which it reads together; a random item, other each time, is not judged.
+
+    Raises:
+        UserError: naming an example.
+    """
+    if not hasattr(data, "__getitems__"):
+        return
+    alone, again = ([digest(data.__getitems__([row])[0]) for row in rows] for _ in range(2))
+    together = map(digest, data.__getitems__(rows))
+    for row, *digests in zip(rows, alone, again, together, strict=True):
+        if digests[0] == digests[1] != digests[2]:
+            raise UserError(
+                f"data.__getitems__ gives example {row} otherwise among others than alone, so it mixes the examples of "
+                "a batch: transform each item by itself."
+            )
+
+
 def _numel(leaf: Any) -> int:
     if isinstance(leaf, Tensor | np.ndarray):
         return int(np.prod(leaf.shape))

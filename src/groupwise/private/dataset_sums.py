@@ -77,17 +77,20 @@ class DatasetSums(Microbatches):
             )
         return ordered
 
-    def losses_of(self, rows: Sequence[int]) -> LossesOf:
+    def losses_of(self, rows: Sequence[int], now: bool = False) -> LossesOf:
         """A function of some of these examples that returns their losses.
 
-        The examples are read once, on the first call, and reading them leaves the generators as they were: so examples
-        and dropout masks are the same in every call.
+        The examples are read once, now or on the first call, and reading them leaves the generators as they were: so
+        examples and dropout masks are the same in every call.
         """
 
         @cache
         def items() -> dict[int, Any]:
             with Generators(()).kept():
                 return dict(zip(map(int, rows), self._items(rows), strict=True))
+
+        if now:
+            items()
 
         def losses_of(some: Sequence[int]) -> Tensor:
             return self.losses(self._model, self.loading.collate_fn([_own(items()[int(row)]) for row in some]))

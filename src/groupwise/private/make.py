@@ -24,7 +24,7 @@ from groupwise.private.arguments import (
     check_parameters,
     check_settings,
 )
-from groupwise.private.data import choose_examples, length_of, unpack_loader
+from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums, Order
 from groupwise.private.private import Private
 from groupwise.private.settings import resolve_clip, resolve_plan
@@ -146,7 +146,8 @@ def make_private(
         sums = DatasetSums(model, dataset, losses, loading, order, microbatch or 1)
         with secret_randomness(source.child("trace"), 0, device=device), optimizers_blocked(trainable):
             rows = choose_examples(dataset, dataset_size)
-            losses_of = sums.losses_of(rows)
+            check_items(dataset, rows)
+            losses_of = sums.losses_of(rows, now=True)  # so that what the dataset draws is not taken for the losses'
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = min(ranks.gather(fits))
