@@ -113,3 +113,24 @@ def test_so_it_is_in_a_pipeline(partition):
         else:
             with pytest.raises(UserError, match=r"'blocks\.1\.0\.weight'"), engine.backward_of(0, 3):
                 losses.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tensor_that_joins_the_losses_later_gets_no_gradient(mode):
+    """The first passes refuse it by name; nobody would clip what it gets."""
+    (make_partition, options), model, x = MODES[mode], Branches(), torch.randn(3, 4)
+    own, other = torch.zeros(2, requires_grad=True), nn.Linear(4, 2)
+    joined = []
+
+    def losses(x):
+        outputs = model(x)
+        return (outputs + own + other(x) if joined else outputs).square().sum(1)
+
+    engine = attach(model, make_partition(model), 0.1, **options)
+    trace_batch(engine, losses, x)
+    for step in range(4):
+        joined += [True] * (step == 3)
+        model.zero_grad()
+        clip_batch(engine, losses, x)
+    assert own.grad is None and other.weight.grad is None
+    assert all(bool(parameter.grad.any()) for parameter in model.head.parameters())

@@ -249,14 +249,18 @@ class DirectFunction(torch.autograd.Function):
         return None, None, None, gx, *gradients
 
 
-def run_backward(losses: Tensor) -> None:
+def run_backward(losses: Tensor, into: list[Tensor] | None = None) -> None:
     """Add the gradients of the sum of the losses (B,) to the parameters' .grad, by way of their groups.
+
+    Args:
+        losses: of the last forward pass.
+        into: tensors that alone get a gradient; None lets autograd find all.
 
     Raises:
         UserError: a kept tensor was changed in place; a checkpoint that does not compute the same again.
     """
     with in_one_sentence(), no_autocast(losses.device.type):  # gradients in the precision in which they were attached
-        losses.sum().backward()
+        losses.sum().backward(inputs=into)
 
 
 def run_norms(losses: Tensor, probe: Tensor) -> None:

@@ -89,6 +89,8 @@ class ClippingEngine(ThresholdsAndCounts):
         self._checked = False
         self._leaves: Leaves = {}
         self._walks = WALKS
+        self._into = None if direct else [*(group.anchor for group in self.groups), *trained.values()]
+        """What gets a gradient: groups, which clip it, and parameters, of which it is refused."""
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
@@ -235,7 +237,7 @@ class ClippingEngine(ThresholdsAndCounts):
         with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
             if ghost:
                 current = self._second_pass(self._ghost_norms(losses))
-            run_backward(losses)
+            run_backward(losses, self._into)
             self._check_reached(current)
             self._count(current.squared_norms, losses.shape[0])
 
