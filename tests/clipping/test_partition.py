@@ -22,6 +22,13 @@ def names(partition) -> list[str]:
     return [group.name for group in partition]
 
 
+def test_torchscript_is_refused_by_name():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    for model, what in ((scripted, "The model"), (nn.Sequential(scripted, nn.Linear(4, 2)), "Module '0'")):
+        with pytest.raises(UserError, match=f"^{what} is TorchScript"):
+            per_layer(model)
+
+
 def test_flat_is_one_group_of_all_layers():
     (group,) = flat(residual_like())
     assert len(group.layers) == 8

@@ -67,7 +67,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
 
     Raises:
         UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision; one
-            that has no shape yet.
+            that has no shape yet; TorchScript.
     """
     _refuse_mixing(model)
     for name, parameter in model.named_parameters():
@@ -78,6 +78,9 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
             )
     layers, claimed = [], set[int]()
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"Module {name!r}" if name else "The model"
+            raise UserError(f"{what} is TorchScript, which hides its layers: use the module that it was made of.")
         if id(module) in claimed:
             continue
         rule, own = find_rule(module), list(module.named_parameters(recurse=False))
