@@ -77,6 +77,14 @@ def test_weights_without_a_record_are_of_unknown_data(private, tmp_path, capsys)
     assert row["plan.private"] is False and "NOT PRIVATE" in capsys.readouterr().out
 
 
+def test_a_run_that_was_not_asked_where_its_weights_came_from_is_of_unknown_data(private, tmp_path):
+    row, folder = trained(tmp_path, f"model.weights={private[1]}", "seed=3")
+    before = json.loads((folder / "privacy.json").read_text())
+    (folder / "privacy.json").write_text(json.dumps({k: v for k, v in before.items() if k != "earlier"}))
+    (entry,) = earlier_runs(str(folder), None)
+    assert (entry["run"], entry["epsilon"], entry["sha256"]) == (row["hash"][:12], "inf", [])
+
+
 def test_a_record_that_cannot_be_read_is_refused_before_anything_is_written(private, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(private[1], broken)

@@ -41,7 +41,7 @@ def counted(earlier: Sequence[Entry], task: str, data: Mapping[str, Any]) -> lis
     Args:
         earlier: `earlier_runs`. task: the run's. data: its task's description of the data.
     """
-    own = {*(data.get("sha256") or {}).values()}
+    own = {*_digests(data)}
 
     def counts(run: Entry) -> bool:
         unknown = not own or not run["sha256"] or run["task"] == task
@@ -60,11 +60,30 @@ def exported(earlier: Sequence[Entry]) -> list[Entry]:
     return [run if run["noiseless"] else {**run, "sha256": []} for run in earlier]
 
 
-def _entry(run: str, plan: Mapping[str, Any] | None = None, private: bool = False, **known: Any) -> Entry:
-    plan = plan or {}
-    spent = {"epsilon": plan["epsilon"], "delta": plan["delta"]} if private else {"epsilon": "inf", "delta": 0.0}
-    noiseless = plan.get("noise_multiplier") == 0.0
-    return {"run": run[:12], "task": None, "public": False, "sha256": [], "noiseless": noiseless, **spent, **known}
+def _entry(
+    run: str,
+    plan: Mapping[str, Any] | None = None,
+    private: bool = False,
+    config: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> Entry:
+    plan, config, data = plan or {}, config or {}, data or {}
+    task = config.get("task")
+    return {
+        "run": run[:12],
+        "task": task,
+        "public": bool(config.get("data.public")) or "generated" in data or str(task).startswith("pretrain"),
+        "sha256": _digests(data),
+        "noiseless": plan.get("noise_multiplier") == 0.0,
+        "epsilon": plan["epsilon"] if private else "inf",
+        "delta": plan["delta"] if private else 0.0,
+    }
+
+
+def _digests(data: Mapping[str, Any]) -> list[str]:
+    """Of the files that a task's description of its data names."""
+    files = data.get("sha256")
+    return [str(digest) for digest in files.values()] if isinstance(files, Mapping) else []
 
 
 def _entries(folder: Path) -> list[Entry]:
@@ -72,16 +91,15 @@ def _entries(folder: Path) -> list[Entry]:
     try:
         if (folder / "config.yaml").is_file() and (folder / "result.json").is_file():
             row, privacy, data = (_read(folder / f"{name}.json") for name in ("result", "privacy", "data"))
-            older = "earlier" not in privacy and row.get("model.weights") is not None
-            return [
-                _run(row["hash"], privacy["plan"], privacy["private"] and not older, row, data),
-                *privacy.get("earlier", []),
-            ]
+            if "earlier" not in privacy and row.get("model.weights") is not None:
+                return [_entry(row["hash"])]  # by a version that did not ask where its weights came from
+            own = _entry(row["hash"], privacy["plan"], privacy["private"], row, data)
+            return [own, *privacy.get("earlier", [])]
         for file in (folder / name for name in EXPORTS if (folder / name).is_file()):
             told = _read(file)
             if "privacy" in told:
                 privacy, config = told["privacy"], told.get("config", {})
-                entry = _run(told.get("hash", folder.name), privacy, privacy["private"], config, told.get("data", {}))
+                entry = _entry(told.get("hash", folder.name), privacy, privacy["private"], config, told.get("data"))
                 return [entry, *privacy.get("earlier", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -89,13 +107,6 @@ def _entries(folder: Path) -> list[Entry]:
             "known: restore it, or start from other weights."
         ) from error
     return []
-
-
-def _run(run: str, plan: Mapping[str, Any], private: bool, config: Mapping[str, Any], data: Mapping[str, Any]) -> Entry:
-    task = config.get("task")
-    public = bool(config.get("data.public")) or "generated" in data or str(task).startswith("pretrain")
-    digests = [*(data.get("sha256") or {}).values()]
-    return _entry(run, plan, private, task=task, public=public, sha256=digests)
 
 
 def _read(path: Path) -> dict[str, Any]:
