@@ -67,7 +67,7 @@ class Task(ABC):
 
     @abstractmethod
     def describe_data(self) -> dict[str, Any]:
-        """Counts, source and checksums, for the run's record."""
+        """Counts, source and "sha256" of the files by name, for the run's record."""
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         """The same examples in the order in which they share microbatches: the largest first, like beside like."""
