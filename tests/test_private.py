@@ -26,7 +26,7 @@ from groupwise.private.settings import MODES, resolve_clip
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
 from groupwise.training.task import Task
-from tests.private_use import Use
+from tests.private_use import DATA, Use, network
 
 EXAMPLES, BATCH, STEPS, MICROBATCH, SEED = 60, 24, 4, 7, 5
 
@@ -222,6 +222,13 @@ def test_an_augmentation_does_not_repeat_the_masks_of_the_model():
     private.step()
     assert not any(torch.equal(read, masked) for read, masked in drawn)
     assert len({tuple(each.tolist()) for pair in drawn for each in pair}) == 2 * len(drawn)
+
+
+def test_tensors_that_are_read_at_once_give_the_same_bits():
+    rows = [DATA[row] for row in range(len(DATA))]
+    assert torch.equal(
+        Use(network(nn.Dropout(0.5))).train().weights, Use(network(nn.Dropout(0.5)), rows).train().weights
+    )
 
 
 def test_a_schedule_steps_with_the_releases():
