@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset, default_collate
 from groupwise import make_private
 from groupwise.checkout import CHECKOUT
 from groupwise.clipping import engine, trace, verification
+from groupwise.clipping.autograd import run_backward
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
@@ -187,6 +188,16 @@ def unwatched() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gradients_for_all() -> Iterator[None]:
+    """Any tensor gets a gradient, and the graph is not walked."""
+    with (
+        patch.object(engine, "run_backward", lambda losses, into: run_backward(losses)),
+        patch.object(engine, "check_paths", lambda *_: {}),
+    ):
+        yield
+
+
 def own_microbatch() -> Any:
     """A state does not set the microbatch, with which masks are dealt."""
     real = PrivateStep.load_state_dict
@@ -254,8 +265,8 @@ GUARDS = (
     Guard(
         "trainable tensor that is no parameter",
         soft_prompt,
-        lambda: patch.object(engine, "check_paths", lambda *_: {}),
-        "clipping/checks.py: check_paths",
+        gradients_for_all,
+        "clipping/engine.py: _into; clipping/checks.py: check_paths",
     ),
     Guard(
         "optimiser with the momentum of plain training",
