@@ -116,7 +116,7 @@ def has_onednn() -> bool:
     """Whether torch has oneDNN's products of float32 matrices, and they are right."""
     if not torch.backends.mkldnn.is_available():
         return False
-    a, b, bias = (torch.sin(torch.arange(float(n))) for n in (33 * 65, 17 * 65, 17))
+    a, b, bias = (torch.sin(torch.arange(n, dtype=torch.float32, device="cpu")) for n in (33 * 65, 17 * 65, 17))
     a, b = a.view(65, 33).t(), b.view(17, 65)
     try:
         made: Any = _onednn(a, b, bias)
@@ -131,7 +131,7 @@ def faster() -> str:
     """The faster library here, by the best of a few runs in turn of x Wᵀ, some milliseconds in all."""
     if not has_onednn():
         return "torch"
-    a, b = torch.full((256, 256), 0.5), torch.full((512, 256), 0.5)
+    a, b = (torch.full((rows, 256), 0.5, dtype=torch.float32, device="cpu") for rows in (256, 512))
     ways: tuple[Callable[[], Tensor], ...] = (lambda: F.linear(a, b), lambda: _onednn(a, b))
     best = [float("inf"), float("inf")]
     for _ in range(8):
