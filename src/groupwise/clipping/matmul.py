@@ -22,6 +22,7 @@ LEAST = 1 << 22
 GAIN = 1.2
 """oneDNN is taken where it is faster by this factor."""
 
+FLOAT32 = torch.float32
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors: subclasses have products of their own."""
 
@@ -92,7 +93,7 @@ def _allowed(operations: int, a: Tensor, b: Tensor) -> bool:
     return (
         operations >= LEAST
         and a.device.type == "cpu"
-        and a.dtype == b.dtype == torch.float32
+        and a.dtype == b.dtype == FLOAT32
         and type(a) in PLAIN
         and type(b) in PLAIN
         and used() == "onednn"
@@ -116,7 +117,7 @@ def has_onednn() -> bool:
     """Whether torch has oneDNN's products of float32 matrices, and they are right."""
     if not torch.backends.mkldnn.is_available():
         return False
-    a, b, bias = (torch.sin(torch.arange(n, dtype=torch.float32, device="cpu")) for n in (33 * 65, 17 * 65, 17))
+    a, b, bias = (torch.sin(torch.arange(n, dtype=FLOAT32, device="cpu")) for n in (33 * 65, 17 * 65, 17))
     a, b = a.view(65, 33).t(), b.view(17, 65)
     try:
         made: Any = _onednn(a, b, bias)
@@ -131,7 +132,7 @@ def faster() -> str:
     """The faster library here, by the best of a few runs in turn of x Wᵀ, some milliseconds in all."""
     if not has_onednn():
         return "torch"
-    a, b = (torch.full((rows, 256), 0.5, dtype=torch.float32, device="cpu") for rows in (256, 512))
+    a, b = (torch.full((rows, 256), 0.5, dtype=FLOAT32, device="cpu") for rows in (256, 512))
     ways: tuple[Callable[[], Tensor], ...] = (lambda: F.linear(a, b), lambda: _onednn(a, b))
     best = [float("inf"), float("inf")]
     for _ in range(8):
