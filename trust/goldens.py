@@ -173,7 +173,7 @@ def plans() -> Values:
 
 ALL_RUNS = ("scale=smoke", "train.matmul=torch", "data.public=true", "train.steps=24", "eval.batch_size=64")
 FORMULA = "clip.formula=materialize"
-"""Otherwise rates that are measured on the machine would choose the formula, and with it the rounding."""
+"""One formula for norms, whatever the sizes would choose: that choice is no part of what is frozen."""
 IMAGES = ("task=cifar", "data.train_limit=null", "train.batch_size=256", "train.microbatch=64", "eval.train_limit=256")
 SST2 = ("task=sst2", FORMULA, "data.train_limit=null", "train.microbatch=64", "optim.learning_rate=0.04")
 TEXTS = (FORMULA, "train.steps=12", "train.microbatch=8")
