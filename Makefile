@@ -133,7 +133,7 @@ figures: $(STAMP) ## all figures as PDF and PNG, from the committed rows
 figure-%: sweeps/%.yaml $(STAMP) ## one figure: make figure-target_quantile
 	$(BIN)/python -m groupwise.analysis.figures $*
 
-report: $(STAMP) ## results/report.html: every table and figure on one page that needs no network
+report: tables figures ## results/report.html: every table and figure on one page that needs no network
 	$(BIN)/python -m groupwise.analysis.report
 
 test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and sweeps on it that are interrupted: minutes

@@ -164,12 +164,9 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 6.5,
     "pdf.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "groupwise",
 }
-UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}, "svg": {"Date": None}}
+UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
 KINDS = ("pdf", "png")
-"""File formats of a figure; a page may also take it as svg."""
 PIXELS = 300
 """Of a PNG, an inch."""
 
@@ -193,7 +190,7 @@ def blank(width: float, height: float) -> Any:
 
 
 def content(figure: Any, kind: str) -> bytes:
-    """The figure as pdf, png or svg. The same figure gives the same bytes."""
+    """The figure as pdf or png. The same figure gives the same bytes."""
     written = io.BytesIO()
     with plain_style():
         figure.savefig(written, format=kind, metadata=UNDATED[kind], dpi=PIXELS)

@@ -10,20 +10,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from groupwise.analysis.report.__main__ import render
-from groupwise.analysis.results import Folders, settings_of
+from groupwise.analysis.results import Folders
 
 PROVENANCE = {"git.sha": "0123456789abcdef0123456789abcdef01234567", "git.dirty": False}
-PLAN = {
-    "plan.dataset_size": 50000,
-    "plan.delta": 1e-05,
-    "plan.adjacency": "add_remove",
-    "plan.sampling": "poisson",
-    "plan.accountant": "prv",
-    "plan.private": True,
-    "plan.epsilon": 8.0,
-    "plan.spent_epsilon": 7.9982,
-}
 ROOT = Path(__file__).resolve().parents[3]
 MODES = {"flat": 48.0, "fixed_layer": 43.0, "adaptive_layer": 47.0}
 
@@ -133,45 +122,7 @@ def made_up(tmp_path_factory) -> Path:
 @pytest.fixture
 def folders(tmp_path: Path, made_up: Path) -> Folders:
     """Rows of every figure's sweep at scale=mini, and the sweeps; the paper's numbers are the real ones."""
-    return folders_in(tmp_path, made_up)
-
-
-def add_table(folders: Folders, name: str, scale: str = "mini", seeds: tuple[int, ...] = (0, 1, 2)) -> None:
-    """The sweep of a table, made of the cells that the paper's numbers select, and rows of those `seeds`."""
-    paper = pd.read_csv(folders.paper / f"{name}.csv", dtype=str, keep_default_na=False)
-    cells = list(dict.fromkeys(cell for text in paper["cell"] if text for cell in text.split(" minus ")))
-    grids = [settings_of(cell) | {"seed": [0, 1, 2]} for cell in cells]
-    text = f"# The table {name}\n" + yaml.safe_dump({"grids": grids, "scales": {"mini": {}}})
-    (folders.sweeps / f"{name}.yaml").write_text(text)
-    metrics = sorted(set(paper["metric"]) - {""})
-    rows = []
-    for place, cell in enumerate(cells):
-        for seed in seeds:
-            numbers = dict.fromkeys(metrics, 50.0 + place + 0.1 * seed)
-            rows.append(identity(name, settings_of(cell), seed, scale) | PLAN | numbers)
-    pd.DataFrame(rows).to_csv(folders.measured / f"{name}_{scale}.csv", index=False)
-
-
-def folders_in(folder: Path, made_up: Path, tables: tuple[str, ...] = ()) -> Folders:
-    """A copy of the made-up rows and sweeps in `folder`, with rows of some tables."""
+    results = tmp_path / "results"
     for name in ("measured", "sweeps"):
-        shutil.copytree(made_up / name, folder / "results" / name)
-    results = folder / "results"
-    folders = Folders(ROOT / "results" / "paper", results / "measured", results / "sweeps")
-    for name in tables:
-        add_table(folders, name)
-    return folders
-
-
-@pytest.fixture
-def report_folders(tmp_path: Path, made_up: Path) -> Folders:
-    """The same with rows of two tables; the other tables have no sweep. To be changed."""
-    return folders_in(tmp_path, made_up, ("cifar", "glue"))
-
-
-@pytest.fixture(scope="session")
-def rendered(tmp_path_factory, made_up: Path) -> tuple[str, dict[str, str], Folders]:
-    """The page of such folders, and what it leaves out. Not to be changed."""
-    folder = tmp_path_factory.mktemp("report")
-    folders = folders_in(folder, made_up, ("cifar", "glue"))
-    return *render(folders, ROOT / "docs", folder / "results" / "report.html"), folders
+        shutil.copytree(made_up / name, results / name)
+    return Folders(ROOT / "results" / "paper", results / "measured", results / "sweeps")

@@ -1,0 +1,134 @@
+"""Puts all tables, figures and findings on one page:  python -m groupwise.analysis.report [--out results/report.html]
+
+The page is made of what `make tables` and `make figures` wrote, and needs neither a network nor other files.
+"""
+
+import argparse
+import base64
+import html
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from markdown_it import MarkdownIt
+
+from groupwise.analysis.figures import FIGURES
+from groupwise.analysis.figures import title as title_of
+from groupwise.analysis.results import HYPERPARAMETERS, TABLES
+from groupwise.atomic import write_text
+from groupwise.errors import UserError, command
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { max-width: 72rem; margin: 0 auto; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #8888; }
+code { overflow-wrap: anywhere; }
+img { display: block; max-width: 100%; width: 45rem; }
+"""
+BESIDE = ("findings", "coverage", "searches", "benchmarks")
+"""The pages of results/tables that are not a table of the paper."""
+
+
+def render(results: Path, out: Path) -> str:
+    """The page as it will stand in `out`. The same files give the same page.
+
+    Raises:
+        UserError: a table or figure was not made yet.
+    """
+    summary = results.parent / "docs" / "findings.md"
+    parts = {"summary": _text(summary, out)} if summary.is_file() else {}
+    for name in TABLES:
+        grid = _grid(results / "tables" / f"{name}.csv", out)
+        parts[name] = _text(_made(results / "tables" / f"{name}.md"), out) + grid + _samples(results, name)
+    parts |= {name: _figure(results, name) for name in FIGURES if (results / "figures" / f"{name}.png").is_file()}
+    for name in (*BESIDE, *HYPERPARAMETERS):
+        parts[name] = _text(_made(results / "tables" / f"{name}.md"), out)
+    links = "\n".join(f'<a href="#{name}">{name.replace("_", " ")}</a>' for name in parts)
+    sections = "\n".join(f'<section id="{name}">\n{content}</section>' for name, content in parts.items())
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>groupwise: the paper's tables and figures, measured</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>Group-wise clipping, measured</h1>\n<nav>\n{links}\n</nav>\n{sections}\n</body>\n</html>\n"
+    )
+
+
+def _made(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"There is no {path}: make it with make tables.")
+    return path
+
+
+def _text(page: Path, out: Path) -> str:
+    """A page in Markdown as HTML: headings go one level down, and links lead to the same places from `out`."""
+
+    text = re.sub(r"<!--.*?-->\n?", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    written = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    written = re.sub(r'(?<=href=")(?![a-z]+:|#)[^"#]+', lambda link: _link(page.parent / link[0], out), written)
+    written = re.sub(r"<(/?)h([1-5])>", lambda tag: f"<{tag[1]}h{int(tag[2]) + 1}>", written)
+    return _scrolling(written)
+
+
+def _link(target: Path, out: Path) -> str:
+    return Path(os.path.relpath(target, out.parent)).as_posix()
+
+
+def _scrolling(written: str) -> str:
+    """The same with tables that scroll in a frame of their own where they are wider than the page."""
+    start = '<div class="wide" tabindex="0" role="group"><table'
+    return written.replace("<table", start).replace("</table>", "</table></div>")
+
+
+def _grid(path: Path, out: Path) -> str:
+    """A table as the paper sets it out: a row for each ``row``, a column for each ``column``, its number and ours."""
+    lines = pd.read_csv(_made(path), dtype={"printed": str})
+    ours = lines["mean"].map("{:.2f}".format).where(lines["n"] > 0, "–")
+    lines["both"] = lines["printed"].fillna("–") + " | " + ours
+    grid = lines.pivot(index="row", columns="column", values="both")
+    grid = grid.reindex(index=lines["row"].unique(), columns=lines["column"].unique())
+    source = f'<a href="{_link(path, out)}">cells, commits and runs</a>'
+    return f"<p>The paper's number | ours; above, each with its seeds and status; {source}.</p>\n{_table(grid)}"
+
+
+def _samples(results: Path, name: str) -> str:
+    """What each cell's first seed wrote for a few inputs of the test set, at the scales that have such texts."""
+    written = ""
+    for path in sorted((results / "measured").glob(f"{name}_*_texts.csv")):
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop_duplicates(["cell", "source"])
+        shown = rows.set_index(["source", "reference", "cell"])[["output"]].sort_index(kind="stable")
+        written += f"<details><summary>Texts written, {html.escape(path.stem)}</summary>\n{_table(shown)}</details>\n"
+    return written
+
+
+def _table(frame: pd.DataFrame) -> str:
+    frame.index.name = frame.columns.name = None
+    return _scrolling(frame.to_html(border=0, na_rep="")) + "\n"
+
+
+def _figure(results: Path, name: str) -> str:
+    image = base64.b64encode((results / "figures" / f"{name}.png").read_bytes()).decode()
+    title = html.escape(title_of(name))
+    return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{image}">\n'
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of tables/ and figures/")
+    parser.add_argument("--out", type=Path, default=Path("results/report.html"))
+    given = parser.parse_args(arguments)
+    page = render(given.results, given.out)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(given.out, page)
+    print(f"{given.out}: {len(page.encode()) / 1e6:.2f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
