@@ -117,12 +117,11 @@ view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a
 reproduce: $(STAMP) ## make a committed row of public data again and compare: make reproduce ROW=<hash>
 	$(BIN)/python -m groupwise.sweeps.reproduce $(ROW)
 
-tables: $(STAMP) ## all tables, the list of all cells, the findings and what was planted against them, from the committed rows
+tables: $(STAMP) ## all tables, the list of all cells and the findings, from the committed rows
 	$(BIN)/python -m groupwise.analysis.tables all
 	$(BIN)/python -m groupwise.analysis.coverage
 	$(BIN)/python -m groupwise.analysis.searches
 	$(BIN)/python -m groupwise.analysis.findings
-	$(BIN)/python -m groupwise.analysis.planted_rows
 
 table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: make table-cifar
 	$(BIN)/python -m groupwise.analysis.tables $*

@@ -24,7 +24,6 @@ from groupwise.analysis.findings import (
     summary,
     verdicts,
 )
-from groupwise.analysis.planted_rows import PLANTS, try_out
 from groupwise.analysis.results import Folders, settings_of
 from groupwise.analysis.statistics import (
     Contrast,
@@ -190,14 +189,6 @@ def test_without_the_score_of_one_answer_there_is_no_verdict(world):
     floors.unlink()
     with pytest.raises(UserError, match=r"no .*constant_answers.csv, the constant-prediction baseline"):
         refuse_unread(world.folders)
-
-
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.words)
-@pytest.mark.slow
-def test_a_flattering_change_is_caught(plant):
-    root = SWEEPS.parent / "results"
-    caught, said = try_out(plant, Folders(root / "paper", root / "measured", SWEEPS))
-    assert caught and said, said
 
 
 def test_all_p_values_of_the_page_are_adjusted_together(world):
