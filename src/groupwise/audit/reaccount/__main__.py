@@ -1,6 +1,6 @@
 """Checks a finished run from its own record:  python -m groupwise.audit.reaccount results/runs/HASH
 
-Recomputes epsilon by accountants that the run did not use, checks that plan, noise, steps and flags follow from the
+Recomputes epsilon by two libraries, checks that plan, noise, steps and flags follow from the
 configuration, and compares hashes. It only reads, and recomputes every figure that it can; it cannot detect a folder
 whose files were all forged consistently.
 """
@@ -218,8 +218,8 @@ CHECKS: dict[str, Callable[[Record], str]] = {
     "steps": steps,
     "private or not": private,
     "quoted epsilon": accounts.claim,
-    "epsilon by another library": accounts.another_library,
-    "epsilon by an integral of our own": accounts.own_integral,
+    "epsilon by dp_accounting": accounts.by_dp_accounting,
+    "epsilon by prv_accountant": accounts.by_prv_accountant,
     "data": data,
     "code": code,
 }
