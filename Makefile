@@ -30,7 +30,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	figure-throughput figure-runtime_breakdown gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust goldens api notebook coverage lint format types clean
+	gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust goldens api notebook coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,12 +82,6 @@ bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-x
 bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, from the measured rows
 	$(BIN)/python -m groupwise.analysis.benchmark_tables
 
-figure-throughput: $(STAMP) ## the paper's Figure 1, from the measured rows
-	$(BIN)/python -m groupwise.analysis.throughput_figure throughput
-
-figure-runtime_breakdown: $(STAMP) ## the same on another machine configuration (the paper's appendix)
-	$(BIN)/python -m groupwise.analysis.throughput_figure runtime_breakdown
-
 pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWISE_DATA/corpus, into pretrained/: an hour on two cores
 	$(BIN)/python run.py task=pretrain_masked clip=none scale=mini export=pretrained/roberta_mini
 	$(BIN)/python run.py task=pretrain_causal clip=none scale=mini export=pretrained/gpt2_mini
@@ -129,7 +123,7 @@ table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: m
 figures: $(STAMP) ## all figures as PDF and PNG, from the committed rows
 	$(BIN)/python -m groupwise.analysis.figures all
 
-figure-%: sweeps/%.yaml $(STAMP) ## one figure: make figure-target_quantile
+figure-%: $(STAMP) ## one figure: make figure-target_quantile
 	$(BIN)/python -m groupwise.analysis.figures $*
 
 report: tables figures ## results/report.html: every table and figure on one page that needs no network

@@ -5,7 +5,8 @@ import pytest
 
 from groupwise.analysis.benchmark_rows import cells
 from groupwise.analysis.figure_style import CLIP
-from groupwise.analysis.throughput_figure import SERIES, configurations, draw, main, panels
+from groupwise.analysis.figures import main
+from groupwise.analysis.throughput_figure import SERIES, configurations, draw, panels
 from groupwise.errors import UserError
 
 ONE = ("cpu", "Made-up CPU", 1, "float32")
@@ -71,16 +72,14 @@ def test_one_batch_size_is_refused(throughput):
         panels(cells(throughput[throughput["batch"] == 4]), workload="gpt2", machine=ONE)
 
 
-def run(tmp_path, *arguments: str) -> int:
-    return main(
-        [*arguments, "--workload", "gpt2", "--rows", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "figures")]
-    )
+def run(tmp_path, rows: pd.DataFrame, *names: str) -> int:
+    (tmp_path / "benchmarks").mkdir(exist_ok=True)
+    rows.to_csv(tmp_path / "benchmarks" / "throughput.csv", index=False)
+    return main([*names, "--measured", str(tmp_path), "--out", str(tmp_path / "figures")])
 
 
-def test_the_command_writes_both_figures_and_again_the_same(tmp_path, throughput, capsys):
-    throughput.to_csv(tmp_path / "rows.csv", index=False)
-    assert run(tmp_path, "throughput") == 0 and "1 thread" in capsys.readouterr().out
-    assert run(tmp_path, "runtime_breakdown") == 0 and "2 threads" in capsys.readouterr().out
+def test_the_command_writes_both_figures_and_again_the_same(tmp_path, throughput):
+    assert run(tmp_path, throughput, "throughput", "runtime_breakdown") == 0
     files = sorted((tmp_path / "figures").iterdir())
     assert [file.name for file in files] == [
         "runtime_breakdown.pdf",
@@ -90,16 +89,12 @@ def test_the_command_writes_both_figures_and_again_the_same(tmp_path, throughput
     ]
     before = [file.read_bytes() for file in files]
     assert before[1] != before[3]
-    assert run(tmp_path, "throughput") == 0
+    assert run(tmp_path, throughput, "throughput") == 0
     assert [file.read_bytes() for file in files] == before
 
 
-def test_mistakes_are_one_sentence(tmp_path, throughput, capsys):
-    assert run(tmp_path, "throughput") == 2
-    throughput[throughput["threads"] == 1].to_csv(tmp_path / "rows.csv", index=False)
-    assert run(tmp_path, "runtime_breakdown") == 2
-    assert run(tmp_path, "throughput", "--threads", "64") == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
-    assert "second machine configuration" in errors[1]
+def test_too_few_machines_are_one_sentence(tmp_path, throughput, capsys):
+    assert run(tmp_path, throughput[throughput["threads"] == 1], "runtime_breakdown") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "second machine configuration" in error
     assert not (tmp_path / "figures").exists()

@@ -1,15 +1,11 @@
-"""Draws the paper's figures of speed and memory:  python -m groupwise.analysis.throughput_figure throughput
+"""Draws the paper's figures of speed and memory.
 
 `throughput` is the paper's Figure 1, `runtime_breakdown` the same on another machine configuration (its appendix):
 against the batch size (a) peak memory, and (b) throughput as a share of non-private training's in the same round.
 """
 
-import argparse
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -27,12 +23,11 @@ from groupwise.analysis.figure_style import (
     note,
     plain_style,
     rule,
-    write_figure,
 )
-from groupwise.errors import UserError, command, unknown
+from groupwise.errors import UserError
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
-"""The default machine configurations of a figure, by position."""
+"""The machine configuration of a figure, by position."""
 BASE, AGAIN = "none", "none_again"
 """Non-private training, and the same once more in each round: how far its ratio strays from 1 is the resolution."""
 SERIES = {
@@ -49,8 +44,7 @@ DEPTH = 12
 PAPER_SHARE = 0.85
 """The paper, below Figure 1: with per-layer clipping "the throughput gap is less than 15%"."""
 SHOWN = ("gpt2_64", "gpt2")
-"""The default workloads; the first with enough machine configurations is shown."""
-ROWS = Path("results/measured/benchmarks/throughput.csv")
+"""The workloads; the first with enough machine configurations is shown."""
 DODGE = 1.06
 """Shift of each method to the right of the one before, so that their intervals can be distinguished."""
 
@@ -192,54 +186,19 @@ def _throughput(axes: Any, shown: Panels) -> None:
     axes.set_ylim(bottom=0)
 
 
-def make_figure(
-    name: str, rows: Path = ROWS, *, workload: str | None = None, chosen: Mapping[str, str] = MappingProxyType({})
-) -> tuple[Any, Panels]:
-    """Read the rows and draw the figure `name`; `chosen` picks a machine by columns of `MACHINE`.
+def make_figure(name: str, rows: Path) -> tuple[Any, Panels]:
+    """Read the rows and draw the figure `name`, of the first workload that has enough machine configurations.
 
     Raises:
         UserError: no rows; fewer machine configurations than the figure needs.
     """
-    table = cells(read_rows(rows))
-    for column, value in chosen.items():
-        table = table[table[column].astype(str) == value]
-    place = 0 if chosen else FIGURES[name]
-    wanted = SHOWN if workload is None else (workload,)
-    for one in wanted:
+    table, place = cells(read_rows(rows)), FIGURES[name]
+    for one in SHOWN:
         known = configurations(_at_several_batches(table[table["workload"] == one]))
         if len(known) > place:
             shown = panels(table, workload=one, machine=known[place])
             return draw(shown), shown
     raise UserError(
-        f"The figure {name} needs {' or '.join(wanted)} on {'a' if place == 0 else 'a second'} machine configuration "
+        f"The figure {name} needs {' or '.join(SHOWN)} on {'a' if place == 0 else 'a second'} machine configuration "
         f"(device, hardware, threads, dtype), which {rows} lacks: run python -m benchmarks.throughput there."
     )
-
-
-@command
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.throughput_figure")
-    parser.add_argument("name", metavar="NAME", help=" or ".join(FIGURES))
-    parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--out", type=Path, default=Path("results/figures"))
-    parser.add_argument("--workload", help=f"by default the first that was run of {', '.join(SHOWN)}")
-    for column in MACHINE:
-        parser.add_argument(f"--{column}", help=f"only rows of this {column}")
-    given = parser.parse_args(arguments)
-    if given.name not in FIGURES:
-        raise unknown("figure", given.name, FIGURES)
-    chosen = {column: value for column in MACHINE if (value := getattr(given, column)) is not None}
-    figure, shown = make_figure(given.name, given.rows, workload=given.workload, chosen=chosen)
-    written = write_figure(figure, given.out, given.name)
-    print(shown.caption)
-    shape = shown.lines.pivot(index="batch", columns="method", values="ratio")
-    print(shape[[name for name in SERIES if name in shape]].round(3).to_string())
-    for method, reason in shown.absent.items():
-        print(f"{method}: {reason}")
-    print(*written)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
