@@ -15,6 +15,7 @@ import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
 from groupwise.analysis.claims import CLAIMS
+from groupwise.analysis.figures import KINDS
 from groupwise.analysis.results import (
     CONSTANT,
     MINUS,
@@ -45,16 +46,6 @@ from groupwise.errors import UserError, command
 from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
-FIGURES = {
-    "adaptive_vs_fixed": "",
-    "target_quantile": "",
-    "quantile_budget": "",
-    "runtime_nll": "_curves",
-    "runtime_metrics": "_curves",
-    "gradnorm_cifar": "_norms",
-    "gradnorm_sst2": "_norms",
-}
-"""The figures that are made of cells, and how the name of the file of their rows ends."""
 BENCHMARKS = {"throughput": "one A6000", "runtime_breakdown": "one Titan RTX"}
 """The figures that are made of the benchmark's rows, and the paper's hardware."""
 RUN = "run in full"
@@ -74,10 +65,10 @@ def coverage(folders: Folders | None = None) -> pd.DataFrame:
     """
     folders = folders or Folders()
     lines = []
-    for name in (*TABLES, *FIGURES):
+    for name in (*TABLES, *KINDS):
         sweep = read_sweep(folders.sweeps / f"{name}.yaml")
         compared = _compared(name, folders) if name in TABLES else {}
-        seeds = {scale: _seeds(sweep, scale, folders, FIGURES.get(name, "")) for scale in SHOWN}
+        seeds = {scale: _seeds(sweep, scale, folders, KINDS[name].suffix if name in KINDS else "") for scale in SHOWN}
         weak = {scale: _weak(sweep, scale, folders) for scale in SHOWN if scale != PAPER}
         for cell in dict.fromkeys(cell.name for cell in sweep.cells(PAPER)):
             counts = {scale: found.get(cell) for scale, found in seeds.items()}
@@ -157,7 +148,7 @@ def refuse_unread(folders: Folders) -> None:
         UserError: naming the file; or there are reduced rows without the constant-prediction baseline.
     """
     endings = [(name, ending) for name in TABLES for ending in ("", "_texts")]
-    endings += [(name, ending) for name, last in FIGURES.items() for ending in {"", last}]
+    endings += [(name, ending) for name, kind in KINDS.items() for ending in {"", kind.suffix}]
     endings += [(claim.contrast.sweep, "") for claim in CLAIMS]
     read = {f"{name}_{scale}{ending}.csv" for name, ending in endings for scale in SHOWN} | {CONSTANT}
     read |= {path.name for path in searches(folders.sweeps, folders.measured).values()}

@@ -33,8 +33,7 @@ class Kind:
         title: from the paper's caption.
         draw: rows and other content -> figure.
         numbers: the columns that it needs.
-        suffix: of the file of rows that belong to runs, such as "_curves"; empty if the runs' own rows are drawn.
-        place: the columns that identify a row of that file within its run.
+        suffix: of the file of rows that belong to runs, a key of `PLACES`; empty if the runs' own rows are drawn.
         paper: the paper's table with numbers of the figure's cells; empty if it prints none.
     """
 
@@ -42,59 +41,48 @@ class Kind:
     draw: Callable[[pd.DataFrame, Beside], Any]
     numbers: tuple[str, ...] = (ACCURACY,)
     suffix: str = ""
-    place: tuple[str, ...] = ()
     paper: str = ""
 
 
-CURVES = {"suffix": "_curves", "place": ("step",)}
-NORMS = {"suffix": "_norms", "place": ("epoch", "layer", "example"), "numbers": ("norm", "epoch")}
+PLACES = {"_curves": ("step",), "_norms": ("epoch", "layer", "example")}
+"""The columns that identify a row within its run, by the suffix of the file."""
+NORM = ("norm", "epoch")
 KINDS = {
-    "gradnorm_cifar": Kind(
-        "Per-layer gradient norms shift during training: CIFAR-10, one row an example, one column a layer",
-        draw_gradnorm_cifar,
-        **NORMS,  # type: ignore[arg-type]
-    ),
     "adaptive_vs_fixed": Kind(
         "Adaptive per-layer clipping against fixed per-layer and flat clipping, with and without noise",
         draw_adaptive_vs_fixed,
         paper="adaptivity",
     ),
-    "gradnorm_sst2": Kind(
-        "The distribution of per-layer gradient norms shifts during fine-tuning: SST-2",
-        draw_gradnorm_sst2,
-        **NORMS,  # type: ignore[arg-type]
-    ),
     "target_quantile": Kind("Validation accuracy at different target quantiles", draw_target_quantile),
     "quantile_budget": Kind("Validation accuracy at different budgets for quantile estimation", draw_quantile_budget),
     "runtime_nll": Kind(
-        "Test loss against wall time: GPT-2 on E2E",
-        draw_runtime_nll,
-        numbers=("seconds", "test/nll"),
-        **CURVES,  # type: ignore[arg-type]
+        "Test loss against wall time: GPT-2 on E2E", draw_runtime_nll, ("seconds", "test/nll"), "_curves"
     ),
     "runtime_metrics": Kind(
         "BLEU and ROUGE-L against wall time: GPT-2 on E2E",
         draw_runtime_metrics,
-        numbers=("seconds", "test/bleu", "test/rougeL"),
-        **CURVES,  # type: ignore[arg-type]
+        ("seconds", "test/bleu", "test/rougeL"),
+        "_curves",
+    ),
+    "gradnorm_cifar": Kind(
+        "Per-layer gradient norms shift during training: CIFAR-10, one row an example, one column a layer",
+        draw_gradnorm_cifar,
+        NORM,
+        "_norms",
+    ),
+    "gradnorm_sst2": Kind(
+        "The distribution of per-layer gradient norms shifts during fine-tuning: SST-2",
+        draw_gradnorm_sst2,
+        NORM,
+        "_norms",
     ),
 }
+"""The figures that are made of cells."""
 SPEED = {
     "throughput": "Memory and throughput against batch size",
     "runtime_breakdown": "Memory and throughput on another machine configuration",
 }
-FIGURES = (
-    "throughput",
-    "gradnorm_cifar",
-    "adaptive_vs_fixed",
-    "gradnorm_sst2",
-    "target_quantile",
-    "quantile_budget",
-    "runtime_nll",
-    "runtime_metrics",
-    "runtime_breakdown",
-)
-"""In the paper's order."""
+FIGURES = (*KINDS, *SPEED)
 
 
 @dataclass(frozen=True)
@@ -138,7 +126,7 @@ def make(name: str, folders: Folders | None = None) -> Drawn:
     runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
     rows = runs.rows
     if kind.suffix:
-        rows = read_companion(name, runs, folders.measured, kind.suffix, kind.place, kind.numbers)
+        rows = read_companion(name, runs, folders.measured, kind.suffix, PLACES[kind.suffix], kind.numbers)
     source = folders.measured / f"{name}_{runs.scale}{kind.suffix}.csv"
     return Drawn(kind.draw(with_settings(rows), _beside(kind, runs, folders)), source, runs.scale, runs)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_style import read_companion, read_figure_rows, seeds_in_words, summary, with_settings
-from groupwise.analysis.figures import NORMS
+from groupwise.analysis.figure_style import read_figure_rows, seeds_in_words, summary, with_settings
+from groupwise.analysis.figures import make
 from groupwise.errors import UserError
 
 ACCURACY = ["valid/accuracy"]
@@ -18,11 +18,6 @@ def change(path: Path, **columns: object) -> None:
     for name, value in columns.items():
         frame.loc[0, name] = value
     frame.to_csv(path, index=False)
-
-
-def companion(folders):
-    runs = read_figure_rows("gradnorm_cifar", folders)
-    return read_companion("gradnorm_cifar", runs, folders.measured, NORMS["suffix"], NORMS["place"], NORMS["numbers"])
 
 
 def test_the_largest_scale_is_taken(folders):
@@ -61,13 +56,13 @@ def test_a_corrupted_row_is_refused(folders, column, value, words):
 def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
     change(folders.measured / "gradnorm_cifar_mini_norms.csv", **{column: value})
     with pytest.raises(UserError, match=words):
-        companion(folders)
+        make("gradnorm_cifar", folders)
 
 
 def test_a_run_without_its_rows_is_refused(folders):
     (folders.measured / "gradnorm_cifar_mini_norms.csv").unlink()
     with pytest.raises(UserError, match=r"groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini"):
-        companion(folders)
+        make("gradnorm_cifar", folders)
 
 
 def test_settings_are_the_papers():

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def only(monkeypatch, world):
     """Two tables, one figure of rows and one of norms."""
     monkeypatch.setattr(module, "TABLES", ("fixed_per_layer", "adaptivity"))
-    monkeypatch.setattr(module, "FIGURES", {"quantile_budget": "", "gradnorm_cifar": "_norms"})
+    monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name] for name in ("quantile_budget", "gradnorm_cifar")})
     grids = {
         "quantile_budget": {"task": "cifar", "clip": "adaptive_layer", "clip.quantile_budget": [0.01, 0.1]},
         "gradnorm_cifar": {"task": "cifar", "clip": "adaptive_layer"},
