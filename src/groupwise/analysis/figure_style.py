@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from groupwise.analysis.results import LEARNT, Floors, Folders, Measured, read_all, settings_of
+from groupwise.analysis.results import LEARNT, Floors, Folders, Measured, fault, read_all, settings_of
 from groupwise.analysis.statistics import summarise
 from groupwise.atomic import write_atomically
 from groupwise.errors import UserError
@@ -255,19 +255,14 @@ def read_companion(
     known = set(measured.rows[list(IDENTITY)].itertuples(index=False, name=None))
     strange = [row not in known for row in frame[list(IDENTITY)].itertuples(index=False, name=None)]
     if any(strange):
-        raise _fault(path, frame[strange], "is of no run that was measured")
+        raise fault(path, frame[strange], "is of no run that was measured")
     for column in numbers:
         frame[column] = pd.to_numeric(frame[column], errors="coerce")
         if len(odd := frame[~np.isfinite(frame[column])]):
-            raise _fault(path, odd, f"has no finite {column}")
+            raise fault(path, odd, f"has no finite {column}")
     if len(again := frame[frame.duplicated(["hash", *place])]):
-        raise _fault(path, again, "is there twice")
+        raise fault(path, again, "is there twice")
     return frame.assign(scale=measured.scale)
-
-
-def _fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
-    first = rows.iloc[0]
-    return UserError(f"{path}: a row of {first['cell']} seed={first['seed']} {words}; nothing of the file is used.")
 
 
 def with_settings(rows: pd.DataFrame) -> pd.DataFrame:

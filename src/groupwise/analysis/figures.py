@@ -87,21 +87,11 @@ FIGURES = (*KINDS, *SPEED)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure and what it was drawn from.
-
-    Attributes:
-        figure: matplotlib's.
-        source: the file of rows.
-        scale: "paper" or a smaller one.
-        runs: the runs of the sweep; None for the speed figures, which have no runs.
-        caption: machine and model of a speed figure, else empty.
-    """
+    """A figure of matplotlib's, the scale of its rows, and its runs; None for the speed figures, which have none."""
 
     figure: Any
-    source: Path
     scale: str
     runs: Measured | None
-    caption: str = ""
 
 
 def title(name: str) -> str:
@@ -119,16 +109,14 @@ def make(name: str, folders: Folders | None = None) -> Drawn:
         raise unknown("figure", name, FIGURES)
     folders = folders or Folders()
     if name in SPEED:
-        source = folders.measured / "benchmarks" / "throughput.csv"
-        figure, shown = throughput_figure.make_figure(name, source)
-        return Drawn(figure, source, shown.scale, None, shown.caption)
+        figure, shown = throughput_figure.make_figure(name, folders.measured / "benchmarks" / "throughput.csv")
+        return Drawn(figure, shown.scale, None)
     kind = KINDS[name]
     runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
     rows = runs.rows
     if kind.suffix:
         rows = read_companion(name, runs, folders.measured, kind.suffix, PLACES[kind.suffix], kind.numbers)
-    source = folders.measured / f"{name}_{runs.scale}{kind.suffix}.csv"
-    return Drawn(kind.draw(with_settings(rows), _beside(kind, runs, folders)), source, runs.scale, runs)
+    return Drawn(kind.draw(with_settings(rows), _beside(kind, runs, folders)), runs.scale, runs)
 
 
 def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:

@@ -263,7 +263,7 @@ def _mean(paper: Differences, places: Sequence[Place]) -> float:
 
 def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> Differences:
     if sweep.name not in TABLES:
-        return Differences({}, 0, [], {})
+        return Differences({}, {})
     paper = read_paper(sweep.name, folders.paper)
     paper = paper[(paper["metric"] == contrast.metric) & (paper["cell"] != "") & paper["value"].notna()]
     names = list(dict.fromkeys(cell.name for cell in sweep.cells(PAPER)))

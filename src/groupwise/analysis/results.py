@@ -127,12 +127,8 @@ class Measured:
         """The rows of one cell."""
         return self.rows[self.rows["cell"] == cell]
 
-    def flags(self) -> list[str]:
-        """Caveats about the rows, a sentence each: missing seeds, uncommitted changes."""
-        return [f"{cell}: {sentence}" for cell in self.expected for sentence in self.flags_of(cell)]
-
     def flags_of(self, cell: str) -> list[str]:
-        """The same of one cell that has rows."""
+        """Caveats about the rows of one cell, a sentence each: missing seeds, uncommitted changes."""
         rows, expected = self.of(cell), self.expected[cell]
         if rows.empty:
             return []
@@ -207,23 +203,23 @@ def read_measured(
     frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")
     for column, value in {"sweep": sweep.name, "scale": scale}.items():
         if len(other := frame[frame[column] != value]):
-            raise _fault(path, other, f"is of {column}={other.iloc[0][column]}, in the file of {column}={value}")
+            raise fault(path, other, f"is of {column}={other.iloc[0][column]}, in the file of {column}={value}")
     if len(odd := frame[[re.fullmatch("[0-9a-f]{64}", text) is None for text in frame["hash"]]]):
-        raise _fault(path, odd, f"has the hash {odd.iloc[0]['hash']!r}, which is no SHA-256")
+        raise fault(path, odd, f"has the hash {odd.iloc[0]['hash']!r}, which is no SHA-256")
     if len(odd := frame[[re.fullmatch("[0-9]+", text) is None for text in frame["seed"]]]):
-        raise _fault(path, odd, "has a seed that is no whole number")
+        raise fault(path, odd, "has a seed that is no whole number")
     if len(odd := frame[~frame["git.dirty"].isin(["True", "False", ""])]):
-        raise _fault(path, odd, f"has git.dirty={odd.iloc[0]['git.dirty']}, which is neither True nor False")
+        raise fault(path, odd, f"has git.dirty={odd.iloc[0]['git.dirty']}, which is neither True nor False")
     frame = frame.assign(seed=frame["seed"].astype(int), **{"git.dirty": frame["git.dirty"] == "True"})
     if len(unknown := frame[~frame["cell"].isin(list(expected))]):
-        raise _fault(path, unknown, f"is of no cell of the sweep {sweep.name} at scale={scale}")
+        raise fault(path, unknown, f"is of no cell of the sweep {sweep.name} at scale={scale}")
     known = [seed in expected[cell] for cell, seed in zip(frame["cell"], frame["seed"], strict=True)]
     if len(unknown := frame[~np.array(known, dtype=bool)]):
-        raise _fault(path, unknown, "has a seed that the sweep does not have for it")
+        raise fault(path, unknown, "has a seed that the sweep does not have for it")
     if len(again := frame[frame.duplicated(["cell", "seed"])]):
-        raise _fault(path, again, "is there twice")
+        raise fault(path, again, "is there twice")
     if len(again := frame[frame.duplicated("hash")]):
-        raise _fault(path, again, "has the hash of another row, so the two are one run")
+        raise fault(path, again, "has the hash of another row, so the two are one run")
     for cell, metrics in (wanted or {}).items():
         for metric in metrics:
             _refuse_odd_numbers(path, frame, cell, metric)
@@ -261,13 +257,14 @@ def _refuse_odd_numbers(path: Path, frame: pd.DataFrame, cell: str, metric: str)
     if rows.empty:
         return
     if metric not in rows:
-        raise _fault(path, rows, f"has no {metric}, which its table shows")
+        raise fault(path, rows, f"has no {metric}, which its table shows")
     numbers = pd.to_numeric(rows[metric], errors="coerce")
     if len(odd := rows[~np.isfinite(numbers)]):
-        raise _fault(path, odd, f"has {metric}={odd.iloc[0][metric]!r}, which is no finite number")
+        raise fault(path, odd, f"has {metric}={odd.iloc[0][metric]!r}, which is no finite number")
 
 
-def _fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
+def fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
+    """The error of the first of these rows."""
     first = rows.iloc[0]
     return UserError(f"{path}: the row of {first['cell']} seed={first['seed']} {words}; nothing of the file is used.")
 

@@ -144,12 +144,8 @@ class Differences(NamedTuple):
 
     pairs: dict[Place, dict[int, float]]
     """By place and seed, sorted."""
-    unpaired: int
-    """Places and seeds at which some of the cells have a value and others none."""
-    means: list[float]
-    """Of each term, over the pairs."""
     levels: dict[Place, list[float]]
-    """The same of the pairs at one place."""
+    """The mean of each term over the pairs at one place."""
 
     @property
     def places(self) -> list[Place]:
@@ -183,11 +179,11 @@ def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> 
         terms = places[place, seed]
         pairs.setdefault(place, {})[seed] = sum(sign * terms[at] for at, (sign, _) in enumerate(contrast.terms))
 
-    def means(of: Sequence[tuple[Place, int]]) -> list[float]:
-        return [sum(places[at][number] for at in of) / len(of) for number in range(len(contrast.terms)) if of]
-
-    levels = {place: means([(place, seed) for seed in seeds]) for place, seeds in pairs.items()}
-    return Differences(pairs, len(places) - len(whole), means(whole), levels)
+    levels = {
+        place: [sum(places[place, seed][at] for seed in seeds) / len(seeds) for at in range(len(contrast.terms))]
+        for place, seeds in pairs.items()
+    }
+    return Differences(pairs, levels)
 
 
 OBSTACLES: tuple[tuple[dict[str, str], str], ...] = (
