@@ -17,7 +17,7 @@ from groupwise.analysis.benchmark_tables import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("summary", "side_by_side", "figures")
+NAMES = ("summary", "side_by_side")
 
 
 def blank(path: Path) -> Path:
@@ -27,7 +27,7 @@ def blank(path: Path) -> Path:
 
 def test_the_committed_page_shows_the_committed_rows():
     page, results = ROOT / "docs" / "benchmarks.md", ROOT / "results"
-    shown = fill(page.read_text(), page, results / "measured" / "benchmarks", results / "figures")
+    shown = fill(page.read_text(), page, results / "measured" / "benchmarks")
     assert page.read_text() == shown, "run python -m groupwise.analysis.benchmark_tables"
     tables = full(results / "measured" / "benchmarks")
     assert (results / "tables" / "benchmarks.md").read_text() == tables, "run the same"
@@ -91,21 +91,19 @@ def test_a_training_beside_opacus_has_a_line_a_method_of_its_results_alone(besid
 
 
 def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop, beside):
-    page, measured, figures = blank(tmp_path / "page.md"), tmp_path / "measured", tmp_path / "figures"
+    page, measured = blank(tmp_path / "page.md"), tmp_path / "measured"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
-    command = ["--page", str(page), "--out", str(tables.parent), "--measured", str(measured), "--figures", str(figures)]
+    command = ["--page", str(page), "--out", str(tables.parent), "--measured", str(measured)]
     assert main(command) == 0
     text = page.read_text()
-    assert text.count("Not measured yet.") == 2 and text.count("kept") == 3 and "old" not in text
+    assert text.count("Not measured yet.") == 2 and text.count("kept") == 2 and "old" not in text
     assert tables.read_text().count("Not measured yet.") == 3
     for name, rows in (("throughput", throughput), ("growth", growth), ("loop", loop), ("opacus_side_by_side", beside)):
         rows.to_csv(measured / f"{name}.csv", index=False)
-    figures.mkdir()
-    (figures / "throughput.png").write_text("")
     assert main(command) == 0
     text = page.read_text()
-    assert "Not measured yet." not in text + tables.read_text() and "](figures/throughput.png)" in text
+    assert "Not measured yet." not in text + tables.read_text()
     assert throughput_summary(pd.read_csv(measured / "throughput.csv")) in text
     assert throughput_tables(pd.read_csv(measured / "throughput.csv")) in tables.read_text()
     assert main(command) == 0 and page.read_text() == text

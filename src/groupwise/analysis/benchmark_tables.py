@@ -1,10 +1,9 @@
 """Writes the tables of the benchmarks:  python -m groupwise.analysis.benchmark_tables
 
-results/tables/benchmarks.md has all of them, docs/benchmarks.md one line for each workload, and the figures.
+results/tables/benchmarks.md has all of them, docs/benchmarks.md one line for each workload.
 """
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -56,10 +55,6 @@ KINDS = {
 PEERS = ("opacus", "fastdp", "private_transformers")
 
 """Prefix of method names, and the summary's name for the fastest of them."""
-FIGURES = {
-    "throughput": "Memory and throughput against batch size",
-    "runtime_breakdown": "The same on another machine configuration",
-}
 
 
 def throughput_tables(rows: pd.DataFrame) -> str:
@@ -187,27 +182,15 @@ def side_by_side_table(rows: pd.DataFrame) -> str:
     return markdown(head, lines)
 
 
-def figure_links(figures: Path, page: Path) -> str:
-    """The existing figures; for the others, the command that makes them."""
-    lines = []
-    for name, title in FIGURES.items():
-        file = figures / f"{name}.png"
-        place = Path(os.path.relpath(file, page.parent)).as_posix()
-        link = f"![{title}]({place})" if file.is_file() else "Not drawn yet."
-        lines.append(f"{title} (`make figure-{name}`):\n\n{link}")
-    return "\n\n".join(lines)
-
-
-def fill(text: str, page: Path, measured: Path, figures: Path) -> str:
-    """The text of `page` with its markers filled from the rows under `measured` and the files under `figures`.
+def fill(text: str, page: Path, measured: Path) -> str:
+    """The text of `page` with its markers filled from the rows under `measured`.
 
     Raises:
         UserError: a marker is missing, or a CSV is not what its benchmark writes.
     """
     text = between_markers(text, "summary", _made(measured, "throughput", THROUGHPUT, throughput_summary), page)
     beside = _made(measured, "opacus_side_by_side", SIDE_BY_SIDE, side_by_side_table)
-    text = between_markers(text, "side_by_side", beside, page)
-    return between_markers(text, "figures", figure_links(figures, page), page)
+    return between_markers(text, "side_by_side", beside, page)
 
 
 def full(measured: Path) -> str:
@@ -260,12 +243,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     parser.add_argument("--measured", type=Path, default=Path("results/measured/benchmarks"))
-    parser.add_argument("--figures", type=Path, default=Path("results/figures"))
     given = parser.parse_args(arguments)
     if not given.page.is_file():
         raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
     before = given.page.read_text(encoding="utf-8")
-    text, tables = fill(before, given.page, given.measured, given.figures), full(given.measured)
+    text, tables = fill(before, given.page, given.measured), full(given.measured)
     if text != before:
         write_text(given.page, text)
     given.out.mkdir(parents=True, exist_ok=True)
