@@ -117,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="KEY=VALUE", help="clip=, noise=, privacy= as for run.py; or task="
     )
     designs = "; ".join(f"{name}: {design.says}" for name, design in DESIGNS.items())
-    parser.add_argument("--design", default="full", help=designs)
-    parser.add_argument("--model", default="layers", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--design", default="full", choices=DESIGNS, help=designs)
+    models = [name for name in MODELS if name != "codes"]  # which --design counts has
+    parser.add_argument("--model", default="layers", choices=models, help="the canaries' model")
     parser.add_argument("--canaries", type=int, help="how many (default: the design's)")
     parser.add_argument("--dropout", type=float, default=0.0, help="its rate in the canaries' model")
     parser.add_argument("--plays", type=int, default=PLAYS, help="of each of two worlds, for a real task")

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from scipy.linalg import hadamard
 from torch import Tensor, nn
 
-from groupwise.errors import UserError
 from groupwise.training.private_step import Sampler
 from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
@@ -157,12 +156,7 @@ def make_canaries(name: str, canaries: int, level: float, seed: int, dropout: fl
     """The model of that name for m canaries; ``level`` is the largest norm that any group lets through.
 
     ``dropout`` is its rate, at inputs and outputs of layers; codes have none.
-
-    Raises:
-        UserError: no such model.
     """
-    if name not in MODELS:
-        raise UserError(f"--model {name} is not one of {', '.join(MODELS)}.")
     torch.manual_seed(seed)
     return MODELS[name](canaries, level if name == "codes" else LOUD * level, dropout)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.audit.canaries import MODELS
 from groupwise.checkout import CONF
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
@@ -83,10 +82,6 @@ def make_setting(
     Raises:
         UserError: a setting that this kind of audit cannot test.
     """
-    if design not in DESIGNS:
-        raise UserError(f"--design {design} is not one of {', '.join(DESIGNS)}.")
-    if model not in MODELS:
-        raise UserError(f"--model {model} is not one of {', '.join(MODELS)}.")
     if not 0.5 <= confidence < 1.0:
         raise UserError(f"--confidence {confidence:g} must lie in [0.5, 1).")
     if seed < 0:
@@ -107,13 +102,11 @@ def make_setting(
         config = _compose_real(overrides, chosen, seed)
         name = f"{config.task} {config.model.name}".strip()
         return Setting(config, name, design, 1, seed, confidence, config.model.dropout or 0.0, plays)
-    m = canaries or (chosen.canaries if model != "lora" else min(chosen.canaries, 1500))
-    if (design == "counts") != (model == "codes"):
-        if design == "counts" and model != "layers":
+    if design == "counts":
+        if model != "layers":
             raise UserError(f"--design counts has a model of its own: leave out --model {model}.")
-        if model == "codes":
-            raise UserError("--model codes is what --design counts uses: give that.")
         model = "codes"
+    m = canaries or (chosen.canaries if model != "lora" else min(chosen.canaries, 1500))
     if model == "codes" and dropout:
         raise UserError("--design counts reads canaries from bits that masks would flip: leave out --dropout.")
     if not 16 <= m <= MOST[model] or (model == "codes" and m & (m - 1)):
