@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from groupwise.clipping.unchanged import Generators
 from groupwise.errors import UserError
@@ -51,9 +51,8 @@ class DatasetSums(Microbatches):
         super().__init__(size)
         self.data, self.losses, self.loading, self.order = data, losses, loading, order
         self._model = model
-        plain = type(data) is TensorDataset and loading.collate_fn is default_collate
-        self._tensors: tuple[Tensor, ...] | None = data.tensors if plain else None
-        """A batch is these tensors at its rows: nothing is read one by one, and nothing is drawn."""
+        self._at_once = _rows_of(data) if loading.collate_fn is default_collate else None
+        """Gives the batch of rows of tensors, which need not be read one by one."""
         self._batches: Iterator[Any] | None = None
         """Of the worker processes, which read ahead."""
         self._step = -1
@@ -123,8 +122,8 @@ class DatasetSums(Microbatches):
         self._batches = None
 
     def _batch(self, private: PrivateStep, step: int, start: int, rows: np.ndarray) -> Any:
-        if self._tensors is not None:
-            return self._pinned([tensor[rows] for tensor in self._tensors])
+        if self._at_once is not None:
+            return self._pinned(self._at_once(rows))
         reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
         if not self.loading.num_workers:
             return self._pinned(reader[step, start, rows.tolist()])
@@ -160,6 +159,14 @@ class DatasetSums(Microbatches):
         if hasattr(self.data, "__getitems__"):
             return list(self.data.__getitems__(list(rows)))
         return [self.data[row] for row in rows]
+
+
+def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
+    """What the default collate function makes of rows of a `TensorDataset`, or a `Subset` of one; None of others."""
+    if type(data) is Subset:
+        inner, places = _rows_of(data.dataset), np.asarray(data.indices)
+        return None if inner is None else lambda rows: inner(places[rows])
+    return (lambda rows: [tensor[rows] for tensor in data.tensors]) if type(data) is TensorDataset else None
 
 
 @dataclass(frozen=True)
