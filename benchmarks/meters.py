@@ -1,5 +1,6 @@
 """Measures a step: its time, the peak of its memory, and what its arithmetic alone would allow."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+from groupwise.clipping.matmul import has_onednn
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,16 @@ def _peak(events: list[Any]) -> int:
 
 def count_operations(step: Callable[[], None]) -> int:
     """Floating-point operations of one step's matrix products, convolutions and attention; nothing elementwise."""
-    corrected = {torch.ops.aten.convolution_backward: _convolution_backward}
+    corrected: dict[Any, Any] = {torch.ops.aten.convolution_backward: _convolution_backward}
+    if has_onednn():
+        corrected[torch.ops.mkldnn._linear_pointwise] = _linear_pointwise
     with FlopCounterMode(display=False, custom_mapping=corrected) as counter:
         step()
     return counter.get_total_flops()
+
+
+def _linear_pointwise(input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(input_shape) * weight_shape[0]
 
 
 def _convolution_backward(

@@ -6,6 +6,7 @@ import torch
 from benchmarks.meters import count_operations, floor
 from benchmarks.methods import make
 from benchmarks.workloads import build
+from groupwise.clipping import matmul
 
 
 def test_operations_of_a_linear_layer() -> None:
@@ -38,3 +39,12 @@ def test_a_grouped_convolution_is_counted_as_one(groups: int, stride: int) -> No
     assert count_operations(lambda: conv(x)) == forward
     assert count_operations(lambda: conv(x).sum().backward()) == 3 * forward
     assert count_operations(lambda: conv(x.detach()).sum().backward()) == 2 * forward
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not matmul.has_onednn(), reason="this torch has no float32 products by oneDNN")
+def test_products_by_onednn_are_counted(monkeypatch):
+    monkeypatch.setattr(matmul, "LEAST", 0)
+    monkeypatch.setattr(matmul, "_used", "onednn")
+    x, weight = torch.randn(4, 6, 10), torch.randn(7, 10)
+    assert count_operations(lambda: matmul.linear(x, weight)) == 2 * 4 * 6 * 10 * 7
