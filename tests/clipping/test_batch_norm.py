@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from groupwise import make_private
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import attach, flat, per_layer, verify
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.alone import looped
@@ -38,6 +38,20 @@ class Residual(nn.Module):
         return self.fc(self.drop(self.pool(torch.relu(x + self.bn2(self.conv2(x)))).flatten(1)))
 
 
+class NormAndActivation(nn.BatchNorm2d):
+    """A subclass with a forward of its own, as timm's BatchNormAct2d."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+def with_activation() -> nn.Module:
+    model = Residual()
+    for name in ("bn1", "bn2"):
+        model.get_submodule(name).__class__ = NormAndActivation
+    return model
+
+
 def freeze(model: nn.Module, but: str) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(but in name)
@@ -51,6 +65,7 @@ MODELS = {
     "affine parameters alone": lambda: freeze(Residual(), "bn"),
     "one affine parameter": lambda: freeze(Residual(), "bn2.bias"),
     "SyncBatchNorm": lambda: Residual(sync=True),
+    "a subclass with an activation": with_activation,
 }
 
 
@@ -170,6 +185,7 @@ def test_a_frozen_layer_whose_channels_become_tokens_is_exact_for_one_example_at
     model.zero_grad()
     with attach(model, make_partition(model), 1e30) as engine:
         engine.trace(lambda rows: model(x[list(rows)]), range(6))
+        verify(engine, lambda rows: model(x[list(rows)]), range(6))
         for i in range(6):
             engine.clip(lambda rows: model(x[list(rows)]), [i])
     for parameter, sums in zip(model.parameters(), expected, strict=True):

@@ -98,3 +98,20 @@ def test_half_precision_is_measured_in_float32() -> None:
         rows = rule.per_example_gradients(saved, y, (True, True))
     assert gx is not None and gx.dtype == torch.bfloat16
     assert [row.dtype for row in rows if row is not None] == [torch.float32] * 2
+
+
+def test_one_example_whose_tokens_became_an_image():
+    """Its strides are those of channels_last but for the axis of length 1, on which torch's kernel insists."""
+
+    class Image(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.transpose(1, 2).reshape(len(x), 4, 3, 3)
+
+    model = nn.Sequential(nn.Linear(4, 4), Image(), nn.GroupNorm(2, 4)).double()
+    x = torch.randn(1, 9, 4, dtype=torch.float64)
+    assert not group_norm._stays_channels_last(model[:2](x)) and not model[:2](x).is_contiguous()
+    (expected,) = single(model, x)
+    engine = attach(model, flat(model), 1e9)
+    clip_batch(engine, partial(loss, model), x)
+    for parameter, gradient in zip(trained(model), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-8, atol=1e-11)

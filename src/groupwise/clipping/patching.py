@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from groupwise.clipping.calls import LayerCalls, only_argument
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
@@ -121,7 +123,8 @@ class Patches:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         refuse_batch_statistics(name, module)
-        return frozen_batch_norm(module, only_argument(module, name, args, kwargs))
+        with FrozenStatistics():
+            return forward(*args, **kwargs)
 
     def _run_direct(
         self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any
@@ -140,15 +143,33 @@ class Patches:
         return self.calls.run_direct(group, member, x, parameters)
 
 
-def frozen_batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
-    """BatchNorm with its running statistics, as a map of each channel.
+class FrozenStatistics(TorchFunctionMode):
+    """Inside, `F.batch_norm` is `frozen_batch_norm`, in a forward of torch's or of a subclass (with an activation)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (frozen_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def frozen_batch_norm(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm` with running statistics, as a map of each channel.
 
     torch's kernel gives wrong gradients on a CPU for one example whose output gradient is transposed in memory.
     """
-    shape = -1, *[1] * (x.dim() - 2)
-    assert module.running_mean is not None and module.running_var is not None
-    scale = (module.running_var + module.eps).rsqrt()
-    y = (x - module.running_mean.view(shape)) * scale.view(shape)
-    if module.affine:
-        y = y * module.weight.view(shape) + module.bias.view(shape)
-    return y.to(x.dtype)
+    if training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    shape = -1, *[1] * (input.dim() - 2)
+    y = (input - running_mean.view(shape)) * (running_var + eps).rsqrt().view(shape)
+    if weight is not None:
+        y = y * weight.view(shape)
+    if bias is not None:
+        y = y + bias.view(shape)
+    return y.to(input.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping.engine import ClippingEngine
+from groupwise.clipping.patching import FrozenStatistics
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.clipping.runs import Runs, moved_losses
 from groupwise.clipping.shared_draws import check_draws
@@ -140,7 +141,8 @@ class _Comparison:
         alone: dict[int, Tensor] = {}
 
         def loss_of(example: int) -> Tensor:
-            loss = runs.losses([example])[0] if self.calms else runs.losses(examples)[examples.index(example)]
+            with FrozenStatistics():
+                loss = runs.losses([example])[0] if self.calms else runs.losses(examples)[examples.index(example)]
             alone[example] = loss.detach()
             return loss
 

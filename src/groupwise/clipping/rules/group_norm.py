@@ -111,6 +111,11 @@ class InstanceNormRule(GroupNormRule):
 
 
 def _stays_channels_last(x: Tensor) -> bool:
-    """Whether the kernel takes x (B, C, H, W) as it is, in channels_last."""
-    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    return last and x.device.type == "cpu"
+    """Whether the kernel takes x (B, C, H, W) as it is, in channels_last.
+
+    `is_contiguous` ignores the stride of an axis of length 1, which the kernel looks at: so strides are compared.
+    """
+    if x.dim() != 4 or x.is_contiguous() or x.device.type != "cpu":
+        return False
+    _, channels, height, width = x.shape
+    return x.stride() == (channels * height * width, 1, width * channels, channels)
