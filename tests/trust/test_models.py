@@ -16,7 +16,20 @@ from trust.models.__main__ import ARCHITECTURES, main, measure
 from trust.models.architecture import Size, Subject
 from trust.models.check import know
 from trust.models.plain_layers import net, vectors
-from trust.models.rows import EXACT, FALSE_ALARM, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, as_csv, summary, tables
+from trust.models.rows import (
+    EXACT,
+    FALSE_ALARM,
+    HEAD,
+    MODES,
+    REFUSED,
+    TRACEBACK,
+    WRONG,
+    Row,
+    as_csv,
+    read_csv,
+    summary,
+    tables,
+)
 from trust.models.truth import find_truth, parameters_of
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
@@ -217,6 +230,16 @@ def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys, spo
     spoiled(spoil_a_sum)
     assert main(["--no-speed", "--modes", "flat"]) == 1
     assert "MLP, flat" in capsys.readouterr().err
+
+
+def test_rows_of_a_package_that_is_not_installed_stay(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "RESULT", tmp_path / "models.csv")
+    monkeypatch.setattr(command, "ARCHITECTURES", (MLP, replace(MLP, name="other", needs="not_there")))
+    row = Row("torch.nn", "other", "flat", EXACT, 1e-16, "taken", 1, 2, 0, 0, 2.0, 3.0)
+    command.RESULT.write_text(as_csv([row]))
+    assert main(["--no-speed"]) == 0
+    assert "other: skipped, not_there is not installed" in capsys.readouterr().out
+    assert read_csv(command.RESULT.read_text())[3:] == [row]
 
 
 def test_the_table_shows_each_mode_and_each_sentence_once():

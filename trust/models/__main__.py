@@ -6,6 +6,7 @@ private step is set beside a non-private one.
 """
 
 import argparse
+import importlib.util
 import sys
 import time
 import warnings
@@ -17,6 +18,7 @@ import torch
 from groupwise.atomic import write_text
 from trust.models.architecture import Architecture
 from trust.models.check import attempt, check, know
+from trust.models.diffusers_models import DIFFUSERS
 from trust.models.hugging_face import ADAPTERS, TEXT
 from trust.models.hugging_face_senses import SENSES
 from trust.models.plain_attention import ATTENTION
@@ -24,9 +26,11 @@ from trust.models.plain_layers import LAYERS
 from trust.models.plain_mixing import MIXING
 from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
-from trust.models.rows import EXACT, MODES, TRACEBACK, Row, as_csv
+from trust.models.rows import EXACT, MODES, TRACEBACK, Row, as_csv, read_csv
 from trust.models.speed import with_speed
+from trust.models.timm_models import TIMM
 from trust.models.torchvision_models import NETWORKS
+from trust.models.video import VIDEO
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *TEXT,
@@ -38,6 +42,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *ATTENTION,
     *MIXING,
     *NETWORKS_OF_ONES_OWN,
+    *VIDEO,
+    *TIMM,
+    *DIFFUSERS,
 )
 
 
@@ -66,8 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of other libraries; those of groupwise are counted
     rows: list[Row] = []
+    committed = read_csv(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else []
     for architecture in ARCHITECTURES:
-        if architecture.name in (options.only or names):
+        if architecture.name in (options.only or names) and not _is_there(architecture.needs):
+            print(f"{architecture.name}: skipped, {architecture.needs} is not installed; its committed rows stay")
+            rows += [row for row in committed if row.architecture == architecture.name]
+        elif architecture.name in (options.only or names):
             start = time.monotonic()
             found = measure(architecture, options.modes, not options.no_speed)
             rows += found
@@ -82,6 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         write_text(RESULT, as_csv(rows))
     return 1 if faulty else 0
+
+
+def _is_there(package: str) -> bool:
+    return not package or importlib.util.find_spec(package) is not None
 
 
 def _by_note(rows: Sequence[Row]) -> dict[str, list[str]]:

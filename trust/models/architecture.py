@@ -73,12 +73,14 @@ class Architecture:
         name: unique. family: whose it is.
         make: builds it; the caller has seeded torch's generator.
         mixes: one example's loss depends on the others, so that it must be refused.
+        needs: a package that is none of requirements.txt; without it the committed rows stay as they are.
     """
 
     name: str
     family: str
     make: Callable[[Size], Subject]
     mixes: bool = False
+    needs: str = ""
 
 
 def in_eval(module: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """The rows of the table: one for each architecture and mode, to CSV and to Markdown."""
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -51,6 +52,20 @@ HEAD = tuple(field.name for field in fields(Row))
 def as_csv(rows: Sequence[Row]) -> str:
     """One header, one line a row, in the order of the list."""
     return csv_text(HEAD, ([_written(name, value) for name, value in asdict(row).items()] for row in rows))
+
+
+def read_csv(text: str) -> list[Row]:
+    """The rows that `as_csv` wrote, with the digits that it kept."""
+    return [
+        Row(**{name: _read(name, value) for name, value in row.items() if value})  # type: ignore[arg-type]
+        for row in csv.DictReader(text.splitlines())
+    ]
+
+
+def _read(name: str, value: str) -> str | int | float:
+    if name in ("groups", "parameters", "frozen", "warnings"):
+        return int(value)
+    return float(value) if name in ("error", "plain_ms", "private_ms") else value
 
 
 def _written(name: str, value: object) -> str:

@@ -50,13 +50,17 @@ def freeze_unreached(subject: Subject) -> list[str]:
 
 
 def find_truth(subject: Subject) -> Truth:
-    """One backward pass for each example alone."""
+    """One backward pass for each example alone, beside a copy of itself.
+
+    The copy has no part in the gradient. Without it torch's BatchNorm in eval mode is wrong on a CPU: of a single
+    example with an incoming gradient in channels_last, whose strides fit both layouts, it mixes up the channels.
+    """
     trainable = trained(subject.model)
     rows: dict[str, list[Tensor]] = {name: [] for name in trainable}
     for i in range(len(next(iter(subject.batch.values())))):
-        alone = {name: values[i : i + 1] for name, values in subject.batch.items()}
+        alone = {name: values[[i, i]] for name, values in subject.batch.items()}
         with buffers_kept(subject.model):
-            (loss,) = subject.losses(subject.model, alone)
+            loss = subject.losses(subject.model, alone)[0]
         found = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         for (name, parameter), gradient in zip(trainable.items(), found, strict=True):
             rows[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
