@@ -1,5 +1,6 @@
 """Networks of diffusers, small, from their classes: each predicts the noise of an example, or its picture again."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -44,8 +45,7 @@ def of(name: str, cls: str, batch: dict[str, Any], target: tuple[int, ...], **ow
 
     def make(size: Size) -> Subject:
         mend_torchvision()  # diffusers imports transformers
-        import diffusers
-
+        diffusers = importlib.import_module("diffusers")  # optional, so not in requirements.txt
         diffusers.logging.set_verbosity_error()  # of a cast by `to`
 
         network = getattr(diffusers, cls)(**own)
