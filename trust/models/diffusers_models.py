@@ -22,6 +22,7 @@ BLOCKS_OF_AUTOENCODER = {
     "up_block_types": ("UpDecoderBlock2D",) * 2,
 }
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 4}
+ON_LATENTS = {**HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "sample_size": 8}
 PICTURE, LATENT = (3, 16, 16), (4, 8, 8)
 
 
@@ -104,11 +105,7 @@ DIFFUSERS = (
         "DiTTransformer2DModel",
         {**TOKENS, "class_labels": 3},
         LATENT,
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=8,
+        **ON_LATENTS,
         norm_num_groups=4,
         num_embeds_ada_norm=1000,
     ),
@@ -117,11 +114,7 @@ DIFFUSERS = (
         "PixArtTransformer2DModel",
         {**TOKENS, **TEXT},
         LATENT,
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=8,
+        **ON_LATENTS,
         norm_num_groups=4,
         cross_attention_dim=16,
         caption_channels=16,
@@ -143,11 +136,7 @@ DIFFUSERS = (
         "SD3Transformer2DModel",
         {**TOKENS, **TEXT, "pooled_projections": (16,)},
         LATENT,
-        **{**HEADS, "attention_head_dim": 8},
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=8,
+        **{**ON_LATENTS, "attention_head_dim": 8},
         patch_size=2,
         joint_attention_dim=16,
         caption_projection_dim=32,

@@ -47,24 +47,19 @@ def of(name: str, path: str, image: int = 32, mixes: bool = False, **own: Any) -
     return Architecture(name, "timm", make, mixes, needs="timm")
 
 
+ONE_BLOCK: dict[str, Any] = {"embed_dim": (16,), "depths": (1,), "block_type": ("M",), "stem_width": 8}
+"""Of MaxViT's family."""
+
+
 def maxvit(models: Any) -> Any:
     """One block, convolutional with squeeze and excitation, then attention in windows and over a grid."""
-    return models.MaxxVitCfg(
-        embed_dim=(16,),
-        depths=(1,),
-        block_type=("M",),
-        stem_width=8,
-        transformer_cfg=models.MaxxVitTransformerCfg(dim_head=4, window_size=(2, 2)),
-    )
+    return models.MaxxVitCfg(**ONE_BLOCK, transformer_cfg=models.MaxxVitTransformerCfg(dim_head=4, window_size=(2, 2)))
 
 
 def maxvit_next(models: Any) -> Any:
     """The same with ConvNeXt's block and LayerNorm, and a network for the bias of relative positions."""
     return models.MaxxVitCfg(
-        embed_dim=(16,),
-        depths=(1,),
-        block_type=("M",),
-        stem_width=8,
+        **ONE_BLOCK,
         conv_cfg=models.MaxxVitConvCfg(block_type="convnext", expand_ratio=2, init_values=0.5),
         transformer_cfg=models.MaxxVitTransformerCfg(
             dim_head=4, window_size=(2, 2), rel_pos_type="mlp", init_values=0.5, norm_layer="layernorm2d"

@@ -13,6 +13,8 @@ from groupwise.clipping.precision import batched_product, keeps_half, longest_su
 
 LEAST_SPLIT = 1 << 22
 """Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""
+FEWEST_ROWS = {"torch": 32, "onednn": 256}
+"""The same, by the library: quarters of fewer rows are too small for oneDNN to be fast."""
 CHUNK_FLOATS = 1 << 24
 """Numbers that the inner products, or gradients, of one chunk of examples may hold, so as not to fill the memory."""
 
@@ -36,8 +38,7 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 def self_products(x: Tensor) -> Tensor:
     """XXᵀ (B, T, T) of x (B, T, d); on a CPU the upper right quarter is copied from the lower left."""
     rows = x.shape[1]
-    least = 256 if matmul.used() == "onednn" else 32
-    if x.device.type != "cpu" or rows < least or x.numel() * rows < LEAST_SPLIT:
+    if x.device.type != "cpu" or x.numel() * rows < LEAST_SPLIT or rows < FEWEST_ROWS[matmul.used()]:
         return inner_products(x, x)
     half = rows // 2
     products = x.new_empty(x.shape[0], rows, rows)

@@ -1,14 +1,13 @@
 """Multiplies float32 matrices on a CPU by the faster of the two libraries that torch has.
 
 torch gives products to MKL and convolutions to oneDNN. Some processors (AMD's with AVX-512) multiply twice as fast by
-oneDNN. Which one is faster here is measured once by a process, on one product of each kind; a training keeps the
-answer in its checkpoints, as the two round differently. Elsewhere, and for small products, this is torch's own product.
+oneDNN. Each process measures once, on one product, which of them is faster. A training keeps the answer in its
+checkpoints, as the two round differently. On other devices, and for small products, this is torch's own product.
 """
 
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ GAIN = 1.2
 """oneDNN is taken where it is faster by this factor."""
 
 FLOAT32 = torch.float32
+"""Kept here, as tests in double precision let `torch.float32` stand for float64."""
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors: subclasses have products of their own."""
 
@@ -44,7 +44,7 @@ def use(library: str) -> None:
 
 
 def repeat(library: str) -> None:
-    """Multiply as a training did that goes on here, if this machine can."""
+    """Multiply by the library of a training that is resumed, if this machine has it; else by the faster one."""
     use(library if library == "torch" or has_onednn() else "auto")
 
 
@@ -120,7 +120,7 @@ def has_onednn() -> bool:
     a, b, bias = (torch.sin(torch.arange(n, dtype=FLOAT32, device="cpu")) for n in (33 * 65, 17 * 65, 17))
     a, b = a.view(65, 33).t(), b.view(17, 65)
     try:
-        made: Any = _onednn(a, b, bias)
+        made = _onednn(a, b, bias)
     except (AttributeError, RuntimeError):  # a private name of torch's
         return False
     return torch.allclose(made.double(), F.linear(a.double(), b.double(), bias.double()), rtol=1e-5, atol=1e-5)

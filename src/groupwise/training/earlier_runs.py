@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def sentence(runs: Sequence[Entry]) -> str:
-    """What weights of earlier runs, of which these are `counted`, mean for the guarantee."""
+    """Say what weights of earlier runs, of which these are `counted`, mean for the guarantee."""
     if not runs:
         return "The runs that the weights come from had other data, or public ones, and cost nothing here."
     names = ", ".join(run["run"] for run in runs)
