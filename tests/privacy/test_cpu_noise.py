@@ -1,16 +1,26 @@
 """Normals on a CPU: their law, its tails, and that no draw is 0 or comes out more often than others."""
 
 import math
+import shutil
 import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from groupwise.privacy import NoiseSource
-from groupwise.privacy.cpu_noise import CHUNK, box_muller, normals
+from groupwise.privacy.cpu_noise import CHUNK, COMPILED, box_muller, box_muller_compiled, normals
 
-SOURCE = NoiseSource.from_key(bytes(range(32)))
+KEY = bytes(range(32))
+SOURCE = NoiseSource.from_key(KEY)
+COMPILE = pytest.param(
+    box_muller_compiled,
+    id="compiled",
+    marks=pytest.mark.skipif(COMPILED is None, reason="installed without a compiler"),
+)
+by_either = pytest.mark.parametrize("pairs_of", [pytest.param(box_muller, id="numpy"), COMPILE])
+Pairs = Callable[[np.ndarray, np.ndarray], np.ndarray]
 LEAST, MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 RADII = np.array([0, 1, -1, LEAST, LEAST + 1, MOST, MOST - 1, 2**62, -(2**62), 3**39])
 ANGLES = np.array([0, 1, -1, -(2**31), 2**31 - 1, 2**30, 2**30 - 1, -(2**30), 2**29, -(2**29)], dtype=np.int32)
@@ -20,10 +30,26 @@ def draw(size: int = 200_000, std: float = 1.0, step: int = 0) -> np.ndarray:
     return SOURCE.add_gaussian_(torch.zeros(size), std, step, 0).numpy()
 
 
+@pytest.mark.parametrize("secret", [True, False])
 @pytest.mark.parametrize("std", [1e-30, 1e-4, 37.0, 1e25])
-def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal_only, std: float) -> None:
-    drawn = draw(20_000, std).astype(np.float64)
-    follows_normal_only(drawn / std, 1.0)
+def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal_only, std: float, secret: bool) -> None:
+    drawn = NoiseSource.from_key(KEY, secret).add_gaussian_(torch.zeros(20_000), std, 0, 0)
+    follows_normal_only(drawn.numpy().astype(np.float64) / std, 1.0)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler")
+def test_a_compiler_was_used_where_there_is_one() -> None:
+    assert COMPILED is not None
+
+
+@pytest.mark.parametrize("divisor", [1.0, 512.0])
+def test_compiled_noise_is_numpys_but_for_the_last_bits(divisor: float) -> None:
+    sums = torch.randn(CHUNK + 1001, generator=torch.Generator().manual_seed(0))
+    noised = [sums.clone(), sums.clone()]
+    for secret, each in zip((True, False), noised, strict=True):
+        NoiseSource.from_key(KEY, secret).add_gaussians_([each[:700], each[700:]], [2.0, 30.0], 4, divisor)
+    assert (noised[0] - noised[1]).abs().max() < 2e-5 / divisor  # of values up to 150
+    assert not torch.equal(noised[0], sums)
 
 
 def test_tails_and_both_of_a_pair_are_there() -> None:
@@ -35,7 +61,8 @@ def test_tails_and_both_of_a_pair_are_there() -> None:
         assert abs(np.corrcoef(part[:, 0].ravel(), part[:, 1].ravel())[0, 1]) < 5 / math.sqrt(15 * CHUNK)
 
 
-def test_pairs_are_those_of_float64() -> None:
+@by_either
+def test_pairs_are_those_of_float64(pairs_of: Pairs) -> None:
     random = np.random.default_rng(5)
     radii = random.integers(LEAST, MOST, 50_000) >> random.integers(0, 63, 50_000)  # small words, too
     angles = random.integers(-(2**31), 2**31, 50_000).astype(np.int32)
@@ -43,30 +70,33 @@ def test_pairs_are_those_of_float64() -> None:
     angle = ((angles & (2**30 - 1)) + 0.5) * (np.pi * 2.0**-31)
     signs = np.where([angles < 0, angles & 2**30 != 0], -1.0, 1.0)
     truth = radius * np.stack([np.sin(angle), np.cos(angle)]) * signs
-    assert np.abs(box_muller(radii, angles).reshape(2, -1) / truth - 1.0).max() < 1e-6
+    assert np.abs(pairs_of(radii, angles).reshape(2, -1) / truth - 1.0).max() < 1e-6
 
 
-def test_no_word_gives_zero_and_none_an_infinite_draw() -> None:
+@by_either
+def test_no_word_gives_zero_and_none_an_infinite_draw(pairs_of: Pairs) -> None:
     """Noise that is 0 lets a sum out as it is: of 125 million it was, in every step, some 3 to 12 times."""
     radii, angles = (words.ravel() for words in np.meshgrid(RADII, ANGLES))
     with np.errstate(all="raise"):
-        drawn = box_muller(radii, angles.astype(np.int32))
+        drawn = pairs_of(radii, angles.astype(np.int32))
     assert np.isfinite(drawn).all() and drawn.all()
 
 
-def test_a_radius_ends_at_nine_standard_deviations() -> None:
-    _, drawn = box_muller(np.array([0, 1]), np.zeros(2, np.int32)).reshape(2, 2)  # the angle's cosine is 1
+@by_either
+def test_a_radius_ends_at_nine_standard_deviations(pairs_of: Pairs) -> None:
+    _, drawn = pairs_of(np.array([0, 1]), np.zeros(2, np.int32)).reshape(2, 2)  # the angle's cosine is 1
     assert drawn.tolist() == pytest.approx([math.sqrt(-2 * math.log(numerator * 2.0**-64)) for numerator in (1, 3)])
 
 
+@by_either
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("of", ["radius", "angle"])
-def test_small_draws_keep_their_digits(axis: int, of: str) -> None:
+def test_small_draws_keep_their_digits(axis: int, of: str, pairs_of: Pairs) -> None:
     """2000 words next to each other give draws near 0 that differ; of float32 numbers near 1 few would."""
     near = np.arange(2000) if axis == 0 else 2**30 - 1 - np.arange(2000)
     one = np.full(2000, 2**62)
     radii, angles = (MOST - 2**11 * np.arange(2000), near * 0 + 2**29) if of == "radius" else (one, near)
-    drawn = box_muller(radii, angles.astype(np.int32)).reshape(2, -1)[axis]
+    drawn = pairs_of(radii, angles.astype(np.int32)).reshape(2, -1)[axis]
     assert len(np.unique(drawn)) > 1000 and np.abs(drawn).max() < 1e-5
 
 
@@ -89,14 +119,15 @@ def test_large_tensors_take_one_small_buffer_of_memory() -> None:
 
 
 @pytest.mark.slow
-def test_no_value_of_a_billion_draws_has_a_point_mass() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_value_of_a_billion_draws_has_a_point_mass(compiled: bool) -> None:
     """Near 0 a normal's density is 0.4: within 1e-6 are 798 of 10⁹, and no two of them are equal but by chance.
 
     Tails: 10⁹ draws pass 5 standard deviations 573 times, each within five standard errors.
     """
     small, beyond = [], 0
     for chunk in range(10**9 // CHUNK):
-        drawn = normals(bytes(32), chunk, CHUNK, torch.float32).numpy()
+        drawn = normals(bytes(32), chunk, CHUNK, torch.float32, compiled).numpy()
         small.append(drawn[np.abs(drawn) < 1e-6])
         beyond += int((np.abs(drawn) > 5.0).sum())
     near = np.concatenate(small)

@@ -33,6 +33,10 @@ SIDE_BY_SIDE = (
     *("cpu_seconds", "wall_seconds", "peak_bytes", *MACHINE),
 )
 """The columns of opacus_side_by_side.csv that are read: one row a training; `role` is search or result."""
+SMALL_MODELS = (
+    *("model", "method", "parameters", "batch", *MACHINE, "rounds", "steps", "milliseconds", "ratio", "status"),
+)
+"""The columns of small_models.csv that are read: one row a model and method, medians over rounds."""
 METHODS = {
     "none": "non-private",
     "none_again": "non-private, again",

@@ -6,12 +6,16 @@ deviations, which a Gaussian passes once in 10²⁰ draws, and is never 0. Both 
 is made from a whole number, so they keep their digits where they are small: no draw is 0, nor any other number more
 often than the spacing of float32 asks for.
 
-numpy's vectorised functions may differ in their last bit from processor to processor, and so may the draws.
+numpy's vectorised functions may differ in their last bit from processor to processor, and so may the draws. Where the
+package was installed with a C compiler, `normals.c` draws pairs four times as fast, equal to numpy's but for the last
+two bits. Noise from a published key stays numpy's, so that a training is repeated to the bit without a compiler too.
 """
 
+import ctypes
 import math
 import threading
 from hashlib import sha256
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -39,17 +43,56 @@ def bits_of(digest: bytes) -> np.random.SFC64:
     return np.random.SFC64(int.from_bytes(digest, "big"))
 
 
-def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype) -> Tensor:
+def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled: bool = False) -> Tensor:
     """The first `count` draws of N(0, 1), float32 or float64, of chunk number `chunk` of a release.
 
-    They are in memory that is written over when this thread draws again.
+    They are in memory that is written over when this thread draws again. `compiled` takes `COMPILED` where it is there.
     """
     bits = bits_of(sha256(digest + chunk.to_bytes(8, "big")).digest())
     if dtype == torch.float64:
         return torch.from_numpy(np.random.Generator(bits).standard_normal(count))
     pairs = -(-count // 4) * 2  # two angles fit into a word
-    words = bits.random_raw(pairs + pairs // 2)
-    return torch.from_numpy(box_muller(words[:pairs].view(np.int64), words[pairs:].view(np.int32))[:count])
+    if compiled and COMPILED is not None:
+        words, state = np.empty(pairs + pairs // 2, np.uint64), bits.state["state"]["state"]
+        COMPILED.random_words(state.ctypes.data, words.ctypes.data, len(words))
+    else:
+        words = bits.random_raw(pairs + pairs // 2)
+    pair = box_muller_compiled if compiled and COMPILED is not None else box_muller
+    return torch.from_numpy(pair(words[:pairs].view(np.int64), words[pairs:].view(np.int32))[:count])
+
+
+def add_scaled(sums: np.ndarray, drawn: np.ndarray, std: float, divisor: float, compiled: bool = False) -> None:
+    """``(sums + std · drawn) / divisor`` in place, of 1-dimensional float32 or float64; `drawn` is used up."""
+    if compiled and COMPILED is not None and sums.dtype == np.float32:
+        COMPILED.add_scaled(sums.ctypes.data, drawn.ctypes.data, std, divisor, len(sums))
+        return
+    drawn *= drawn.dtype.type(std)
+    sums += drawn
+    if divisor != 1.0:
+        sums /= sums.dtype.type(divisor)
+
+
+def _library() -> ctypes.CDLL | None:
+    """`normals.c`, compiled; None where there was no compiler."""
+    found = find_spec("groupwise.privacy._normals")
+    if found is None or found.origin is None:
+        return None
+    library, address, size = ctypes.CDLL(found.origin), ctypes.c_void_p, ctypes.c_size_t
+    library.random_words.argtypes = [address, address, size]
+    library.box_muller.argtypes = [address, address, address, size]
+    library.add_scaled.argtypes = [address, address, ctypes.c_float, ctypes.c_float, size]
+    return library
+
+
+COMPILED = _library()
+
+
+def box_muller_compiled(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """As `box_muller`, by `COMPILED`."""
+    assert COMPILED is not None
+    drawn = _scratch.drawn[: 2 * len(radii)]
+    COMPILED.box_muller(radii.ctypes.data, angles.ctypes.data, drawn.ctypes.data, len(radii))
+    return drawn
 
 
 def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:

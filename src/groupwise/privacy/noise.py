@@ -162,12 +162,12 @@ class NoiseSource:
                 part.div_(divisor)
             return
         sizes = [len(part) for part in parts]
-        noises = cpu_noise.normals(digest, chunk, sum(sizes), parts[0].dtype).split(sizes)
-        if all(part.device.type == "cpu" for part in parts):
-            _add_on_cpu(parts, noises, stds, divisor)
-            return
+        noises = cpu_noise.normals(digest, chunk, sum(sizes), parts[0].dtype, compiled=self.is_secret).split(sizes)
         for part, noise, std in zip(parts, noises, stds, strict=True):
-            part.add_(noise.mul_(std).to(part.device)).div_(divisor)
+            if part.device.type == "cpu":  # torch would take several threads for it
+                cpu_noise.add_scaled(part.numpy(), noise.numpy(), std, divisor, compiled=self.is_secret)
+            else:
+                part.add_(noise.mul_(std).to(part.device)).div_(divisor)
 
     @staticmethod
     def _check(tensor: Tensor, std: float) -> None:
@@ -202,13 +202,3 @@ def _chunks(tensors: Sequence[tuple[Tensor, float]], size: int) -> Iterator[tupl
                 parts, stds, room = [], [], size
     if parts:
         yield parts, stds
-
-
-def _add_on_cpu(parts: Sequence[Tensor], noises: Sequence[Tensor], stds: Sequence[float], divisor: float) -> None:
-    """Add by numpy, which takes one thread whatever the size."""
-    for part, drawn, std in zip(parts, noises, stds, strict=True):
-        sums, noise = part.numpy(), drawn.numpy()
-        noise *= noise.dtype.type(std)
-        sums += noise
-        if divisor != 1.0:
-            sums /= sums.dtype.type(divisor)

@@ -1,0 +1,321 @@
+"""Measures whole private trainings of eight small models:  python -m benchmarks.small_models
+
+Each method runs its own loop as its documentation writes it: sampling, reading, forward and backward passes, clipping,
+noise, optimiser. `--help` lists the options.
+"""
+
+import copy
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import groupwise
+from benchmarks.options import check_above_zero, command, read, split
+from groupwise.analysis.benchmark_rows import SMALL_MODELS
+from groupwise.errors import UserError, did_you_mean
+
+FILE = "small_models.csv"
+KEY = ("model", "method", "batch", "device", "hardware", "threads", "dtype")
+COLUMNS = (*SMALL_MODELS, "commit", "dirty", "torch", "opacus", "python", "date")
+HELP = f"""python -m benchmarks.small_models [key=value ...]
+
+Milliseconds of processor time a step: a plain loop, make_private (adaptive per layer, flat), Opacus's (hooks, ghost).
+
+  model=all        logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18; several by commas
+  method=all       none, adaptive_layer, flat, opacus_hooks, opacus_ghost; several by commas (none always runs)
+  rounds=7         how often each method has its turn
+  steps=0          steps of a turn; 0 takes as many as fill half a second
+  out=results/measured/benchmarks   the folder of {FILE}
+
+  python -m benchmarks.small_models model=logistic,tabular"""
+
+
+@dataclass
+class SmallModelOptions:
+    """What the command line may say."""
+
+    model: str = "all"
+    method: str = "all"
+    rounds: int = 7
+    steps: int = 0
+    out: str = "results/measured/benchmarks"
+
+
+# -- the models --------------------------------------------------------------------------------------------------------
+
+
+class LSTMClassifier(nn.Module):
+    """Classifies texts by the last output of an LSTM: `nn.LSTM`, or Opacus's own."""
+
+    def __init__(self, lstm: Callable[..., nn.Module] = nn.LSTM) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(1000, 32), lstm(32, 64, batch_first=True), nn.Linear(64, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> logits (B, 2)."""
+        return self.head(self.lstm(self.embed(tokens))[0][:, -1])
+
+
+class Block(nn.Module):
+    """A transformer's block of linear layers and layer norms."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) -> (B, T, d)."""
+        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class TinyTransformer(nn.Module):
+    """Classifies texts by the mean of two blocks' outputs."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(1000, width), nn.Sequential(Block(width, 4), Block(width, 4))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> logits (B, 2)."""
+        return self.head(self.blocks(self.embed(tokens)).mean(1))
+
+
+def _resnet18() -> nn.Module:
+    from groupwise.torchvision_import import mend_torchvision
+
+    mend_torchvision()
+    from torchvision.models import resnet18
+
+    return resnet18(num_classes=10, norm_layer=partial(nn.GroupNorm, 16))
+
+
+def _cnn(*channels: int, size: int) -> nn.Module:
+    """Convolutions of 3 × 3 and average pooling after every second, then one linear layer."""
+    layers: list[nn.Module] = []
+    for number, (before, after) in enumerate(pairwise(channels)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), *([nn.AvgPool2d(2)] if number % 2 else [])]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels[-1] * size * size, 10))
+
+
+def _mnist_cnn() -> nn.Module:
+    """The network of Opacus's MNIST example."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 8, 2, padding=3), nn.ReLU(), nn.MaxPool2d(2, 1)),
+        *(nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten()),
+        *(nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)),
+    )
+
+
+def _mlp(*widths: int) -> nn.Module:
+    pairs = [(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(widths)]
+    return nn.Sequential(*[layer for pair in pairs for layer in pair][:-1])
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A model, and what it trains on: `shape` of one example, texts where `tokens`; `size` examples of `classes`."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    classes: int
+    batch: int
+    size: int = 10_000
+    tokens: bool = False
+
+    def data(self) -> TensorDataset:
+        """Random examples and labels."""
+        shape = (self.size, *self.shape)
+        inputs = torch.randint(1000, shape) if self.tokens else torch.randn(shape)
+        return TensorDataset(inputs, torch.randint(self.classes, (self.size,)))
+
+
+MODELS = {
+    "logistic": SmallModel(lambda: nn.Linear(32, 2), (32,), 2, 256),
+    "tabular": SmallModel(lambda: _mlp(104, 64, 32, 2), (104,), 2, 256),
+    "digits_cnn": SmallModel(lambda: _cnn(1, 16, 32, size=4), (1, 8, 8), 10, 256, 2_000),
+    "mnist_cnn": SmallModel(_mnist_cnn, (1, 28, 28), 10, 64),
+    "cifar_cnn": SmallModel(lambda: _cnn(3, 32, 32, 64, 64, size=8), (3, 32, 32), 10, 64, 2_000),
+    "lstm": SmallModel(LSTMClassifier, (32,), 2, 64, tokens=True),
+    "transformer": SmallModel(TinyTransformer, (32,), 2, 64, tokens=True),
+    "resnet18": SmallModel(_resnet18, (3, 32, 32), 10, 16, 1_000),
+}
+
+# -- the loops ---------------------------------------------------------------------------------------------------------
+
+Loop = Iterator[Any]
+"""Takes a step each time that it is advanced."""
+
+
+def _again(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def plain(model: nn.Module, data: TensorDataset, batch: int) -> Loop:
+    """A loop of PyTorch, without privacy."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for inputs, labels in _again(DataLoader(data, batch_size=batch, shuffle=True)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        yield None
+
+
+def ours(clip: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop:
+    """`make_private`, with microbatches that hold a whole batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(model(inputs), labels, reduction="none")
+
+    budget: dict[str, Any] = {"noise_multiplier": 1.0, "steps": 10**5, "delta": 1e-5}
+    private = groupwise.make_private(
+        model, optimizer, data, losses, batch_size=batch, microbatch=2 * batch, clip=clip, **budget
+    )
+    return iter(private.steps())
+
+
+def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop:
+    """Opacus' `make_private`, as its README has it, and as its tutorial on ghost clipping has that."""
+    from opacus import PrivacyEngine
+
+    if isinstance(model, LSTMClassifier):
+        from opacus.layers import DPLSTM
+
+        model = LSTMClassifier(DPLSTM)
+    for layer in model.modules():
+        if isinstance(layer, nn.ReLU):
+            layer.inplace = False  # refused by its hooks
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    criterion: Any = nn.CrossEntropyLoss()
+    budget: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": True}
+    made = PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(data, batch_size=batch),
+        criterion=criterion,
+        grad_sample_mode=mode,
+        **budget,
+    )
+    module, optimizer, *more, loader = made
+    criterion = more[0] if more else criterion
+    for inputs, labels in _again(loader):
+        optimizer.zero_grad()
+        criterion(module(inputs), labels).backward()
+        optimizer.step()
+        yield None
+
+
+METHODS: dict[str, Callable[[nn.Module, TensorDataset, int], Loop]] = {
+    "none": plain,
+    "adaptive_layer": partial(ours, "adaptive_layer"),
+    "flat": partial(ours, "flat"),
+    "opacus_hooks": partial(opacus, "hooks"),
+    "opacus_ghost": partial(opacus, "ghost"),
+}
+
+# -- the clock ---------------------------------------------------------------------------------------------------------
+
+
+def measure(name: str, methods: Sequence[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Time the methods in turn; returns a row for each.
+
+    Args:
+        name: of `MODELS`. methods: of `METHODS`, `none` first. steps: of a turn; 0 fills half a second.
+    """
+    kind = MODELS[name]
+    torch.manual_seed(0)
+    model, data = kind.make(), kind.data()
+    loops, turn, rows = {}, {}, {}
+    for method in methods:
+        rows[method] = {
+            "model": name,
+            "method": method,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "batch": kind.batch,
+            "device": "cpu",
+            "threads": torch.get_num_threads(),
+            "dtype": "float32",
+            "status": "ok",
+        }
+        try:
+            loop = METHODS[method](copy.deepcopy(model), data, kind.batch)
+            turn[method] = steps or max(3, round(0.5 / _time(loop, 5)))
+        except Exception as error:  # a peer's refusal is a result
+            if not method.startswith("opacus"):
+                raise
+            rows[method]["status"] = str(error).partition(".")[0][:120]
+        else:
+            loops[method] = loop
+    seconds: dict[str, list[float]] = {method: [] for method in loops}
+    for _ in range(rounds):
+        for method, loop in loops.items():
+            seconds[method].append(_time(loop, turn[method]))
+    for method, times in seconds.items():
+        rows[method] |= {
+            "rounds": rounds,
+            "steps": turn[method],
+            "milliseconds": 1e3 * median(times),
+            "ratio": median(none / own for none, own in zip(seconds["none"], times, strict=True)),
+        }
+    return [{"rounds": 0, "steps": 0, "milliseconds": None, "ratio": None, **row} for row in rows.values()]
+
+
+def _time(loop: Loop, steps: int) -> float:
+    """Processor seconds a step; one step before the clock starts."""
+    next(loop)
+    began = time.process_time()
+    for _ in range(steps):
+        next(loop)
+    return (time.process_time() - began) / steps
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Measure, write the rows and print them."""
+    options = read(SmallModelOptions, arguments)
+    check_above_zero(options, "rounds")
+    models = list(MODELS) if options.model == "all" else split(options.model)
+    methods = list(METHODS) if options.method == "all" else list(dict.fromkeys(["none", *split(options.method)]))
+    for known, given in ((MODELS, models), (METHODS, methods)):
+        if wrong := [name for name in given if name not in known]:
+            raise UserError(f"{wrong[0]!r} is not measured here{did_you_mean(wrong[0], known)}: --help lists what is.")
+    from benchmarks.results import merge, provenance
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="opacus|torch")
+    source = provenance("cpu")
+    for name in models:
+        rows = measure(name, methods, options.rounds, options.steps)
+        rows = [row | {column: source[column] for column in COLUMNS if column in source} for row in rows]
+        merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
+        for row in rows:
+            found = f"{row['milliseconds']:8.2f} ms  {row['ratio']:5.2f} of plain" if row["rounds"] else row["status"]
+            print(f"{name:12} {row['method']:15} {found}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    return command(run, HELP, "the models that were finished are written", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
