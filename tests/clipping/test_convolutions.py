@@ -107,3 +107,18 @@ def test_norms_are_found_for_a_few_examples_at_a_time(monkeypatch, few, sizes, m
         monkeypatch.setattr(type(rule), "_by_groups", lambda self, x, g: seen.append(len(x)) or real(self, x, g))
     torch.testing.assert_close(rule.squared_norms(call.saved, call.g, (True, True), context), whole)
     assert seen == sizes
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False)])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "depthwise" and not name.endswith("groups")])
+def test_sums_of_many_weights_at_few_positions_are_those_of_single_examples(name, memory, wanted, monkeypatch, double):
+    monkeypatch.setattr(conv, "FEW_ROWS", 1000)
+    monkeypatch.setattr(conv, "MANY_WEIGHTS", 1)
+    call, factors = call_of(name, memory), torch.tensor([0.5, 0.0, 1.0, 0.25, 0.125])
+    sums = call.rule.weighted_sum(call.saved, call.g, factors, wanted, RuleContext())
+    for found, rows, asked in zip(sums, (call.weights, call.biases), wanted, strict=True):
+        if asked:
+            torch.testing.assert_close(found, torch.einsum("n,n...->...", factors, rows), rtol=1e-12, atol=1e-12)
+        else:
+            assert found is None

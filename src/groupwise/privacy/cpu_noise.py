@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 17
-"""Draws of one seed, each with 14 bytes of scratch memory. Of fewer, threads would wait for each other's Python."""
+"""Draws of one seed, each with 14 bytes of memory. Of fewer, threads would wait for each other's Python."""
 MAGNITUDE, SIGN = np.int32(2**30 - 1), np.int32(-(2**31))
 """The lower bits of a word are an angle, its two highest are signs."""
 
@@ -33,6 +33,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.uniform = np.empty(CHUNK // 2)
         self.drawn = np.empty(CHUNK, np.float32)
+        self.words = np.empty(CHUNK // 4 * 3, np.uint64)
 
 
 _scratch = _Scratch()
@@ -53,7 +54,7 @@ def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled:
         return torch.from_numpy(np.random.Generator(bits).standard_normal(count))
     pairs = -(-count // 4) * 2  # two angles fit into a word
     if compiled and COMPILED is not None:
-        words, state = np.empty(pairs + pairs // 2, np.uint64), bits.state["state"]["state"]
+        words, state = _scratch.words[: pairs + pairs // 2], bits.state["state"]["state"]
         COMPILED.random_words(state.ctypes.data, words.ctypes.data, len(words))
     else:
         words = bits.random_raw(pairs + pairs // 2)

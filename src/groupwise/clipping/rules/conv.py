@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from groupwise.clipping import matmul
 from groupwise.clipping.factors import drop_zero_rows, scale_rows
 from groupwise.clipping.gram import norms_from_products, self_products
 from groupwise.clipping.norm_methods import Sizes, are_kept
@@ -39,6 +40,10 @@ ALONE_FLOATS = 20480
 """Inputs of one example from which torch has a fast kernel for it alone."""
 COPIED_FLOATS = 1 << 18
 """Output gradients that it may copy at a time."""
+
+FEW_ROWS, MANY_WEIGHTS = 64, 1 << 18
+"""Positions of all examples up to which a CPU's kernel for the gradient of so many weights is 3 times as slow as a
+product of the output gradients and what each position sees."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -128,8 +133,13 @@ class ConvRule(LayerRule):
     ) -> Gradients:
         x, weight = saved[:2]
         assert x is not None and weight is not None
-        rows = scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x)), upcast(weight)
-        _, weights, bias = self._backward(*rows, [False, *wanted])
+        rows, inputs, out = scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x)), g.shape[2:]
+        few = len(g) * out.numel() <= FEW_ROWS and weight.numel() >= MANY_WEIGHTS
+        if wanted[0] and few and x.device.type == "cpu" and self.geometry.groups == 1:
+            seen = self.geometry.windows(inputs, out).transpose(1, 2).flatten(0, 1)
+            weights = matmul.product(rows.transpose(0, 1).flatten(1), seen).view(weight.shape)
+            return weights, rows.flatten(2).sum((0, 2)) if wanted[1] else None
+        _, weights, bias = self._backward(rows, inputs, upcast(weight), [False, *wanted])
         return weights if wanted[0] else None, bias if wanted[1] else None
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
