@@ -5,6 +5,9 @@ noise, optimiser. `--help` lists the options.
 """
 
 import copy
+import json
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -28,7 +31,8 @@ from groupwise.errors import UserError, did_you_mean
 
 FILE = "small_models.csv"
 KEY = ("model", "method", "batch", "device", "hardware", "threads", "dtype")
-COLUMNS = (*SMALL_MODELS, "commit", "dirty", "torch", "opacus", "python", "date")
+COLUMNS = (*SMALL_MODELS, "commit", "dirty", "torch", "opacus", "python", "date", "peer")
+SCRIPT = Path(__file__).with_name("small_models_jax.py")
 HELP = f"""python -m benchmarks.small_models [key=value ...]
 
 Milliseconds of processor time a step: a plain loop, make_private (adaptive per layer, flat), Opacus's (hooks, ghost).
@@ -37,6 +41,7 @@ Milliseconds of processor time a step: a plain loop, make_private (adaptive per 
   method=all       none, adaptive_layer, flat, opacus_hooks, opacus_ghost; several by commas (none always runs)
   rounds=7         how often each method has its turn
   steps=0          steps of a turn; 0 takes as many as fill half a second
+  jax=PYTHON       jax_privacy too: a Python with jax, jax-privacy and optax (benchmarks/small_models_jax.py)
   out=results/measured/benchmarks   the folder of {FILE}
 
   python -m benchmarks.small_models model=logistic,tabular"""
@@ -50,6 +55,7 @@ class SmallModelOptions:
     method: str = "all"
     rounds: int = 7
     steps: int = 0
+    jax: str | None = None
     out: str = "results/measured/benchmarks"
 
 
@@ -280,6 +286,18 @@ def measure(name: str, methods: Sequence[str], rounds: int, steps: int) -> list[
     return [{"rounds": 0, "steps": 0, "milliseconds": None, "ratio": None, **row} for row in rows.values()]
 
 
+def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The row of jax_privacy beside that of a plain loop, from a process of that Python with one thread."""
+    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    command = [python, str(SCRIPT), f"model={plain['model']}", f"rounds={rounds}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": flags})
+    if done.returncode:
+        raise UserError(f"jax={python} failed: {(done.stderr.strip().splitlines() or ['nothing was said'])[-1][:200]}")
+    found = json.loads(done.stdout)
+    row = {**plain, "method": "jax_privacy", **{name: found[name] for name in ("milliseconds", "rounds", "steps")}}
+    return row | {"ratio": plain["milliseconds"] / found["milliseconds"], "peer": f"jax-privacy {found['version']}"}
+
+
 def _time(loop: Loop, steps: int) -> float:
     """Processor seconds a step; one step before the clock starts."""
     next(loop)
@@ -305,6 +323,8 @@ def run(arguments: Sequence[str]) -> None:
     source = provenance("cpu")
     for name in models:
         rows = measure(name, methods, options.rounds, options.steps)
+        if options.jax and name != "resnet18":
+            rows.append(by_jax(options.jax, rows[0], options.rounds))
         rows = [row | {column: source[column] for column in COLUMNS if column in source} for row in rows]
         merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
         for row in rows:
