@@ -24,7 +24,7 @@ from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import BatchFirst, Kind, Work, cut_out, inputs
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.timeline import Setting, per_device, two_passes
+from groupwise.planner.timeline import Setting
 from groupwise.privacy import NoiseSource, release_gradients
 from groupwise.torchvision_import import mend_torchvision
 from groupwise.training.task import Microbatch
@@ -62,7 +62,7 @@ class Foretold:
     def wall(self, cores: float) -> float:
         """Seconds of the step on so many processors."""
         setting = replace(self.setting, cores=cores)
-        return (two_passes(setting) if self.twice else per_device(setting)).seconds
+        return setting.flat if self.twice else setting.per_device
 
 
 class Staged:

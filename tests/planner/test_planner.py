@@ -11,7 +11,6 @@ from groupwise.planner.__main__ import largest_microbatch, least_devices, main, 
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import Kind
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.timeline import per_device
 
 SETTINGS = ["devices=2", "length=32", "batch=4", "examples=40", "rank=4", "dtype=float32", "microbatch=1"]
 """As `options` has them."""
@@ -66,13 +65,13 @@ def test_the_plan_adds_up(plan, options):
     assert plan.traffic == 2 * 4 * sent  # there and back, 4 examples over one link
     assert len(plan.memory) == 2 and all(min(vars(memory).values()) >= 0 for memory in plan.memory)
     assert plan.most == options.batch
-    assert plan.lighter is not None and plan.lighter < plan.variants[0].seconds
+    assert plan.lighter is not None and plan.lighter < plan.setting.per_device
 
 
 def test_the_fastest_microbatch_is_chosen(estimate, plan):
     works = [replace(estimate.work, microbatch=size) for size in (1, 2, 4)]
-    seconds = [per_device(estimate.setting(work, estimate.ranges(work))).seconds for work in works]
-    assert plan.variants[0].seconds == min(seconds)
+    seconds = [estimate.setting(work, estimate.ranges(work)).per_device for work in works]
+    assert plan.setting.per_device == min(seconds)
     assert works[seconds.index(min(seconds))].microbatch == plan.options.microbatch
 
 
@@ -82,7 +81,7 @@ def test_1f1b_fills_up_to_one_microbatch_a_stage(estimate, changed):
     assert changed(schedule="gpipe").microbatches(work, 4) == 2
 
 
-def test_stages_beyond_three_blocks_are_told_from_three(estimate):
+def test_stages_beyond_three_blocks_follow_from_three(estimate):
     kind = Kind(4, False, False)
     assert estimate.footprint(estimate.work, kind, "device") == estimate.imagined(estimate.work, kind, "device")
 
@@ -139,9 +138,13 @@ def test_the_command_prints_a_plan(folder, estimate, capsys, monkeypatch):
     assert main([f"model={folder}", *SETTINGS]) == 0
     said = capsys.readouterr().out
     assert re.search(r"bubble 20\.0%", said)  # 1/(4 + 1)
-    for name in ("per-device", "flat, hold", "flat, offload", "flat, rematerialise", "flat, two passes"):
-        assert name in said
+    assert "per-device clipping" in said and "flat clipping in two passes" in said
     assert "Do: devices=2, microbatch=1" in said.splitlines()[-1]
+
+
+def test_a_model_that_trains_wholly_has_no_frozen_weights(folder):
+    plan = make_plan(Estimate(PlanOptions(folder, devices=2, length=16, batch=2, rank=0, dtype="float32")))
+    assert plan.memory[0].weights == 0 < plan.memory[0].state
 
 
 def test_a_model_that_does_not_fit_ends_with_2(folder, estimate, capsys, monkeypatch):
@@ -155,6 +158,6 @@ def test_a_cpu_is_timed_and_its_cores_are_shared(options):
     setting = estimate.setting(estimate.work, estimate.ranges(estimate.work))
     work = 2 * (sum(setting.forward) + sum(setting.backward))
     assert min(setting.forward) > 0
-    shared, alone = per_device(setting).seconds, per_device(replace(setting, cores=math.inf)).seconds
+    shared, alone = setting.per_device, replace(setting, cores=math.inf).per_device
     assert shared == pytest.approx(work + setting.update + setting.agree, rel=0.02)
     assert alone < shared

@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise.pipeline.runner import held_at_once
-from groupwise.planner.timeline import Task, bubble_fraction, duration, order, tasks
+from groupwise.planner.timeline import Setting, Task, bubble_fraction, duration, order, tasks
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -53,3 +53,11 @@ def test_tasks_that_wait_for_each_other_are_found():
     first, second = Task(here, 1.0, ((there, 0.0),)), Task(there, 1.0, ((here, 0.0),))
     with pytest.raises(ValueError, match="wait for each other"):
         duration([[first], [second]])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_step_is_its_passes_and_its_update_and_flat_clipping_takes_them_twice(schedule):
+    even = {"forward": (1.0,) * 4, "backward": (2.0,) * 4, "norms": (1.5,) * 4}
+    step = Setting(schedule, 8, **even, update=5.0, message=0.0, agree=0.5)
+    assert step.per_device == pytest.approx(3.0 * (8 + 3) + 5.5)
+    assert step.flat == pytest.approx(step.per_device + 2.5 * (8 + 3) + 0.5)

@@ -10,7 +10,9 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+
+import pandas as pd
 
 from groupwise.errors import INTERRUPTED, UserError, command
 from groupwise.pipeline.model_parts import find_parts
@@ -18,7 +20,7 @@ from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.estimate import Estimate, Memory, kinds
 from groupwise.planner.footprint import Work
 from groupwise.planner.options import HELP, PlanOptions, parse
-from groupwise.planner.timeline import Variant, bubble_fraction, flat_variants, per_device, two_passes
+from groupwise.planner.timeline import Setting, bubble_fraction
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,8 @@ class Plan:
         most: the largest microbatch that fits.
         ranges: blocks of each stage.
         memory: of each stage.
-        microbatches: J.
-        bubble: the fraction that each device waits if all stages take equally long.
+        setting: the step's times.
         traffic: bytes between stages in a step, both directions, over all links.
-        variants: per-device clipping, then the variants of flat clipping.
         plain: seconds of a step without clipping and noise.
         lighter: seconds of a step of per-device clipping without rematerialisation, where that would fit too.
     """
@@ -45,10 +45,8 @@ class Plan:
     most: int
     ranges: Ranges
     memory: list[Memory]
-    microbatches: int
-    bubble: float
+    setting: Setting
     traffic: int
-    variants: list[Variant]
     plain: float
     lighter: float | None
 
@@ -74,7 +72,7 @@ def make_plan(estimate: Estimate) -> Plan:
     work = _chosen(estimate, most)
     ranges = estimate.ranges(work)
     setting = estimate.setting(work, ranges)
-    count = setting.microbatches
+    sent = sum(estimate.footprint(work, kind, "device").sent for kind in kinds(ranges))
     return Plan(
         options=replace(options, microbatch=work.microbatch),
         parameters=sum(p.numel() for p in estimate.model.parameters()),
@@ -82,11 +80,9 @@ def make_plan(estimate: Estimate) -> Plan:
         most=most,
         ranges=ranges,
         memory=estimate.memory(work, ranges),
-        microbatches=count,
-        bubble=bubble_fraction(options.devices, count),
-        traffic=2 * count * sum(estimate.footprint(work, kind, "device").sent for kind in kinds(ranges)),
-        variants=[per_device(setting), *flat_variants(setting), two_passes(setting)],
-        plain=per_device(estimate.setting(work, ranges, "none")).seconds,
+        setting=setting,
+        traffic=2 * setting.microbatches * sent,
+        plain=estimate.setting(work, ranges, "none").per_device,
         lighter=_lighter(estimate, work),
     )
 
@@ -122,7 +118,7 @@ def _chosen(estimate: Estimate, most: int) -> Work:
         return estimate.work
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})
     works = [replace(estimate.work, microbatch=size) for size in sizes]
-    return min(works, key=lambda work: per_device(estimate.setting(work, estimate.ranges(work))).seconds)
+    return min(works, key=lambda work: estimate.setting(work, estimate.ranges(work)).per_device)
 
 
 def _why_not(estimate: Estimate) -> str:
@@ -144,92 +140,56 @@ def _lighter(estimate: Estimate, work: Work) -> float | None:
     kept = replace(work, rematerialize=False)
     if not work.rematerialize or not estimate.fits(kept):
         return None
-    return per_device(estimate.setting(kept, estimate.ranges(kept))).seconds
+    return estimate.setting(kept, estimate.ranges(kept)).per_device
 
 
 GB = 1e9
-HOUR = 3600.0
-PARTS = ("weights", "state", "activations", "working", "clipping", "buffers", "peak")
 
 
 def report(plan: Plan) -> str:
-    """All of it, the advice last."""
-    return "\n".join([*_head(plan), "", *_stages(plan), "", *_pipeline(plan), "", *_variants(plan), "", advice(plan)])
-
-
-def advice(plan: Plan) -> str:
-    """One plain sentence or two."""
-    options, best = plan.options, plan.variants[0]
-    flat = min((v for v in plan.variants[1:] if v.device <= _free(plan)), key=lambda variant: variant.seconds)
-    free, epochs = _free(plan) / GB, best.seconds * plan.steps * options.epochs
-    text = (
-        f"Do: devices={options.devices}, microbatch={options.microbatch}, {options.schedule}, per-device clipping; "
-        f"{free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take {_time(epochs)}. "
-        f"The fastest flat clipping that fits ({flat.name.removeprefix('flat, ')}, {flat.sync}) takes "
-        f"{flat.seconds / best.seconds:.2f} times as long and {flat.device / GB:.3g} GB more."
-    )
-    if plan.lighter is not None and plan.lighter < 0.95 * best.seconds:
-        text += f" rematerialize=false fits too and takes {plan.lighter / best.seconds:.2f} times as long."
-    return text
-
-
-def _free(plan: Plan) -> float:
-    return plan.options.room - max(memory.peak for memory in plan.memory)
-
-
-def _head(plan: Plan) -> list[str]:
-    options = plan.options
-    device = options.device
-    trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
+    """What was asked for, the table of stages, the times, and advice."""
+    options, setting = plan.options, plan.setting
+    device, best = options.device, setting.per_device
     dtype = options.weights_dtype if options.rank else "float32"
-    if device.measured:
-        speed = "blocks timed here"
-    else:
-        speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
-    return [
-        f"{options.model}: {_number(plan.parameters)} parameters in {dtype}, trains {trains}",
-        f"{options.devices} x {device.name}: {options.room / GB:.1f} GB for tensors, {speed}",
-        f"batch {options.batch} = {plan.microbatches} microbatches of {options.microbatch} x {options.length} tokens "
-        f"({_up_to(plan)}), "
-        f"{options.schedule}, {'with' if options.rematerialize else 'without'} rematerialisation",
-    ]
+    trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
+    speed = (
+        f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved" if device.peak else "timed here"
+    )
+    stages = pd.DataFrame([{**asdict(memory), "peak": memory.peak} for memory in plan.memory])
+    stages["free"] = options.room - stages["peak"]
+    table = stages / GB
+    table.insert(0, "blocks", [f"{start}-{stop - 1}" for start, stop in plan.ranges])
+    free = stages["free"].min() / GB
+    return f"""\
+{options.model}: {_number(plan.parameters)} parameters in {dtype}, trains {trains}
+{options.devices} x {device.name}: {options.room / GB:.1f} GB for tensors, {speed}
+batch {options.batch} = {setting.microbatches} microbatches of {options.microbatch} x {options.length} tokens \
+(up to {plan.most} would fit), {options.schedule}, {"with" if options.rematerialize else "without"} rematerialisation
+
+GB of each stage:
+{table.rename_axis("stage").reset_index().to_string(index=False, float_format="%.3f")}
+
+bubble {bubble_fraction(options.devices, setting.microbatches):.1%} ((S-1)/(J+S-1)); \
+{plan.traffic / GB:.3g} GB between stages a step; {plan.steps:.4g} steps an epoch
+without clipping and noise   {_times(plan, plan.plain)}
+per-device clipping          {_times(plan, best)}
+flat clipping in two passes  {_times(plan, setting.flat)}
+
+Do: devices={options.devices}, microbatch={options.microbatch}, {options.schedule}, per-device clipping; \
+{free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take \
+{_time(best * plan.steps * options.epochs)}.{_instead(plan)}"""
 
 
-def _up_to(plan: Plan) -> str:
-    return "the whole batch would fit" if plan.most == plan.options.batch else f"up to {plan.most} would fit"
+def _instead(plan: Plan) -> str:
+    best = plan.setting.per_device
+    if plan.lighter is None or plan.lighter >= 0.95 * best:
+        return ""
+    return f" rematerialize=false fits too and takes {plan.lighter / best:.2f} times as long."
 
 
-def _stages(plan: Plan) -> list[str]:
-    lines = [f"{'stage':>5s} {'blocks':>9s}" + "".join(f"{part:>12s}" for part in PARTS) + f"{'free':>12s}   (GB)"]
-    for stage, ((start, stop), memory) in enumerate(zip(plan.ranges, plan.memory, strict=True)):
-        numbers = [*(getattr(memory, part) for part in PARTS), plan.options.room - memory.peak]
-        cells = "".join(f"{number / GB:12.3f}" for number in numbers)
-        lines.append(f"{stage:5d} {f'{start}-{stop - 1}':>9s}{cells}")
-    return lines
-
-
-def _pipeline(plan: Plan) -> list[str]:
-    best = plan.variants[0]
-    return [
-        f"bubble {plan.bubble:.1%} ((S-1)/(J+S-1)); {plan.traffic / GB:.3g} GB between stages a step; "
-        f"{plan.steps:.4g} steps an epoch",
-        f"without clipping and noise: {_time(plan.plain)} a step, {_time(plan.plain * plan.steps)} an epoch "
-        f"(per-device clipping: {best.seconds / plan.plain:.3f} times as long)",
-    ]
-
-
-def _variants(plan: Plan) -> list[str]:
-    head = f"{'clipping':22s}{'synchronised':18s}{'a step':>10s}{'an epoch':>10s}{'times':>8s}"
-    lines = [head + f"{'device':>10s}{'host':>10s}{'traffic':>10s}   (GB more, GB a step)"]
-    return lines + [_line(plan, variant) for variant in plan.variants]
-
-
-def _line(plan: Plan, variant: Variant) -> str:
-    best = plan.variants[0].seconds
-    sizes = "".join(f"{size / GB:10.3g}" for size in (variant.device, variant.host, variant.traffic))
-    times = f"{_time(variant.seconds):>10s}{_time(variant.seconds * plan.steps):>10s}{variant.seconds / best:8.2f}"
-    fits = "" if variant.device <= _free(plan) else "   does not fit"
-    return f"{variant.name:22s}{variant.sync:18s}{times}{sizes}{fits}"
+def _times(plan: Plan, seconds: float) -> str:
+    share = seconds / plan.setting.per_device
+    return f"{_time(seconds):>9} a step {_time(seconds * plan.steps):>9} an epoch {share:6.2f} times as long"
 
 
 def _number(count: int) -> str:
@@ -237,7 +197,7 @@ def _number(count: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("h", HOUR), ("min", 60.0)):
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"

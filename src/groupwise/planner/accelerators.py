@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 
 from groupwise.clipping import attach, flat
-from groupwise.errors import UserError, did_you_mean
 from groupwise.planner.footprint import Footprint, Kind, Passes, Work, cut_out, inputs
 from groupwise.privacy import NoiseSource, release_gradients
 
@@ -27,8 +26,6 @@ class Accelerator:
     name: str
     memory: float
     """Bytes."""
-    reserved: float
-    """Bytes not available to tensors: context, libraries' workspaces, fragmentation."""
     peak: dict[str, float]
     """Operations a second by dtype, as the data sheet says; empty: measured when it is asked for."""
     share: float
@@ -39,10 +36,16 @@ class Accelerator:
     """Bytes a second to a neighbour, one direction."""
     latency: float
     """Seconds until a message's first byte is there."""
-    host: float
-    """Bytes a second to and from the host's memory."""
-    dtype: str
-    """The default dtype of frozen weights."""
+
+    @property
+    def reserved(self) -> float:
+        """Bytes not available to tensors: context, libraries' workspaces, fragmentation."""
+        return 0.0 if self.measured else 1e9
+
+    @property
+    def dtype(self) -> str:
+        """The default dtype of frozen weights."""
+        return next(iter(self.peak), "float32")
 
     @property
     def measured(self) -> bool:
@@ -50,76 +53,26 @@ class Accelerator:
         return not self.peak
 
 
-ACCELERATORS = {
-    # NVIDIA V100 data sheet (SXM3, 32 GB): 125 and 15.7 TFLOP/s, 900 GB/s; DGX-2: NVSwitch, 150 GB/s a direction,
-    # PCIe 3. Share: one V100 of a DGX-2H trains a GPT-2 of 1.2 billion parameters at 39 TFLOP/s (Megatron-LM, 2019,
+MACHINE = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else 8 * GIB
+"""Bytes of this machine."""
+_TENSOR_CORES = ("bfloat16", "float16")
+_KNOWN = (
+    # NVIDIA V100 data sheet (SXM3, 32 GB): 125 and 15.7 TFLOP/s, 900 GB/s; DGX-2: NVSwitch, 150 GB/s a direction.
+    # Share: one V100 of a DGX-2H trains a GPT-2 of 1.2 billion parameters at 39 TFLOP/s (Megatron-LM, 2019,
     # section 5.1).
-    "v100_32gb": Accelerator(
-        name="v100_32gb",
-        memory=32 * GIB,
-        reserved=1e9,
-        peak={"float16": 125e12, "float32": 15.7e12},
-        share=39 / 125,
-        bandwidth=900e9,
-        link=150e9,
-        latency=2e-5,
-        host=12e9,
-        dtype="float16",
-    ),
-    # NVIDIA A100 data sheet (SXM, 80 GB): 312 and 19.5 TFLOP/s, 2,039 GB/s, NVLink 300 GB/s a direction; PCIe 4.
+    Accelerator("v100_32gb", 32 * GIB, {"float16": 125e12, "float32": 15.7e12}, 39 / 125, 900e9, 150e9, 2e-5),
+    # NVIDIA A100 data sheet (SXM, 80 GB): 312 and 19.5 TFLOP/s, 2,039 GB/s, NVLink 300 GB/s a direction.
     # Share: 138 TFLOP/s a device at GPT-3's shape, pipeline included (Narayanan et al., 2021, table 1: 44 %).
-    "a100_80gb": Accelerator(
-        name="a100_80gb",
-        memory=80 * GIB,
-        reserved=1e9,
-        peak={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
-        share=0.44,
-        bandwidth=2039e9,
-        link=300e9,
-        latency=2e-5,
-        host=25e9,
-        dtype="bfloat16",
+    Accelerator(
+        "a100_80gb", 80 * GIB, dict.fromkeys(_TENSOR_CORES, 312e12) | {"float32": 19.5e12}, 0.44, 2039e9, 300e9, 2e-5
     ),
-    # NVIDIA H100 data sheet (SXM, without sparsity): 989 and 67 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s a direction,
-    # PCIe 5. Share: 400 TFLOP/s a device (The Llama 3 herd of models, 2024, table 4: 38 to 43 %).
-    "h100": Accelerator(
-        name="h100",
-        memory=80 * GIB,
-        reserved=1e9,
-        peak={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-        share=0.4,
-        bandwidth=3350e9,
-        link=450e9,
-        latency=2e-5,
-        host=50e9,
-        dtype="bfloat16",
-    ),
-    # This machine, one process a stage: blocks are timed here (`cpu_timing`). Links: gloo over the loopback interface.
-    "cpu": Accelerator(
-        name="cpu",
-        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else 8 * GIB,
-        reserved=0.0,
-        peak={},
-        share=1.0,
-        bandwidth=1e10,
-        link=1.5e9,
-        latency=2e-4,
-        host=1e10,
-        dtype="float32",
-    ),
-}
-
-
-def accelerator(name: str) -> Accelerator:
-    """The device called `name`.
-
-    Raises:
-        UserError: none is.
-    """
-    if name not in ACCELERATORS:
-        known = ", ".join(ACCELERATORS)
-        raise UserError(f"accelerator={name} is unknown{did_you_mean(name, ACCELERATORS)}: give {known}.")
-    return ACCELERATORS[name]
+    # NVIDIA H100 data sheet (SXM, without sparsity): 989 and 67 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s a direction.
+    # Share: 400 TFLOP/s a device (The Llama 3 herd of models, 2024, table 4: 38 to 43 %).
+    Accelerator("h100", 80 * GIB, dict.fromkeys(_TENSOR_CORES, 989e12) | {"float32": 67e12}, 0.4, 3350e9, 450e9, 2e-5),
+    # This machine, one process a stage: blocks are timed here (`Timed`). Links: gloo over the loopback interface.
+    Accelerator("cpu", MACHINE, {}, 1.0, 1e10, 1.5e9, 2e-4),
+)
+ACCELERATORS = {device.name: device for device in _KNOWN}
 
 
 UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight

@@ -221,7 +221,7 @@ class Estimate:
         device, speed, stages = self.options.device, self.speed(work), kinds(ranges)
         passes = [speed.passes(kind, name) for kind in stages]
         norms = passes if name == "none" else [speed.passes(kind, "norms") for kind in stages]
-        found = [self.footprint(work, kind, name) for kind in stages]
+        sent = max(self.footprint(work, kind, name).sent for kind in stages)
         cores = self.options.cores or os.cpu_count() or 1
         return Setting(
             schedule=self.options.schedule,
@@ -230,13 +230,8 @@ class Estimate:
             backward=tuple(seconds.backward for seconds in passes),
             norms=tuple(seconds.backward for seconds in norms),
             update=max(speed.update(kind, noisy=name != "none") for kind in set(stages)),
-            message=device.latency + max(one.sent for one in found) / device.link,
+            message=device.latency + sent / device.link,
             agree=device.latency * math.ceil(math.log2(len(ranges) + 1)),
-            gradients=tuple(work.microbatch * one.trained for one in found),
-            edges=tuple(one.received + one.sent for one in found),
-            host=device.host,
-            bandwidth=device.bandwidth,
-            rematerialize=work.rematerialize,
             cores=cores if device.measured else math.inf,
         )
 

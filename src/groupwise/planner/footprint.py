@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from groupwise.clipping import ClipPlan, attach, flat, per_layer
+from groupwise.clipping import ClipPlan, attach, flat, matmul, per_layer
 from groupwise.clipping.layouts import FIRST, Layout
 from groupwise.clipping.norm_methods import RATES, Rates
 from groupwise.pipeline.split import cut
@@ -82,6 +82,7 @@ class Imagined:
     """A world of fake tensors of the CPU: `with imagined.running():` everything new is fake and metered."""
 
     def __init__(self) -> None:
+        matmul.used()  # compares two libraries' products, which fake ones have not
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meter = Meter()
 

@@ -6,12 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from groupwise.errors import UserError, did_you_mean
-from groupwise.planner.accelerators import ACCELERATORS, Accelerator, accelerator
+from groupwise.planner.accelerators import ACCELERATORS, Accelerator
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CHOICES = {
+    "accelerator": tuple(ACCELERATORS),
     "schedule": ("1f1b", "gpipe"),
     "balance": ("parameters", "time"),
     "dtype": ("float16", "bfloat16", "float32"),
@@ -44,7 +47,7 @@ What a private pipeline needs on each device and how long it takes, without allo
   python -m groupwise.planner model=opt_66b devices=8 accelerator=a100_80gb length=512"""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanOptions:
     """The options of the command line; see `HELP`."""
 
@@ -70,7 +73,7 @@ class PlanOptions:
     @property
     def device(self) -> Accelerator:
         """The accelerator, by its name."""
-        return accelerator(self.accelerator)
+        return ACCELERATORS[self.accelerator]
 
     @property
     def room(self) -> float:
@@ -96,18 +99,19 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     Raises:
         UserError: an unknown key or accelerator, a value that does not fit.
     """
-    known = {field.name: str(field.type) for field in fields(PlanOptions)}
-    given: dict[str, object] = {}
+    known = [field.name for field in fields(PlanOptions)]
     for argument in arguments:
-        key, equals, text = argument.partition("=")
+        key, equals, _ = argument.partition("=")
         if not equals:
             raise UserError(f"'{argument}' cannot be read as key=value; --help lists the keys.")
         if key not in known:
             raise UserError(f"there is no key {key}{did_you_mean(key, known)}; --help lists them.")
-        given[key] = _value(key, text, known[key])
-    if isinstance(given.get("dtype"), str):
-        given["dtype"] = DTYPES.get(str(given["dtype"]), given["dtype"])
-    options = PlanOptions(**given)  # type: ignore[arg-type]
+    try:
+        given = OmegaConf.merge(OmegaConf.structured(PlanOptions), OmegaConf.from_cli(list(arguments)))
+        options = OmegaConf.to_object(given)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key} does not fit: {str(error).splitlines()[0]}.") from None
+    assert isinstance(options, PlanOptions)
     _check(options)
     return options
 
@@ -125,48 +129,28 @@ def size(key: str, text: str) -> float:
     return number
 
 
-def _value(key: str, text: str, kind: str) -> object:
-    if text.lower() in ("null", "none", "") and "None" in kind:
-        return None
-    kind = kind.removesuffix(" | None")
-    try:
-        match kind:
-            case "int":
-                return int(text)
-            case "float":
-                return float(text)
-            case "bool":
-                return {"true": True, "false": False}[text.lower()]
-            case _:
-                return text
-    except (ValueError, KeyError):
-        wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
-        raise UserError(f"{key}={text} was given; give {wanted}.") from None
-
-
 def _check(options: PlanOptions) -> None:
+    for key, choices in CHOICES.items():
+        value = getattr(options, key)
+        if value is not None and value not in choices:
+            raise UserError(f"{key}={value} is unknown{did_you_mean(value, choices)}: give {', '.join(choices)}.")
     for key in ("devices", "microbatch", "length", "places", "batch", "examples", "epochs", "cores"):
         value = getattr(options, key)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{key}={value} was given; give a number above 0.")
     if options.rank < 0:
         raise UserError(f"rank={options.rank} was given; give 0 (everything trains) or more.")
-    for key, choices in CHOICES.items():
-        value = getattr(options, key)
-        if value is not None and value not in choices:
-            raise UserError(f"{key}={value} is unknown{did_you_mean(str(value), choices)}: give {', '.join(choices)}.")
+    for key, most in (("batch", "examples"), ("microbatch", "batch"), ("places", "length")):
+        if (getattr(options, key) or 0) > getattr(options, most):
+            limit = f"{most}={getattr(options, most)}"
+            raise UserError(f"{key}={getattr(options, key)} is more than {limit}: give no more.")
     device = options.device
     if options.room <= 0:
         own = f"{device.reserved / 1e9:g} GB that a {device.name} takes for itself"
         raise UserError(f"memory={options.memory} leaves no room beside the {own}: give more.")
     if device.peak and options.weights_dtype not in device.peak:
-        fast = " or ".join(device.peak)
-        raise UserError(f"dtype={options.weights_dtype} is not fast on a {device.name}: give {fast}.")
-    if options.examples < options.batch:
-        raise UserError(f"batch={options.batch} is more than the {options.examples} examples: give a smaller one.")
-    if options.microbatch is not None and options.microbatch > options.batch:
-        raise UserError(f"microbatch={options.microbatch} is more than batch={options.batch}: give a smaller one.")
-    if options.places is not None and options.places > options.length:
-        raise UserError(f"places={options.places} is more than length={options.length}: give no more.")
+        raise UserError(
+            f"dtype={options.weights_dtype} is not fast on a {device.name}: give {' or '.join(device.peak)}."
+        )
     if options.cores is not None and not device.measured:
         raise UserError("cores is for accelerator=cpu: leave it out.")
