@@ -43,8 +43,7 @@ def render(results: Path, out: Path) -> str:
     summary = results.parent / "docs" / "findings.md"
     parts = {"summary": _text(summary, out)} if summary.is_file() else {}
     for name in TABLES:
-        grid = _grid(results / "tables" / f"{name}.csv", out)
-        parts[name] = _text(_made(results / "tables" / f"{name}.md"), out) + grid + _samples(results, name)
+        parts[name] = _text(_made(results / "tables" / f"{name}.md"), out) + _samples(results, name)
     parts |= {name: _figure(results, name) for name in FIGURES if (results / "figures" / f"{name}.png").is_file()}
     for name in (*BESIDE, *HYPERPARAMETERS):
         parts[name] = _text(_made(results / "tables" / f"{name}.md"), out)
@@ -84,30 +83,15 @@ def _scrolling(written: str) -> str:
     return written.replace("<table", start).replace("</table>", "</table></div>")
 
 
-def _grid(path: Path, out: Path) -> str:
-    """A table as the paper sets it out: a row for each ``row``, a column for each ``column``, its number and ours."""
-    lines = pd.read_csv(_made(path), dtype={"printed": str})
-    ours = lines["mean"].map("{:.2f}".format).where(lines["n"] > 0, "–")
-    lines["both"] = lines["printed"].fillna("–") + " | " + ours
-    grid = lines.pivot(index="row", columns="column", values="both")
-    grid = grid.reindex(index=lines["row"].unique(), columns=lines["column"].unique())
-    source = f'<a href="{_link(path, out)}">cells, commits and runs</a>'
-    return f"<p>The paper's number | ours; above, each with its seeds and status; {source}.</p>\n{_table(grid)}"
-
-
 def _samples(results: Path, name: str) -> str:
     """What each cell's first seed wrote for a few inputs of the test set, at the scales that have such texts."""
     written = ""
     for path in sorted((results / "measured").glob(f"{name}_*_texts.csv")):
         rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop_duplicates(["cell", "source"])
         shown = rows.set_index(["source", "reference", "cell"])[["output"]].sort_index(kind="stable")
-        written += f"<details><summary>Texts written, {html.escape(path.stem)}</summary>\n{_table(shown)}</details>\n"
+        table = _scrolling(shown.to_html(border=0, index_names=False))
+        written += f"<details><summary>Texts written, {html.escape(path.stem)}</summary>\n{table}\n</details>\n"
     return written
-
-
-def _table(frame: pd.DataFrame) -> str:
-    frame.index.name = frame.columns.name = None
-    return _scrolling(frame.to_html(border=0, na_rep="")) + "\n"
 
 
 def _figure(results: Path, name: str) -> str:

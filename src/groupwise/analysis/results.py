@@ -173,7 +173,7 @@ def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> st
     floor = floor_of(task, metric, floors)
     if floor is None or best >= floor + LEARNT:
         return ""
-    return f"hardly learnt: {best:.1f} at best, {floor:.1f} by one answer for every input"
+    return f"hardly learnt: one answer for every input has {floor:.1f}"
 
 
 def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None) -> list[Measured]:

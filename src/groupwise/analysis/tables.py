@@ -6,7 +6,7 @@ Writes `<table>.md`, `.csv` and `.tex` (booktabs) into results/tables. The same 
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,97 +19,81 @@ from groupwise.errors import UserError
 from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep, text
 
-HEAD = ("row", "column", "paper", "measured", "std", "95 % interval", "n", "scale", "status")
-TEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "ε": r"$\varepsilon$",
-    "δ": r"$\delta$",
-    "η": r"$\eta$",
-    "β": r"$\beta$",
-    "×": r"$\times$",
-    "−": "$-$",
-    "–": "--",
-}
+TEX = str.maketrans(
+    {
+        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "ε": r"$\varepsilon$",
+        "δ": r"$\delta$",
+        "η": r"$\eta$",
+        "β": r"$\beta$",
+        "×": r"$\times$",
+        "−": "$-$",
+        "–": "--",
+    }
+)
+"""LaTeX for characters that it reads otherwise, or may lack."""
+LEGEND = (
+    "In each cell: the paper's number / ours, with standard deviations over seeds in brackets, our scale, and the "
+    "number of a remark."
+)
 
 
-def body(lines: pd.DataFrame) -> tuple[list[list[str]], list[str]]:
-    """The cells of the table, in the order of `HEAD`, and the remarks that its statuses refer to as [1], [2], ..."""
-    said = [remark(why, note) for why, note in zip(lines["why"], lines["note"], strict=True)]
-    remarks = list(dict.fromkeys(words for words in said if words))
-    rows = []
-    for line, words in zip(lines.to_dict("records"), said, strict=True):
-        mark = f" [{remarks.index(words) + 1}]" if words else ""
-        seeds = f"{line['n']} of {line['expected']}" if line["n"] else "–"
-        span = "–" if math.isnan(line["low"]) else f"{number(line['low'])} to {number(line['high'])}"
-        rows.append(
-            [
-                line["row"],
-                line["column"],
-                line["printed"] or "–",
-                number(line["mean"]),
-                number(line["std"]),
-                span,
-                seeds,
-                line["scale"] or "–",
-                line["status"] + mark,
-            ]
-        )
-    return rows, remarks
+def grid(lines: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The table as the paper sets it out, cells as `LEGEND` says, and the remarks that [1], [2], … refer to."""
+    lines = lines.assign(remark=[_remark(line) for line in lines.to_dict("records")])
+    remarks = list(lines["remark"].unique())
+    lines["text"] = [f"{_both(line)} [{remarks.index(line['remark']) + 1}]" for line in lines.to_dict("records")]
+    fullest = lines[lines["row"] == lines["row"].mode()[0]]  # literature has other columns, which come last
+    columns = dict.fromkeys([*fullest["column"], *lines["column"]])
+    table = lines.pivot(index="row", columns="column", values="text").fillna("")
+    return table.loc[lines["row"].unique(), list(columns)].rename_axis(index=None, columns=None), remarks
+
+
+def _both(line: Mapping[Any, Any]) -> str:
+    spread = "" if math.isnan(line["std"]) else f" ({line['std']:.2f})"
+    scale = "" if line["scale"] in ("", PAPER) else f" {line['scale']}"
+    return f"{line['printed'] or '–'} / {number(line['mean'])}{spread}{scale}"
+
+
+def _remark(line: Mapping[Any, Any]) -> str:
+    """A number's status, its seeds, and why it has that status."""
+    seeds = f"{line['n']} of {line['expected']} seeds" if line["n"] else ""
+    return "; ".join(dict.fromkeys(filter(None, (line["status"], seeds, line["why"], line["note"]))))
 
 
 def as_markdown(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], errata: Sequence[str]) -> str:
-    """A page: the table, the remarks that its statuses refer to, and notes."""
-    rows, remarks = body(lines)
-    parts = [f"# {title}", f"Made by `python -m groupwise.analysis.tables {name}`.", markdown(list(HEAD), rows)]
-    if remarks:
-        parts.append("\n".join(f"[{place}] {text}  " for place, text in enumerate(remarks, 1)).rstrip())
-    if notes:
-        parts.append("\n".join(f"- {note}" for note in notes))
-    if errata:
-        links = "; ".join(f"[{text}](../../docs/errata.md#{anchor(text)})" for text in errata)
-        parts.append(f"Where we part from the paper: {links}.")
-    return "\n\n".join(parts) + "\n"
+    """A page: the table, the remarks that its cells refer to, and notes."""
+    table, remarks = grid(lines)
+    parts = [f"# {title}", f"Made by `python -m groupwise.analysis.tables {name}`. {LEGEND}"]
+    parts.append(markdown(["", *table], [[row, *cells] for row, *cells in table.itertuples(name=None)]))
+    parts.append("\n".join(f"[{place}] {remark}  " for place, remark in enumerate(remarks, 1)).rstrip())
+    parts.append("\n".join(f"- {note}" for note in notes))
+    links = "; ".join(f"[{text}](../../docs/errata.md#{anchor(text)})" for text in errata)
+    return "\n\n".join([*parts, f"Where we part from the paper: {links}."]) + "\n"
 
 
 def as_latex(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], errata: Sequence[str]) -> str:
-    """A longtable with booktabs' rules; needs `\\usepackage{booktabs,longtable}`."""
-    rows, remarks = body(lines)
-    head = " & ".join(f"\\textbf{{{tex(text)}}}" for text in HEAD)
-    under = [f"[{place}] {text}." for place, text in enumerate(remarks, 1)] + list(notes)
-    if errata:
-        under.append(f"Where we part from the paper (docs/errata.md): {'; '.join(errata)}.")
+    """A table as wide as the text; needs `\\usepackage{booktabs,graphicx}`."""
+    table, remarks = grid(lines)
+    styled = table.map(tex).rename(index=tex, columns=tex).style
+    under = [LEGEND, *(f"[{place}] {text}." for place, text in enumerate(remarks, 1)), *notes]
+    under.append(f"Where we part from the paper (docs/errata.md): {'; '.join(errata)}.")
     return "\n".join(
         [
-            f"% python -m groupwise.analysis.tables {name}; needs \\usepackage{{booktabs,longtable}}",
-            "\\begingroup\\footnotesize\\setlength{\\tabcolsep}{3pt}",
-            "\\begin{longtable}{llrrrrlll}",
-            f"\\caption{{{tex(title)}}}\\label{{table:{name}}}\\\\",
-            "\\toprule",
-            f"{head} \\\\",
-            "\\midrule",
-            "\\endhead",
-            *(" & ".join(map(tex, row)) + " \\\\" for row in rows),
-            "\\bottomrule",
-            "\\end{longtable}",
-            *(f"\\noindent {tex(text)}\\par" for text in under),
-            "\\endgroup",
+            f"% python -m groupwise.analysis.tables {name}; needs \\usepackage{{booktabs,graphicx}}",
+            "\\begin{table}",
+            f"\\caption{{{tex(title)}}}\\label{{table:{name}}}",
+            "\\resizebox{\\textwidth}{!}{%",
+            styled.to_latex(hrules=True, column_format="l" * (1 + len(table.columns))).rstrip() + "}",
+            "\\footnotesize",
+            *(f"\\par\\noindent {tex(text)}" for text in under),
+            "\\end{table}",
             "",
         ]
     )
-
-
-def remark(why: str, note: str) -> str:
-    """Why a line has its status, and what is to be known of the paper's number, each once."""
-    return "; ".join(dict.fromkeys(text for text in (why, note) if text))
 
 
 def number(value: Any) -> str:
@@ -119,7 +103,7 @@ def number(value: Any) -> str:
 
 def tex(text: str) -> str:
     """`text` with LaTeX's own characters escaped."""
-    return "".join(TEX.get(letter, letter) for letter in text)
+    return text.translate(TEX)
 
 
 def anchor(heading: str) -> str:
@@ -210,11 +194,11 @@ def _privacy(used: pd.DataFrame) -> list[str]:
     if len(public):
         found.append(f"{len(public)} of {len(used)} runs are of public data: can be made again, not a private release.")
     if len(private):
-        delta = _listed(f"{float(text):.3g}" for text in _values(private, "plan.delta"))
-        neighbours = _listed(ADJACENCY.get(text, text) for text in _values(private, "plan.adjacency"))
-        batches = _listed(SAMPLING.get(text, text) for text in _values(private, "plan.sampling"))
-        accountant = _listed(text.upper() for text in _values(private, "plan.accountant"))
-        found.append(f"Privacy: δ = {delta}; for {neighbours}; {batches}" + (f"; {accountant}." if accountant else "."))
+        delta = ", ".join(f"{float(text):.3g}" for text in _values(private, "plan.delta"))
+        words = [ADJACENCY.get(text, text) for text in _values(private, "plan.adjacency")]
+        words += [SAMPLING.get(text, text) for text in _values(private, "plan.sampling")]
+        words += [text.upper() for text in _values(private, "plan.accountant")]
+        found.append(f"Privacy: δ = {delta}; for {'; '.join(words)}.")
     if others := len(used) - len(private) - len(public):
         found.append(f"{others} of {len(used)} runs carry no guarantee (no noise, or no Poisson samples).")
     return found
@@ -223,20 +207,16 @@ def _privacy(used: pd.DataFrame) -> list[str]:
 def _provenance(used: pd.DataFrame) -> list[str]:
     if used.empty:
         return []
-    commits = _listed(sorted({text[:7] for text in used["git.sha"] if text})) or "none"
+    commits = ", ".join(dict.fromkeys(text[:7] for text in _values(used, "git.sha"))) or "none"
     words = f"{len(used)} runs{cost_of(used.to_dict('records'))}; commits {commits}"
     for column, label in (("system.device", "on"), ("versions.torch", "torch")):
-        if found := _listed(_values(used, column)):
-            words += f"; {label} {found}"
+        if found := _values(used, column):
+            words += f"; {label} {', '.join(found)}"
     return [words + "."]
 
 
 def _values(rows: pd.DataFrame, column: str) -> list[str]:
     return sorted({text for text in rows[column] if text}) if column in rows else []
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(words))
 
 
 SETTINGS = {
@@ -252,10 +232,13 @@ def table_page(name: str, folders: Folders | None = None) -> str:
     Raises:
         UserError: as `table_lines`.
     """
-    folders = folders or Folders()
+    return as_markdown(*_content(name, folders or Folders()))
+
+
+def _content(name: str, folders: Folders) -> tuple[str, str, pd.DataFrame, list[str], list[str]]:
     lines = table_lines(name, folders)
     title = read_sweep(folders.sweeps / f"{name}.yaml").title
-    return as_markdown(title, name, lines, notes(name, folders, lines), errata_of(name))
+    return title, name, lines, notes(name, folders, lines), errata_of(name)
 
 
 def write_table(name: str, folders: Folders, out: Path) -> str:
@@ -264,13 +247,11 @@ def write_table(name: str, folders: Folders, out: Path) -> str:
     Raises:
         UserError: as `table_lines`.
     """
-    lines = table_lines(name, folders)
-    title = read_sweep(folders.sweeps / f"{name}.yaml").title
-    under, errata = notes(name, folders, lines), errata_of(name)
-    out.mkdir(parents=True, exist_ok=True)
+    content = _content(name, folders)
+    lines = content[2]
     write_text(out / f"{name}.csv", lines.to_csv(index=False, lineterminator="\n"))
-    write_text(out / f"{name}.md", as_markdown(title, name, lines, under, errata))
-    write_text(out / f"{name}.tex", as_latex(title, name, lines, under, errata))
+    write_text(out / f"{name}.md", as_markdown(*content))
+    write_text(out / f"{name}.tex", as_latex(*content))
     counts = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())
     return f"{out / name}.md, .csv, .tex: {len(lines)} numbers: {counts}"
 
@@ -292,7 +273,6 @@ def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
             markdown(head, rows),
         ]
     )
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / f"{name}.csv", shown.to_csv(index=False, lineterminator="\n"))
     write_text(out / f"{name}.md", page + "\n")
     return f"{out / name}.md, .csv: {len(paper)} settings"
@@ -308,12 +288,10 @@ def main(arguments: list[str] | None = None) -> int:
     folders = Folders.given(given)
     names = [*TABLES, *HYPERPARAMETERS] if "all" in given.names else list(dict.fromkeys(given.names))
     failed = False
+    given.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         try:
-            if name in HYPERPARAMETERS:
-                print(write_hyperparameters(name, folders, given.out))
-            else:
-                print(write_table(name, folders, given.out))
+            print((write_hyperparameters if name in HYPERPARAMETERS else write_table)(name, folders, given.out))
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             failed = True

@@ -74,8 +74,8 @@ def test_a_table_stands_as_in_the_paper(text):
     section = text[text.index('<section id="cifar">') :].split("</section>")[0]
     lines = pd.read_csv(ROOT / "results" / "tables" / "cifar.csv")
     first = lines.iloc[0]
-    assert f"<td>{first['printed']} | {first['mean']:.2f}</td>" in section
-    assert section.count(f"<th>{first['row']}</th>") == 1 and "seeds and status" in section
+    assert f"<td>{first['printed']} / {first['mean']:.2f} ({first['std']:.2f}) {first['scale']} [1]</td>" in section
+    assert section.count(f"<td>{first['row']}</td>") == 1 and "[1] reduced only; 10 of 10 seeds" in section
 
 
 def test_texts_stand_below_their_table(results):

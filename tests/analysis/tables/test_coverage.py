@@ -69,7 +69,7 @@ def test_a_cell_of_a_figure_that_hardly_learnt_says_so(world, monkeypatch):
         )
         found = coverage(world.folders).set_index("sweep").loc["gradnorm_cifar"]
         assert found["status"] == status
-        assert ("10.5 at best, 10.0 by one answer" in found["why"]) == (status == "uninformative")
+        assert ("one answer for every input has 10.0" in found["why"]) == (status == "uninformative")
 
 
 def test_the_page_counts_and_is_the_same_twice(world, monkeypatch, tmp_path, capsys):

@@ -10,7 +10,7 @@ import yaml
 from groupwise.analysis.results import TABLES, Folders
 from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
 from groupwise.analysis.table_lines import LINE, table_lines
-from groupwise.analysis.tables import ERRATA, anchor, errata_of, main, notes, tex
+from groupwise.analysis.tables import ERRATA, anchor, errata_of, grid, main, notes, tex
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +42,7 @@ def test_a_cell_whose_task_was_not_learnt_is_refused_there_with_the_reason(world
     lines = table_lines("fixed_per_layer", world.folders)
     why = lines[lines["status"] == "not run"].set_index("row")["why"]
     assert "scale=mini waits to be run" in why["CIFAR-10 / WRN16-4 / Fixed flat"]
-    words = "scale=mini is refused: the others of task=sst2 hardly learnt: 60.0 at best, 58.0 by one answer"
+    words = "scale=mini is refused: the others of task=sst2 hardly learnt: one answer for every input has 58.0"
     assert words in why["SST-2 / RoBERTa-base / Fixed flat"]
 
 
@@ -153,12 +153,20 @@ def test_markdown_and_latex_have_every_number(world, tmp_path):
     main(["adaptivity", "--out", str(tmp_path), *world.options()])
     page, latex = (tmp_path / "adaptivity.md").read_text(), (tmp_path / "adaptivity.tex").read_text()
     assert page.startswith("# The title of adaptivity.\n")
-    assert "| 63.7 (0.34) | 60.08 | 0.30 | 59.33 to 60.83 | 3 of 3 | mini | reduced only [1] |" in page
-    assert "CIFAR-10 / Per-layer clipping / adaptive & $\\varepsilon$=3 & 63.7 (0.34) & 60.08" in latex
+    assert "| CIFAR-10 / Per-layer clipping / adaptive | 63.7 (0.34) / 60.08 (0.30) mini [1] | 73.5 " in page
+    assert "\n[1] reduced only; 3 of 3 seeds; scale=mini; scale=paper needs WRN16-4" in page
+    assert "CIFAR-10 / Per-layer clipping / adaptive & 63.7 (0.34) / 60.08 (0.30) mini [1] & 73.5 " in latex
+    assert " & $\\varepsilon$=3 & $\\varepsilon$=8 \\\\" in latex
     for rule in ("\\toprule", "\\midrule", "\\bottomrule"):
         assert rule in latex
-    assert len(re.findall(r"&.*\\\\$", latex, re.MULTILINE)) == 25
+    assert len(re.findall(r"&.*\\\\$", latex, re.MULTILINE)) == 13
     assert latex.count("{") == latex.count("}")
+
+
+def test_columns_that_literature_alone_has_come_last(world):
+    table, _ = grid(table_lines("glue", world.folders))
+    assert next(iter(table)) == "ε=3 / MNLI-m" and list(table)[-1] == "ε=8 / MNLI-(m/mm)"
+    assert table.loc["RoBERTa-base / Adaptive per-layer", "ε=8 / MNLI-(m/mm)"] == ""
 
 
 def test_latexs_own_characters_are_escaped():
