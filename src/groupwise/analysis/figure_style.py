@@ -1,7 +1,6 @@
 """Means over the rows of the figures' sweeps, and the common style: a colour per mode, reduced rows marked."""
 
 import io
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from groupwise.analysis.results import LEARNT, Floors, Folders, Measured, fault, read_all, settings_of
-from groupwise.analysis.statistics import summarise
-from groupwise.atomic import write_atomically
+from groupwise.analysis.statistics import Summary, summarise
+from groupwise.atomic import write_atomically, write_text
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
 
@@ -30,8 +29,6 @@ WEAK = "#999999"
 """Of what says nothing."""
 COLUMN, PAGE = 3.4, 5.5
 """Inches: the width of a figure in a column, and of one across a page of text; drawn and printed at the same size."""
-LETTERS = 22
-"""Of a note, an inch."""
 
 
 class Series(NamedTuple):
@@ -77,24 +74,25 @@ NOTHING = Beside()
 
 
 def note(figure: Any, scale: str, text: str) -> None:
-    """Write a note under the figure: whether it is reduced, then what it shows."""
-    if scale != PAPER:
-        text = f"Reduced, no reproduction{WORDS.get(scale, '')}. {text}"
-    width = int(LETTERS * figure.get_size_inches()[0])
-    figure.supxlabel(textwrap.fill(text, width), fontsize=6.0, color=GREY)
+    """Keep the figure's caption, as its label: whether it is reduced, then what it shows. It is not drawn."""
+    reduced = "" if scale == PAPER else f"Reduced, no reproduction{WORDS.get(scale, '')}. "
+    figure.set_label(reduced + text)
 
 
 def head(axes: Any, title: str, scale: str) -> None:
     """Give a panel its title, and mark it where its rows are reduced."""
-    axes.set_title(title)
+    axes.set_title(title, loc="left")
     if scale != PAPER:
         axes.set_title("reduced", loc="right", fontsize=6.5, style="italic", color=GREY)
 
 
-def mark_all(figure: Any, scale: str) -> None:
-    """Mark a figure of narrow panels, rather than each of them, where its rows are reduced."""
-    if scale != PAPER:
-        figure.text(0.995, 0.995, "reduced", ha="right", va="top", fontsize=6.5, style="italic", color=GREY)
+def legend(figure: Any) -> None:
+    """The legend of all panels, above them."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=4)
 
 
 def draw_floor(axes: Any, floor: float | None) -> None:
@@ -103,7 +101,7 @@ def draw_floor(axes: Any, floor: float | None) -> None:
         return
     low, high = axes.get_ylim()
     span = high - low
-    near = floor >= low - span
+    near = floor >= low - span / 2
     if near:
         axes.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
         axes.set_ylim(min(low, floor - 0.12 * span), max(high, floor + 0.12 * span))
@@ -182,13 +180,6 @@ def plain_style() -> Iterator[None]:
         yield
 
 
-def blank(width: float, height: float) -> Any:
-    """An empty figure, of so many inches; to be called, and filled, within `plain_style`."""
-    from matplotlib.figure import Figure  # no pyplot: no window, no global state
-
-    return Figure(figsize=(width, height))
-
-
 def content(figure: Any, kind: str) -> bytes:
     """The figure as pdf or png. The same figure gives the same bytes."""
     written = io.BytesIO()
@@ -197,8 +188,8 @@ def content(figure: Any, kind: str) -> bytes:
     return written.getvalue()
 
 
-def write_figure(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Write `<folder>/<name>.pdf` and `.png`."""
+def write_figure(figure: Any, title: str, folder: Path, name: str) -> list[Path]:
+    """Write `<folder>/<name>.pdf` and `.png`, and title and caption as `<name>.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for kind in KINDS:
@@ -206,6 +197,7 @@ def write_figure(figure: Any, folder: Path, name: str) -> list[Path]:
         write_atomically(path, lambda file, drawn=drawn: file.write(drawn))  # type: ignore[misc]
         path.chmod(0o644)
         written.append(path)
+    write_text(folder / f"{name}.txt", f"{title}\n{figure.get_label()}\n")
     return written
 
 
@@ -276,16 +268,13 @@ def summary(rows: pd.DataFrame, keys: Sequence[str], metric: str) -> pd.DataFram
 
     ``low`` and ``high`` are the ends of the 95 % t-interval of the mean, NaN where there is one seed.
     """
-    lines = []
-    for place, values in rows.groupby(list(keys), sort=False, dropna=False)[metric]:
-        found = summarise(list(values))
-        at = dict(zip(keys, place, strict=True))
-        lines.append(at | {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n})
-    return pd.DataFrame(lines, columns=[*keys, "mean", "low", "high", "n"])
+    groups = rows.groupby(list(keys), sort=False, dropna=False)[metric]
+    lines = [dict(zip(keys, place, strict=True)) | summarise(list(values))._asdict() for place, values in groups]
+    return pd.DataFrame(lines, columns=[*keys, *Summary._fields])
 
 
 def seeds_in_words(counts: pd.Series) -> str:
-    """``Mean and 95 % t-interval over 3 seeds``, for the note of a figure."""
+    """``Mean and 95 % t-interval over 3 seeds``, for the caption of a figure."""
     least, most = counts.min(), counts.max()
     if most == 1:
         return "One seed, so no interval"

@@ -10,7 +10,14 @@ from typing import Any
 import pandas as pd
 
 from groupwise.analysis import throughput_figure
-from groupwise.analysis.figure_style import Beside, read_companion, read_figure_rows, with_settings, write_figure
+from groupwise.analysis.figure_style import (
+    Beside,
+    plain_style,
+    read_companion,
+    read_figure_rows,
+    with_settings,
+    write_figure,
+)
 from groupwise.analysis.results import Folders, Measured, read_floors, read_paper
 from groupwise.analysis.run_figures import (
     ACCURACY,
@@ -23,6 +30,7 @@ from groupwise.analysis.run_figures import (
     draw_target_quantile,
 )
 from groupwise.errors import UserError, unknown
+from groupwise.sweeps.cells import read_sweep
 
 
 @dataclass(frozen=True)
@@ -30,14 +38,12 @@ class Kind:
     """The recipe of a figure from the rows of the sweep of its name.
 
     Attributes:
-        title: from the paper's caption.
         draw: rows and other content -> figure.
         numbers: the columns that it needs.
         suffix: of the file of rows that belong to runs, a key of `PLACES`; empty if the runs' own rows are drawn.
         paper: the paper's table with numbers of the figure's cells; empty if it prints none.
     """
 
-    title: str
     draw: Callable[[pd.DataFrame, Beside], Any]
     numbers: tuple[str, ...] = (ACCURACY,)
     suffix: str = ""
@@ -48,55 +54,31 @@ PLACES = {"_curves": ("step",), "_norms": ("epoch", "layer", "example")}
 """The columns that identify a row within its run, by the suffix of the file."""
 NORM = ("norm", "epoch")
 KINDS = {
-    "adaptive_vs_fixed": Kind(
-        "Adaptive per-layer clipping against fixed per-layer and flat clipping, with and without noise",
-        draw_adaptive_vs_fixed,
-        paper="adaptivity",
-    ),
-    "target_quantile": Kind("Validation accuracy at different target quantiles", draw_target_quantile),
-    "quantile_budget": Kind("Validation accuracy at different budgets for quantile estimation", draw_quantile_budget),
-    "runtime_nll": Kind(
-        "Test loss against wall time: GPT-2 on E2E", draw_runtime_nll, ("seconds", "test/nll"), "_curves"
-    ),
-    "runtime_metrics": Kind(
-        "BLEU and ROUGE-L against wall time: GPT-2 on E2E",
-        draw_runtime_metrics,
-        ("seconds", "test/bleu", "test/rougeL"),
-        "_curves",
-    ),
-    "gradnorm_cifar": Kind(
-        "Per-layer gradient norms shift during training: CIFAR-10, one row an example, one column a layer",
-        draw_gradnorm_cifar,
-        NORM,
-        "_norms",
-    ),
-    "gradnorm_sst2": Kind(
-        "The distribution of per-layer gradient norms shifts during fine-tuning: SST-2",
-        draw_gradnorm_sst2,
-        NORM,
-        "_norms",
-    ),
+    "adaptive_vs_fixed": Kind(draw_adaptive_vs_fixed, paper="adaptivity"),
+    "target_quantile": Kind(draw_target_quantile),
+    "quantile_budget": Kind(draw_quantile_budget),
+    "runtime_nll": Kind(draw_runtime_nll, ("seconds", "test/nll"), "_curves"),
+    "runtime_metrics": Kind(draw_runtime_metrics, ("seconds", "test/bleu", "test/rougeL"), "_curves"),
+    "gradnorm_cifar": Kind(draw_gradnorm_cifar, NORM, "_norms"),
+    "gradnorm_sst2": Kind(draw_gradnorm_sst2, NORM, "_norms"),
 }
-"""The figures that are made of cells."""
+"""The figures that are made of cells; their sweeps have the titles."""
 SPEED = {
-    "throughput": "Memory and throughput against batch size",
-    "runtime_breakdown": "Memory and throughput on another machine configuration",
+    "throughput": "Figure 1: memory and throughput against batch size.",
+    "runtime_breakdown": "Figure 1 on another machine configuration: memory and throughput against batch size.",
 }
 FIGURES = (*KINDS, *SPEED)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure of matplotlib's, the scale of its rows, and its runs; None for the speed figures, which have none."""
+    """A figure of matplotlib's, whose label is its caption, its title, the scale of its rows, and its runs; None for
+    the speed figures, which have none."""
 
     figure: Any
+    title: str
     scale: str
     runs: Measured | None
-
-
-def title(name: str) -> str:
-    """The title of a figure."""
-    return SPEED[name] if name in SPEED else KINDS[name].title
 
 
 def make(name: str, folders: Folders | None = None) -> Drawn:
@@ -109,14 +91,17 @@ def make(name: str, folders: Folders | None = None) -> Drawn:
         raise unknown("figure", name, FIGURES)
     folders = folders or Folders()
     if name in SPEED:
-        figure, shown = throughput_figure.make_figure(name, folders.measured / "benchmarks" / "throughput.csv")
-        return Drawn(figure, shown.scale, None)
+        with plain_style():
+            figure, shown = throughput_figure.make_figure(name, folders.measured / "benchmarks" / "throughput.csv")
+        return Drawn(figure, SPEED[name], shown.scale, None)
     kind = KINDS[name]
     runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
     rows = runs.rows
     if kind.suffix:
         rows = read_companion(name, runs, folders.measured, kind.suffix, PLACES[kind.suffix], kind.numbers)
-    return Drawn(kind.draw(with_settings(rows), _beside(kind, runs, folders)), runs.scale, runs)
+    with plain_style():
+        figure = kind.draw(with_settings(rows), _beside(kind, runs, folders))
+    return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)
 
 
 def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:
@@ -149,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kept = f" ({stale} is of other rows)" if stale else ""
             print(f"left out: {name}: {error}{kept}" if "all" in given.names else f"error: {error}", file=sys.stderr)
             continue
-        written = write_figure(drawn.figure, given.out, name)
+        written = write_figure(drawn.figure, drawn.title, given.out, name)
         print(f"{name} (scale={drawn.scale}):", *written)
     return 2 if failed else 0
 

@@ -16,7 +16,6 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from groupwise.analysis.figures import FIGURES
-from groupwise.analysis.figures import title as title_of
 from groupwise.analysis.results import HYPERPARAMETERS, TABLES
 from groupwise.atomic import write_text
 from groupwise.errors import UserError, command
@@ -59,7 +58,7 @@ def render(results: Path, out: Path) -> str:
 
 def _made(path: Path) -> Path:
     if not path.is_file():
-        raise UserError(f"There is no {path}: make it with make tables.")
+        raise UserError(f"There is no {path}: make it with make tables figures.")
     return path
 
 
@@ -96,8 +95,10 @@ def _samples(results: Path, name: str) -> str:
 
 def _figure(results: Path, name: str) -> str:
     image = base64.b64encode((results / "figures" / f"{name}.png").read_bytes()).decode()
-    title = html.escape(title_of(name))
-    return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{image}">\n'
+    title, caption = map(
+        html.escape, _made(results / "figures" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    )
+    return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{image}">\n<p>{caption}</p>\n'
 
 
 @command

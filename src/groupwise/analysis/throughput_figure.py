@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from groupwise.analysis.benchmark_rows import MACHINE, cells, in_words, read_rows, was_measured
 from groupwise.analysis.benchmark_tables import WORKLOADS
@@ -18,10 +19,9 @@ from groupwise.analysis.figure_style import (
     PAGE,
     PAPER,
     Series,
-    blank,
     head,
+    legend,
     note,
-    plain_style,
     rule,
 )
 from groupwise.errors import UserError
@@ -117,14 +117,12 @@ def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...]) -> P
 
 def draw(shown: Panels) -> Any:
     """The figure: (a) memory, (b) throughput."""
-    with plain_style():
-        figure = blank(PAGE, 2.6)
-        left, right = figure.subplots(1, 2)
-        _memory(left, shown)
-        _throughput(right, shown)
-        handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=4)
-        note(figure, shown.scale, _words(shown))
+    figure = Figure(figsize=(PAGE, 2.2))
+    left, right = figure.subplots(1, 2)
+    _memory(left, shown)
+    _throughput(right, shown)
+    legend(figure)
+    note(figure, shown.scale, _words(shown))
     return figure
 
 
