@@ -201,31 +201,38 @@ def read_measured(
     path = file_of(sweep, scale, folder)
     expected = _expected(sweep, scale)
     frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")
-    for column, value in {"sweep": sweep.name, "scale": scale}.items():
-        if len(other := frame[frame[column] != value]):
-            raise fault(path, other, f"is of {column}={other.iloc[0][column]}, in the file of {column}={value}")
-    if len(odd := frame[[re.fullmatch("[0-9a-f]{64}", text) is None for text in frame["hash"]]]):
-        raise fault(path, odd, f"has the hash {odd.iloc[0]['hash']!r}, which is no SHA-256")
-    if len(odd := frame[[re.fullmatch("[0-9]+", text) is None for text in frame["seed"]]]):
-        raise fault(path, odd, "has a seed that is no whole number")
-    if len(odd := frame[~frame["git.dirty"].isin(["True", "False", ""])]):
-        raise fault(path, odd, f"has git.dirty={odd.iloc[0]['git.dirty']}, which is neither True nor False")
+    sound = {
+        "sweep": (re.escape(sweep.name), f"is of sweep={{}}, in the file of sweep={sweep.name}"),
+        "scale": (scale, f"is of scale={{}}, in the file of scale={scale}"),
+        "hash": ("[0-9a-f]{64}", "has the hash {!r}, which is no SHA-256"),
+        "seed": ("[0-9]+", "has a seed that is no whole number"),
+        "git.dirty": ("True|False|", "has git.dirty={}, which is neither True nor False"),
+    }
+    for column, (pattern, words) in sound.items():
+        _refuse(path, frame, ~frame[column].str.fullmatch(pattern).astype(bool), words, column)
     frame = frame.assign(seed=frame["seed"].astype(int), **{"git.dirty": frame["git.dirty"] == "True"})
-    if len(unknown := frame[~frame["cell"].isin(list(expected))]):
-        raise fault(path, unknown, f"is of no cell of the sweep {sweep.name} at scale={scale}")
-    known = [seed in expected[cell] for cell, seed in zip(frame["cell"], frame["seed"], strict=True)]
-    if len(unknown := frame[~np.array(known, dtype=bool)]):
-        raise fault(path, unknown, "has a seed that the sweep does not have for it")
-    if len(again := frame[frame.duplicated(["cell", "seed"])]):
-        raise fault(path, again, "is there twice")
-    if len(again := frame[frame.duplicated("hash")]):
-        raise fault(path, again, "has the hash of another row, so the two are one run")
+    planned = {(cell, seed) for cell, seeds in expected.items() for seed in seeds}
+    known = [place in planned for place in zip(frame["cell"], frame["seed"], strict=True)]
+    where = f"the sweep {sweep.name} at scale={scale}"
+    _refuse(path, frame, ~frame["cell"].isin(list(expected)), f"is of no cell of {where}")
+    _refuse(path, frame, ~np.array(known, dtype=bool), "has a seed that the sweep does not have for it")
+    _refuse(path, frame, frame.duplicated(["cell", "seed"]), "is there twice")
+    _refuse(path, frame, frame.duplicated("hash"), "has the hash of another row, so the two are one run")
     for cell, metrics in (wanted or {}).items():
-        for metric in metrics:
-            _refuse_odd_numbers(path, frame, cell, metric)
+        for metric in metrics if (own := frame["cell"] == cell).any() else ():
+            if metric not in frame:
+                raise fault(path, frame[own], f"has no {metric}, which its table shows")
+            odd = ~np.isfinite(pd.to_numeric(frame[metric], errors="coerce"))
+            _refuse(path, frame, own & odd, f"has {metric}={{!r}}, which is no finite number", metric)
     for metric in {metric for metrics in (wanted or {}).values() for metric in metrics} & set(frame):
         frame[metric] = pd.to_numeric(frame[metric], errors="coerce")
     return Measured(frame.sort_values(["cell", "seed"]).reset_index(drop=True), expected, scale)
+
+
+def _refuse(path: Path, frame: pd.DataFrame, wrong: Any, words: str, column: str = "cell") -> None:
+    """Raise the `fault` of the first row that is wrong; `words` are about its value in `column`."""
+    if len(odd := frame[wrong]):
+        raise fault(path, odd, words.format(odd.iloc[0][column]))
 
 
 def _expected(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
@@ -250,17 +257,6 @@ def _read(path: Path, command: str) -> pd.DataFrame:
     if frame.empty:
         raise UserError(f"{path} has no rows: {again}.")
     return frame
-
-
-def _refuse_odd_numbers(path: Path, frame: pd.DataFrame, cell: str, metric: str) -> None:
-    rows = frame[frame["cell"] == cell]
-    if rows.empty:
-        return
-    if metric not in rows:
-        raise fault(path, rows, f"has no {metric}, which its table shows")
-    numbers = pd.to_numeric(rows[metric], errors="coerce")
-    if len(odd := rows[~np.isfinite(numbers)]):
-        raise fault(path, odd, f"has {metric}={odd.iloc[0][metric]!r}, which is no finite number")
 
 
 def fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import nctdtrinc
+from scipy.stats import f, t
 
 from groupwise.analysis.results import LEARNT, SHOWN, settings_of
 from groupwise.errors import UserError
@@ -40,15 +42,11 @@ def summarise(values: Sequence[float]) -> Summary:
 
 def quantile(degrees: int) -> float:
     """Of the t-distribution, so that 95 % lie within plus and minus it."""
-    from scipy.stats import t
-
     return float(t.ppf((1 + CONFIDENCE) / 2, degrees))
 
 
 def p_beyond(values: Summary, border: float, above: bool) -> float:
     """p of the one-sided t-test for a mean above (or below) `border`; NaN where the values do not vary."""
-    from scipy.stats import t
-
     if values.n < 2 or values.std < SAME:
         return math.nan
     distance = (values.mean - border) / (values.std / math.sqrt(values.n))
@@ -61,8 +59,6 @@ def p_trend(table: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
     Seeds are random blocks of a two-way layout without replication; 1 and (L - 1)(S - 1) degrees of freedom. With two
     levels it is the test that the effect is alike at both. NaN where there is one level or one seed, or nothing varies.
     """
-    from scipy.stats import f
-
     cells = np.asarray(table, dtype=float)
     if min(cells.shape) < 2:
         return math.nan
@@ -78,12 +74,11 @@ def p_trend(table: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's adjusted p values, in the order given: valid however the tests depend on each other; NaN are no tests."""
-    order = sorted((p, at) for at, p in enumerate(ps) if not math.isnan(p))
-    adjusted, least = [math.nan] * len(ps), 0.0
-    for rank, (p, at) in enumerate(order):
-        least = max(least, min(1.0, (len(order) - rank) * p))
-        adjusted[at] = least
-    return adjusted
+    values = np.asarray(ps, dtype=float)
+    order = np.argsort(values)[: np.isfinite(values).sum()]
+    adjusted = np.full(len(values), math.nan)
+    adjusted[order] = np.minimum(np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1)), 1.0)
+    return adjusted.tolist()
 
 
 def detectable(values: Summary) -> float:
@@ -91,17 +86,10 @@ def detectable(values: Summary) -> float:
 
     For the spread and the number that there are, before any adjustment; NaN for fewer than two values.
     """
-    from scipy.optimize import brentq
-    from scipy.stats import nct
-
     if values.n < 2 or values.std < SAME:
         return math.nan
-    degrees, border = values.n - 1, quantile(values.n - 1)
-
-    def missed(shift: float) -> float:
-        return float(nct.cdf(border, degrees, shift)) - (1 - POWER)
-
-    return float(brentq(missed, 0.0, 10 * border)) * values.std / math.sqrt(values.n)
+    shift = nctdtrinc(values.n - 1, 1 - POWER, quantile(values.n - 1))
+    return float(shift) * values.std / math.sqrt(values.n)
 
 
 Settings = Mapping[str, str]
