@@ -8,12 +8,10 @@ only with a process's work.
 from __future__ import annotations
 
 import math
+import multiprocessing.util
 import os
-import pickle
-import selectors
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,20 +19,22 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 from groupwise.config.schema import RunConfig
 from groupwise.errors import ProcessFailed, UserError, tell_warnings
-from groupwise.processes.environment import Place, find_place, interrupt_on, name_of, world_size
+from groupwise.processes.environment import Place, find_place, interrupt_on, name_of, silence, world_size
 
 Work = Callable[[RunConfig, Place], dict[str, Any]]
 GRACE = 5.0
 """Seconds that the others have to end by themselves when one has failed; then they are killed."""
 LINES = 20
-"""Of what a process that was killed said last."""
+"""The last lines of stderr that are shown of a process that was killed."""
 
 
 def start(config: RunConfig) -> dict[str, Any]:
@@ -81,82 +81,75 @@ def spawn(config: RunConfig, work: Work) -> dict[str, Any]:
         return _outcome(config, members)
 
 
+@dataclass(frozen=True)
+class Report:
+    """How a process ended, as it says itself."""
+
+    kind: str
+    """done, mistake, interrupted or crashed."""
+    value: Any
+    """The row of the main process; the mistake's sentence; the traceback."""
+    when: float
+    """Seconds on a clock that all processes of a machine share."""
+
+
 @dataclass
 class _Member:
     """A process, and what is known of its end."""
 
     rank: int
-    process: subprocess.Popen[bytes]
-    receive: int
+    process: SpawnProcess
+    receive: Connection
     """Where its report comes in; the end of it is the end of the process."""
     said: Path
-    heard: bytes = b""
+    report: Report | None = None
     killed_here: bool = False
 
     @classmethod
     def start(cls, config: RunConfig, place: Place, work: Work, said: Path) -> _Member:
-        """Start a process; only the main one is heard."""
-        receive, send = os.pipe()
-        with open(said, "wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-c", "from groupwise.processes.start import live; live()", str(send)],
-                stdin=subprocess.PIPE,
-                stdout=None if place.main else subprocess.DEVNULL,
-                stderr=None if place.main else file,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=(send,),
-                start_new_session=True,  # Ctrl-C goes to the process that watches, and from there to all
-            )
-        os.close(send)
-        assert process.stdin is not None
-        with suppress(OSError):  # it is gone already, as will be seen
-            process.stdin.write(pickle.dumps((config, place, work)))
-            process.stdin.flush()  # and left open: its end tells the process that it is alone
+        """Start a process; only the main one writes to the terminal."""
+        context = multiprocessing.get_context("spawn")
+        receive, send = context.Pipe(duplex=False)
+        said.touch()
+        process = context.Process(target=_live, args=(config, place, work, send, said))
+        process.start()
+        send.close()
         return cls(place.rank, process, receive, said)
 
     def read(self) -> bool:
-        """Take what has come in; true at its end."""
-        part = os.read(self.receive, 1 << 16)
-        self.heard += part
-        if not part:
-            self.process.wait()
-        return not part
-
-    @property
-    def report(self) -> Report | None:
-        if not self.heard or self.process.returncode is None:
-            return None
-        return pickle.loads(self.heard)  # noqa: S301 (from a pipe of this process's own child)
+        """Take the report if there is one; true at the end of the process."""
+        try:
+            self.report = self.receive.recv()
+        except EOFError:
+            self.process.join()
+            return True
+        return False
 
     @property
     def failed(self) -> bool:
-        return self.process.returncode not in (None, 0)
+        return self.process.exitcode not in (None, 0)
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait()
-        os.close(self.receive)
-        with suppress(OSError):
-            self.process.stdin.close()  # type: ignore[union-attr]
+        self.process.join()
+        self.receive.close()
 
 
 def _watch(members: Sequence[_Member]) -> None:
     """Wait until all have ended; when one has failed, the others have `GRACE` seconds."""
     deadline = math.inf
-    with selectors.DefaultSelector() as running:
-        for member in members:
-            running.register(member.receive, selectors.EVENT_READ, member)
-        while running.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                for key in running.get_map().values():
-                    key.data.killed_here = True
-                    key.data.process.kill()
-            for key, _ in running.select(None if left == math.inf else max(left, 1.0)):
-                if key.data.read():
-                    running.unregister(key.fileobj)
-            if deadline == math.inf and any(member.failed for member in members):
-                deadline = time.monotonic() + GRACE
+    running = {member.receive: member for member in members}
+    while running:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            for member in running.values():
+                member.killed_here = True
+                member.process.kill()
+        for ready in wait(list(running), None if left == math.inf else max(left, 1.0)):
+            if running[ready].read():  # type: ignore[index]
+                del running[ready]  # type: ignore[arg-type]
+        if deadline == math.inf and any(member.failed for member in members):
+            deadline = time.monotonic() + GRACE
 
 
 def _outcome(config: RunConfig, members: Sequence[_Member]) -> dict[str, Any]:
@@ -178,7 +171,7 @@ def _outcome(config: RunConfig, members: Sequence[_Member]) -> dict[str, Any]:
         raise KeyboardInterrupt
     print(report.value, file=sys.stderr, end="")
     raise ProcessFailed(
-        f"the process of {name_of(config, first.rank)} failed with exit code {first.process.returncode}, so all were "
+        f"the process of {name_of(config, first.rank)} failed with exit code {first.process.exitcode}, so all were "
         "stopped: fix the error above, then the same command resumes from the last checkpoint."
     )
 
@@ -187,7 +180,7 @@ def _killed(config: RunConfig, member: _Member) -> str:
     """How a process ended that could not say so itself; and what it said last."""
     if said := member.said.read_text(errors="replace").splitlines()[-LINES:]:
         print("\n".join(said), file=sys.stderr)
-    code = member.process.returncode
+    code = member.process.exitcode or 0
     how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
     why = " (by the system, if memory ran out)" if code == -signal.SIGKILL else ""
     return (
@@ -219,18 +212,6 @@ def _passed_on(members: Sequence[_Member]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@dataclass(frozen=True)
-class Report:
-    """How a process ended, as it says itself."""
-
-    kind: str
-    """done, mistake, interrupted or crashed."""
-    value: Any
-    """The row of the main process; the mistake's sentence; the traceback."""
-    when: float
-    """Seconds on a clock that all processes of a machine share."""
-
-
 def run_here(config: RunConfig, place: Place) -> dict[str, Any]:
     """`groupwise.processes.distributed.run_here`, which brings torch."""
     from groupwise.processes import distributed
@@ -238,19 +219,17 @@ def run_here(config: RunConfig, place: Place) -> dict[str, Any]:
     return distributed.run_here(config, place)
 
 
-def live() -> None:
-    """Take (config, place, work) from stdin, work, write a `Report` to the file descriptor in the argument, and leave.
-
-    The end of stdin is the end of the process that watches, and then this one leaves too.
-    """
-    send = int(sys.argv[1])
-    os.set_inheritable(send, False)
-    config, place, work = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+def _live(config: RunConfig, place: Place, work: Work, send: Connection, said: Path) -> None:
+    """Be one of the processes: work, send a `Report`, and leave; leave too when the process that watches has ended."""
+    os.setsid()  # Ctrl-C goes to the process that watches, and from there to all
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     interrupt_on(signal.SIGTERM)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if not place.main:
+        silence(sys.stdout)
+        with open(said, "wb") as file:
+            os.dup2(file.fileno(), sys.stderr.fileno())
         warnings.simplefilter("ignore", UserWarning)  # all would be warned of the same
     tell_warnings()
     code, kind = 0, "done"
@@ -266,12 +245,13 @@ def live() -> None:
         code, kind, value = 1, "crashed", traceback.format_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    with os.fdopen(send, "wb") as report:
-        pickle.dump(Report(kind, value, time.monotonic()), report)
-        report.flush()
-        os._exit(code)  # what is left of torch's threads is not waited for
+    send.send(Report(kind, value, time.monotonic()))
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined] (of semaphores, such as tqdm's)
+    os._exit(code)  # what is left of torch's threads is not waited for
 
 
-def _end_with_stdin() -> None:
-    sys.stdin.buffer.read()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
