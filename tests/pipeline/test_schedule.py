@@ -25,21 +25,11 @@ def nothing_random(_: int) -> nullcontext:
     return nullcontext()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("ZBVZeroBubble", "clipped and counted twice"),
-        ("interleaved_zero_bubble", "clipped and counted twice"),
-        ("DualPipeV", "clipped and counted twice"),
-        ("interleaved1f1b", "several stages on one device"),
-        ("gpip", "did you mean gpipe"),
-    ],
-)
-def test_schedules_that_would_break_clipping_are_refused_with_the_reason(name, reason):
-    with pytest.raises(UserError, match=reason):
-        check_schedule(name)
-    with pytest.raises(UserError, match=reason):
-        StageRunner(make_trainer(Case(stages=1), Alone()).runner.stage, None, torch.device("cpu"), name)
+def test_schedules_that_would_break_clipping_are_refused_with_the_reason():
+    with pytest.raises(UserError, match=r"ZBVZeroBubble is neither 1f1b nor gpipe: .*clipped and counted twice"):
+        check_schedule("ZBVZeroBubble")
+    with pytest.raises(UserError, match="did you mean gpipe"):
+        StageRunner(make_trainer(Case(stages=1), Alone()).runner.stage, None, torch.device("cpu"), "gpip")
 
 
 def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -50,8 +49,6 @@ def _run(config: RunConfig, place: Place, store: dist.Store) -> dict[str, Any]:
     if config.train.threads is None:
         torch.set_num_threads(max(1, usable_cores() // place.sharing))
     device = _device(config, place)
-    if device.type == "cuda":
-        refuse_sharing(store, place, device)
     timeout = timedelta(seconds=config.pipeline.timeout)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -79,25 +76,6 @@ def _device(config: RunConfig, place: Place) -> torch.device:
     device = torch.device("cuda", place.local % count)
     torch.cuda.set_device(device)
     return device
-
-
-def refuse_sharing(store: dist.Store, place: Place, device: torch.device) -> None:
-    """Every process needs a GPU of its own; all of the run call this, before the first message goes through NCCL.
-
-    Raises:
-        UserError: two are on one GPU, which NCCL refuses, after a while and in other words.
-    """
-    known = torch.cuda.get_device_properties(device)
-    own = f"{socket.gethostname()} {getattr(known, 'uuid', device.index)}"
-    store.set(f"gpu of {place.rank}", own)
-    there = [store.get(f"gpu of {rank}").decode() for rank in range(place.world)]
-    together = [rank for rank, gpu in enumerate(there) if there.count(gpu) > 1 and gpu == own]
-    if together:
-        raise UserError(
-            f"processes {' and '.join(map(str, together))} of this run would share one {known.name}, and each needs a "
-            "GPU of its own: start fewer (pipeline.stages, parallel.ranks), or give each task its own, as srun "
-            "--gpus-per-task=1 does."
-        )
 
 
 def _meet(config: RunConfig, place: Place) -> dist.Store:

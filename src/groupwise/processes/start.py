@@ -246,7 +246,7 @@ def _live(config: RunConfig, place: Place, work: Work, send: Connection, said: P
     sys.stdout.flush()
     sys.stderr.flush()
     send.send(Report(kind, value, time.monotonic()))
-    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined] (of semaphores, such as tqdm's)
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # of tqdm's semaphores
     os._exit(code)  # what is left of torch's threads is not waited for
 
 

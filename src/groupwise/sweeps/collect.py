@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import shutil
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -180,32 +178,27 @@ def finished_table(cells: Iterable[tuple[str, Path]]) -> list[str]:
     return table([State(name, DONE) for name, _ in named], [_row(run) for _, run in named])
 
 
-def table(states: Sequence[State], rows: Sequence[Mapping[str, Any]], columns: int | None = None) -> list[str]:
-    """A line per cell, as wide as the terminal: settings that all cells share are printed once; long names are wrapped.
+def table(states: Sequence[State], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per cell; settings that all cells share are printed once.
 
     Args:
         states: of the cells.
         rows: their result rows; empty for a cell that is not done.
-        columns: of the terminal; None asks it (80 where there is none).
     """
     if not any(rows):
         return []
-    columns = columns or shutil.get_terminal_size().columns
     shared = _shared([state.name.split() for state in states])
-    heads = ["state", *(name for name in HEADLINES if any(name in row for row in rows)), "epsilon"]
-    lines = [[state.kind, *(_figure(row, head) for head in heads[1:])] for state, row in zip(states, rows, strict=True)]
-    widths = [max(len(cell) for cell in column) for column in zip(heads, *lines, strict=True)]
-    found = textwrap.wrap(" ".join(["Cells of", *shared]), columns, subsequent_indent="  ") if shared else []
-    for cells, name in zip([heads, *lines], ["cell", *(state.name for state in states)], strict=True):
-        first = "  ".join(
-            [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
-        )
-        own = " ".join(word for word in name.split() if word not in shared)
-        indent = " " * (len(first) + 2)
-        found += textwrap.wrap(own, columns, initial_indent=f"{first}  ", subsequent_indent=indent) or [first.rstrip()]
-    if any(_claimed_only(row) for row in rows):
-        found.append("* not a guarantee")
-    return found
+    heads = [*(name for name in HEADLINES if any(name in row for row in rows)), "epsilon"]
+    lines = [["state", *heads, "cell"]]
+    for state, row in zip(states, rows, strict=True):
+        own = " ".join(word for word in state.name.split() if word not in shared)
+        lines.append([state.kind, *(_figure(row, head) for head in heads), own])
+    first, *middle = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    found = [f"Cells of {' '.join(shared)}"] if shared else []
+    for kind, *figures, cell in lines:
+        figures = [text.rjust(width) for text, width in zip(figures, middle, strict=True)]
+        found.append("  ".join([kind.ljust(first), *figures, cell]).rstrip())
+    return [*found, "* not a guarantee"] if any(map(_claimed_only, rows)) else found
 
 
 def _shared(names: Sequence[list[str]]) -> list[str]:

@@ -33,7 +33,7 @@ def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[s
     for processes, cells in by_processes.items():
         words: list[str] = []
         if launcher._target_.endswith(slurm.LAUNCHER):
-            words = slurm.job_words(folder, launcher, processes)
+            words = slurm.job_words(launcher, processes)
             tasks = f"cells: {len(cells)}, tasks of each: {processes}"
             print(f"Submitting jobs ({tasks}); logs: {folder / 'logs'}", file=sys.stderr, flush=True)
         try:

@@ -1,7 +1,10 @@
-"""Runs a sweep's cells as SLURM jobs: tasks, time limit, preemption and requeueing."""
+"""Runs a sweep's cells as SLURM jobs through submitit: their tasks, and what a warned job does.
+
+submitit requeues a warned job by its own contract: its handler of USR2 writes the function to be called again, and puts
+the job back into the queue. Here the run ends its step and saves its checkpoint first.
+"""
 
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -12,14 +15,12 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from groupwise.atomic import write_text
 from groupwise.errors import INTERRUPTED, UserError
 from groupwise.processes.environment import interrupt_on
 
 T = TypeVar("T")
 LAUNCHER = "SlurmLauncher"
 """The class of hydra-submitit-launcher."""
-PUT_BACK = "put_back.sh"
 
 
 def require_slurm() -> None:
@@ -47,17 +48,11 @@ def shape(processes: int, most: int) -> tuple[int, int]:
     return nodes, processes // nodes
 
 
-def job_words(folder: Path, launcher: DictConfig, processes: int) -> list[str]:
-    """Overrides of Hydra's launcher for cells with this many processes; their batch scripts end with `put_back`."""
+def job_words(launcher: DictConfig, processes: int) -> list[str]:
+    """Overrides of Hydra's launcher for cells with this many processes."""
     require_slurm()
     nodes, tasks = shape(processes, launcher.tasks_per_node)
-    script = folder.resolve() / PUT_BACK
-    write_text(script, "\n".join(put_back(launcher.max_num_timeout)))
-    return [
-        f"hydra.launcher.nodes={nodes}",
-        f"hydra.launcher.tasks_per_node={tasks}",
-        f"+hydra.launcher.teardown=[\"source '{script}'\"]",
-    ]
+    return [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}"]
 
 
 def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float], None] = time.sleep) -> None:
@@ -96,64 +91,43 @@ def link_log(link: Path) -> None:
 
 
 MARGIN = 0.25
-"""Share of the time between the warning and the limit that is reserved for exiting and for the batch script."""
-
-
-def heed_warnings(seconds: float) -> None:
-    """From now on, stop this process on USR2 and SIGTERM as on Ctrl-C, and in time.
-
-    Args:
-        seconds: between the warning and the end. A run that has not exited by then, less `MARGIN`, is ended, so that
-            the job is requeued and not lost: it then resumes from its previous checkpoint.
-    """
-    interrupt_on(signal.SIGTERM)  # until the run has a handler of its own
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even inside of a long operation
-    warned = False
-
-    def warn(_: int, __: Any) -> None:
-        nonlocal warned
-        if not warned:
-            warned = True
-            signal.alarm(max(1, round(seconds * (1 - MARGIN))))
-            signal.raise_signal(signal.SIGTERM)
-
-    signal.signal(signal.SIGUSR2, warn)
+"""Share of the time between the warning and the limit that is reserved for requeueing."""
 
 
 def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
-    """Run ``work`` as a task of a job: if interrupted, it exits with the code that requeues the job."""
+    """Run ``work`` as a task of a job: USR2 and SIGTERM stop it as Ctrl-C does, and submitit requeues it after USR2.
+
+    Args:
+        seconds: between USR2 and the time limit. A run that has not exited by then, less `MARGIN`, is requeued as it is
+            and resumes from its previous checkpoint.
+    """
 
     def run(given: T) -> Any:
-        heed_warnings(seconds)
+        requeue: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which acts in the job's main task alone
+        warned = False
+
+        def put_back(*_: object) -> None:
+            requeue(signal.SIGUSR2, None)
+            raise SystemExit(INTERRUPTED)
+
+        def warn(*_: object) -> None:
+            nonlocal warned
+            if not warned:
+                warned = True
+                signal.alarm(max(1, round(seconds * (1 - MARGIN))))
+                signal.raise_signal(signal.SIGTERM)
+
+        interrupt_on(signal.SIGTERM)  # until the run has a handler of its own
+        signal.signal(signal.SIGALRM, put_back)
+        signal.signal(signal.SIGUSR2, warn)
         try:
             return work(given)
         except KeyboardInterrupt:
-            job = os.environ.get("SLURM_JOB_ID", "")
-            print(f"interrupted: job {job} can go on from its last checkpoint", flush=True)
+            print("interrupted: the job can go on from its last checkpoint", flush=True)
+            if warned:
+                put_back()
             raise SystemExit(INTERRUPTED) from None
         finally:
             signal.alarm(0)
 
     return run
-
-
-def put_back(restarts: int) -> list[str]:
-    """Lines of the batch script after srun, for bash. They name a single task, as an array's number means all tasks.
-
-    Args:
-        restarts: the total number of times that a job may restart, for whatever reason.
-    """
-    return [
-        "code=$?",
-        "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-        "job=${job:-$SLURM_JOB_ID}",
-        'if [ "$code" -gt 128 ]; then',
-        f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {restarts} ]; then',
-        f'    echo "error: job $job was stopped (exit code $code) after {restarts} restarts, and stays as it is" >&2',
-        "  else",
-        '    echo "job $job was stopped (exit code $code) and goes back into the queue" >&2',
-        '    for pause in 5 30 60; do scontrol requeue "$job" && break; sleep $pause; done',
-        "  fi",
-        "fi",
-        "exit $code",
-    ]

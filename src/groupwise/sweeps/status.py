@@ -1,13 +1,11 @@
 """Shows the progress of sweeps:  python -m groupwise.sweeps.status  (all), or  ... status FOLDER --cells"""
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -45,11 +43,12 @@ def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
     return [_state(folder, cell, jobs.get(cell["hash"][:12]), locks) for cell in cells]
 
 
-def _state(folder: Path, cell: dict[str, Any], job: str | None, locks: set[int] | None) -> State:
+def _state(folder: Path, cell: dict[str, Any], job: str | None, locks: set[int]) -> State:
     name, run = cell["name"], Path(cell["run"])
     if is_done(folder, cell):
         return State(name, DONE, seconds=_number(run / "result.json", "system.wall_seconds"))
-    if job == "RUNNING" or _locked(run / ".lock", locks):
+    lock = run / ".lock"
+    if job == "RUNNING" or (lock.exists() and lock.stat().st_ino in locks):
         return _running(name, run)
     if job is not None:
         return State(name, WAITING, note=f"SLURM: {job.lower()}")
@@ -71,31 +70,11 @@ def _running(name: str, run: Path) -> State:
     return State(name, RUNNING, note=f"step {step} of {steps}", left=1 - step / max(steps, 1), elapsed=elapsed)
 
 
-def _local_locks() -> set[int] | None:
-    """Inodes of all files that this machine's processes hold locks on; None if the system does not list them."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-        return {int(line.split(" ")[-3].rpartition(":")[2]) for line in lines}
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _locked(path: Path, locks: set[int] | None) -> bool:
-    """Whether a process holds that lock, from the system's list: taking it, even for a moment, could block a run."""
-    try:
-        inode = path.stat().st_ino
-    except OSError:
-        return False
-    if locks is not None:
-        return inode in locks
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+def _local_locks() -> set[int]:
+    """Inodes of all files that this machine's processes hold locks on: taking one, even for a moment, could block a
+    run."""
+    lines = Path("/proc/locks").read_text().splitlines()
+    return {int(line.split(" ")[-3].rpartition(":")[2]) for line in lines}
 
 
 def _jobs(folder: Path) -> dict[str, str]:
@@ -135,13 +114,7 @@ def status(folder: Path, each: bool = False) -> list[str]:
         lines.append("  interrupted cells go on with the same command, or where SLURM puts them back")
     shown = cells if each else [cell for cell in cells if cell.kind == FAILED]
     width = max(map(len, STATES))
-    columns, indent = shutil.get_terminal_size().columns, " " * (width + 4)
-    for cell in shown:
-        head, note = f"  {cell.kind:{width}}  {cell.name}", _note(cell)
-        fits = len(head) + 2 + len(note) <= columns
-        for part in [f"{head}  {note}".rstrip()] if fits else [head, f"{indent}{note}"]:
-            lines += textwrap.wrap(part, columns, subsequent_indent=indent, break_on_hyphens=False)
-    return lines
+    return lines + [f"  {cell.kind:{width}}  {cell.name}  {_note(cell)}".rstrip() for cell in shown]
 
 
 def seconds_left(cells: Sequence[State]) -> float | None:
