@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -64,12 +63,6 @@ class StageLink:
             return hidden
         dist.send(hidden, group=self._group, group_dst=stage.index + 1)
         return None
-
-    def broadcast_(self, numbers: Tensor) -> Tensor:
-        """Broadcast the last stage's tensor, in place; the others pass a tensor of the same shape and dtype."""
-        if self.stage.count > 1:
-            dist.broadcast(numbers, group=self._group, group_src=self.stage.count - 1)
-        return numbers
 
     def broadcast(self, value: Any) -> Any:
         """Broadcast a small object of the last stage."""
@@ -142,23 +135,23 @@ def evaluate_outcomes(
     return link.broadcast(torch.cat(found) if stage.last else None)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass of a search.
-
-    Args:
-        tokens: the new ones, (b, t).
-        positions: theirs, (b, t).
-        mask: 1 at tokens and 0 at padding, past ones included, (b, past + t); None without padding.
-        order: the row of the previous pass that each row continues, (b,); None if each continues itself.
-        fresh: whether this is the first pass.
-    """
+class Pass(NamedTuple):
+    """One forward pass of a search, which the last stage announces to the others."""
 
     tokens: Tensor
+    """The new ones, (b, t)."""
     positions: Tensor
+    """Theirs, (b, t)."""
     mask: Tensor | None
+    """1 at tokens and 0 at padding, past ones included, (b, past + t); None without padding."""
     order: Tensor | None
+    """The row of the previous pass that each row continues, (b,); None if each continues itself."""
     fresh: bool
+    """Whether this is the first pass."""
+
+    def to(self, device: torch.device | str) -> Pass:
+        """With its tensors on that device."""
+        return Pass(*(part.to(device) if isinstance(part, Tensor) else part for part in self))  # type: ignore[arg-type]
 
     def run(self, link: StageLink, keys: Any) -> Tensor | None:
         """Run this process's part of the pass; see `StageLink.through`.
@@ -170,34 +163,6 @@ class Pass:
         return link.through(
             self.tokens, attention_mask=self.mask, position_ids=self.positions, past_key_values=keys, use_cache=True
         )
-
-
-def announce(link: StageLink, one: Pass | None) -> None:
-    """On the last stage: announce the next pass to the others; None ends their work."""
-    if one is None:
-        link.broadcast_(torch.zeros(5, dtype=torch.int64, device=link.device))
-        return
-    (b, t), parts = one.tokens.shape, (one.mask, one.order)
-    sizes = [0 if part is None else part.numel() for part in parts]
-    link.broadcast_(torch.tensor([1 + one.fresh, b, t, *sizes], device=link.device))
-    given = (one.tokens, one.positions, *(part for part in parts if part is not None))
-    link.broadcast_(torch.cat([part.reshape(-1) for part in given]))
-
-
-def hear(link: StageLink) -> Pass | None:
-    """On the other stages: the pass that the last one announced."""
-    kind, b, t, *sizes = link.broadcast_(torch.zeros(5, dtype=torch.int64, device=link.device)).tolist()
-    if not kind:
-        return None
-    numbers = torch.empty(2 * b * t + sum(sizes), dtype=torch.int64, device=link.device)
-    tokens, positions, mask, order = link.broadcast_(numbers).split([b * t, b * t, *sizes])
-    return Pass(
-        tokens.view(b, t),
-        positions.view(b, t),
-        mask.view(b, -1) if len(mask) else None,
-        order if len(order) else None,
-        kind > 1,
-    )
 
 
 def generate_on_stages(
@@ -242,7 +207,7 @@ def _search(
     try:
         return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device)
     finally:
-        announce(link, None)
+        link.broadcast(None)  # ends the others' work
 
 
 def _serve(link: StageLink) -> None:
@@ -250,7 +215,8 @@ def _serve(link: StageLink) -> None:
     config: Any = link.stage.config
     keys: Any = None
     with eval_mode(link.stage), torch.no_grad():
-        while (one := hear(link)) is not None:
+        while (announced := link.broadcast(None)) is not None:
+            one = announced.to(link.device)
             if one.fresh:
                 keys = DynamicCache(config=config)
             elif one.order is not None:
@@ -307,7 +273,7 @@ class Searcher(PreTrainedModel, GenerationMixin):
         order, past_key_values.reordered = past_key_values.reordered, None
         fresh = past_key_values.get_seq_length() == 0
         one = Pass(input_ids, position_ids.expand_as(input_ids), attention_mask, order, fresh)
-        announce(self._link, one)
+        self._link.broadcast(one.to("cpu"))
         hidden = one.run(self._link, past_key_values)
         assert hidden is not None, "the search is on the last stage"
         logits = self.stage.logits(hidden[:, -logits_to_keep:])
