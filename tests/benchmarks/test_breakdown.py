@@ -32,8 +32,3 @@ def test_layers_of_one_size_are_timed_once_and_the_rest_is_what_they_leave() -> 
     products = next(cost for cost in found.layers if cost.name.startswith("Conv1D"))
     assert norms.floor == norms.plain and products.floor > products.plain  # no operation of a LayerNorm is counted
     assert [cost.floor for cost in found.once[:2]] == [0.0, 0.0]
-
-
-def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["workload=mpl"]) == 2
-    assert capsys.readouterr().err.startswith("error: ")

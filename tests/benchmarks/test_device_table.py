@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from benchmarks import device_table, driver, worker
+from benchmarks import driver, worker
 from benchmarks.device_table import (
     AGAIN,
     FIRST,
@@ -16,14 +16,11 @@ from benchmarks.device_table import (
     THEN,
     TableOptions,
     cases,
-    main,
     measure,
     measure_largest,
 )
 from benchmarks.job import Job
-from benchmarks.options import check_device
 from benchmarks.worker import DeviceLost, Together
-from groupwise.errors import UserError
 
 
 @pytest.fixture
@@ -87,14 +84,6 @@ def test_a_lost_gpu_is_told_in_a_row_and_the_rest_goes_on(asked: list[Any], tmp_
     assert [method for _, _, method in asked[:3]] == ["none", "adaptive_layer", "ghost"]
 
 
-def test_what_is_not_begun_in_time_is_left(asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10_000, 40))
-    monkeypatch.setattr(device_table.time, "monotonic", lambda: float(next(clock)))
-    assert measure(options(tmp_path, limit=300.0)) == LEFT
-    measured = len(asked)
-    assert 0 < measured < 6 * (len(FIRST) + len(THEN)) and (tmp_path / "throughput.csv").is_file()
-
-
 def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits, tried = {"none": 100, "adaptive_layer": 100, "flat": 64, "ghost": 8}, []
 
@@ -127,16 +116,6 @@ def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("few_objects")
-def test_answers_are_those_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Together(Job("mlp", "flat", tiny=True), 60.0) as here:
-        facts = here.ask(do="measure")
-        assert facts["peak_bytes"] > 0 and facts["batch"] == 4
-        assert here.ask(do="round", steps=1)["wall_seconds"] > 0
-    with Together(Job("mlp", "no_such_method", tiny=True), 60.0) as here:
-        assert "unknown" in here.ask(do="measure")["refused"]
-
-
-@pytest.mark.usefixtures("few_objects")
 def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
@@ -147,11 +126,3 @@ def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(worker.torch.cuda, "synchronize", broken)
     with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$"):
         here.ask(do="measure")
-
-
-def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"out={tmp_path}", "devise=cpu"]) == 2 and "did you mean device" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"workload=gtp2 is unknown \(did you mean gpt2\?\)"):
-        cases(options(tmp_path, workload="gtp2"))
-    with pytest.raises(UserError, match="device=tpu is unknown"):
-        check_device("tpu")

@@ -9,12 +9,11 @@ import pandas as pd
 import pytest
 
 from benchmarks import full_size
-from benchmarks.full_size import COLUMNS, HELP, MODELS, FullOptions, job, main, parse
+from benchmarks.full_size import COLUMNS, MODELS, FullOptions, job, main
 from benchmarks.job import Job
 from benchmarks.methods import prepare
 from benchmarks.planned import kept_bytes, plan
 from benchmarks.worker import Bench, answer
-from groupwise.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -89,42 +88,3 @@ def test_a_plan_is_what_a_model_of_that_depth_holds(name: str) -> None:
     assert planned.activations == kept_bytes(asked)
     peak = Here(asked, limit=0).ask(do="update")["peak_bytes"]
     assert 0.6 * peak < planned.total < 1.4 * peak
-
-
-def test_the_full_shapes() -> None:
-    sizes = {}
-    for name in MODELS:
-        workload, _ = prepare(Job(**(vars(job(name, "none", FullOptions())) | {"device": "meta"})))
-        sizes[name] = (
-            workload.batch,
-            workload.tokens,
-            workload.layers,
-            sum(p.numel() for p in workload.model.parameters()),
-        )
-    assert sizes["roberta_base"] == (16, 128, 12, 124_647_170)
-    assert sizes["gpt2"] == (16, 100, 12, 124_439_808)
-    assert sizes["gpt2_xl"][:3] == (1, 256, 48)
-
-
-def test_help_names_every_option_and_model() -> None:
-    assert all(f"  {name}=" in HELP for name in FullOptions.__dataclass_fields__)
-    assert all(name in HELP for name in MODELS)
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("model=gpt3", "did you mean gpt2?"),
-        ("modle=gpt2", "did you mean model?"),
-        ("tokens=600", "512 positions"),
-        ("batch=0", "at least 1"),
-        ("layers=two", "layers does not fit"),
-        ("threads=0", "above 0"),
-    ],
-)
-def test_mistakes_are_one_sentence_and_exit_code_2(argument: str, words: str, capsys) -> None:
-    with pytest.raises(UserError):
-        parse([argument])
-    assert main([argument]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1

@@ -23,15 +23,6 @@ def tiny(monkeypatch):
 
 
 @pytest.mark.parametrize("network", TINY)
-def test_each_axis_doubles_one_size_and_changes_no_other(network):
-    for axis in NETWORKS[network].axes:
-        grown = TINY[network].grown(axis, 2)
-        assert getattr(grown, axis) == 4 * getattr(TINY[network], axis)
-        assert replace(grown, **{axis: getattr(TINY[network], axis)}) == TINY[network]
-        assert build(network, grown).loss().shape == (grown.batch,)
-
-
-@pytest.mark.parametrize("network", TINY)
 def test_networks_can_be_clipped_and_each_example_has_its_own_loss(network):
     workload = build(network, TINY[network])
     method = make("adaptive_layer", workload)
@@ -59,37 +50,7 @@ def test_rows_and_factors(tmp_path, capsys):
     assert len(pd.read_csv(tmp_path / "growth.csv")) == len(rows)
 
 
-@pytest.mark.usefixtures("few_objects")
-def test_memory_grows_with_the_batch_and_not_with_what_ran_before(capsys):
-    options = growth.parse(["network=conv", "axis=batch", "method=flat", "doublings=2", "rounds=1", "steps=1"])
-    rows = pd.DataFrame(growing.measure("conv", "batch", options))
-    again = pd.DataFrame(growing.measure("conv", "batch", replace(options, doublings=0)))
-    for _, one in rows.groupby("method"):
-        assert one["peak_bytes"].is_monotonic_increasing and one["peak_bytes"].nunique() == 3
-    assert rows["peak_bytes"].tolist()[: len(again)] == again["peak_bytes"].tolist()
-
-
 def test_an_axis_ends_before_a_step_takes_too_long(capsys):
     options = growth.parse(["network=conv", "axis=batch", "method=none", "doublings=3", "rounds=1", "limit=1e-9"])
     assert {row["value"] for row in growing.measure("conv", "batch", options)} == {TINY["conv"].batch}
     assert "batch ends here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("axis=length", "network=conv"),
-        ("axis=depth", "batch, length"),
-        ("network=transformed", "did you mean transformer"),
-        ("method=flut", "did you mean flat"),
-        ("rounds=0", "above 0"),
-        ("doubling=1", "did you mean doublings"),
-        ("device=tpu", "cpu or cuda"),
-        ("dtype=int8", "float32"),
-    ],
-)
-def test_mistakes_are_one_sentence_and_exit_code_2(argument, words, tmp_path, capsys):
-    assert growth.main([argument, f"out={tmp_path / 'out'}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import methods
-from benchmarks.methods import METHODS, RECORDED, THRESHOLD, formats, make
+from benchmarks.methods import METHODS, RECORDED, THRESHOLD, make
 from benchmarks.research_peers import package_of
 from benchmarks.workloads import build
 from groupwise.errors import UserError
@@ -45,22 +45,12 @@ def test_flat_methods_give_the_same_sums(workload: str, method: str) -> None:
     torch.testing.assert_close(sums(workload, method), ours, **TOLERANCE)
 
 
-def test_the_threshold_clips() -> None:
-    flat, plain = sums("mlp", "flat"), sums("mlp", "none")
-    assert sum(float(value.square().sum()) for value in flat.values()) ** 0.5 <= 4 * THRESHOLD
-    assert sum(float(value.square().sum()) for value in plain.values()) ** 0.5 > 4 * THRESHOLD
-
-
 def test_opacus_per_layer_is_ours_with_one_group_a_parameter() -> None:
     theirs, plain = sums("mlp", "opacus_per_layer", batch=1), sums("mlp", "none", batch=1)
     bound = THRESHOLD / math.sqrt(len(plain))
     for name, gradient in plain.items():
         expected = gradient * min(1.0, bound / float(gradient.norm()))
         torch.testing.assert_close(theirs[name], expected, **TOLERANCE)
-
-
-def test_fixed_and_adaptive_layers_begin_with_the_same_thresholds() -> None:
-    torch.testing.assert_close(sums("mlp", "fixed_layer"), sums("mlp", "adaptive_layer"))
 
 
 def test_adaptive_thresholds_move() -> None:
@@ -117,14 +107,3 @@ def test_opacus_clips_convolutions_in_channels_last_wrongly() -> None:
     assert any(not torch.allclose(right[name], wrong[name], rtol=1e-3) for name in right)
     ours = sums("wrn16_4_conv", "flat", channels_last=True)
     torch.testing.assert_close(ours, right, **TOLERANCE)
-
-
-def test_formats() -> None:
-    assert formats("none", True) == formats("opacus_hooks", True) == ("contiguous", "channels_last")
-    assert formats("flat", True) == ("channels_last",)
-    assert {formats(name, False) for name in METHODS} == {("contiguous",)}
-
-
-def test_an_unknown_method_is_told() -> None:
-    with pytest.raises(UserError, match=r"did you mean ghost\?"):
-        make("gohst", build("mlp", tiny=True))

@@ -1,22 +1,12 @@
 """Options: lists by commas, and one sentence for a mistake."""
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.methods import METHODS
-from benchmarks.options import HELP, Options, cases, parse
-from benchmarks.research_peers import package_of
-from benchmarks.workloads import WORKLOADS
+from benchmarks import breakdown, device_table, full_size, growth, pipeline, throughput
+from benchmarks.options import cases, parse
 from groupwise.errors import UserError
-
-
-def test_the_defaults_are_everything_at_reduced_depth() -> None:
-    options = parse([])
-    assert options == Options()
-    assert set(WORKLOADS) - set(options.workloads) == {"gpt2_64", "lora_gpt2_xl"}  # only when they are named
-    assert set(METHODS) - set(options.methods) == {"none_again", *filter(package_of, METHODS)}
-    depths = {case.workload: case.layers for case in cases(options)}
-    assert depths["gpt2"] == 4 and depths["mlp"] is None
-    assert options.rounds >= 5
 
 
 def test_lists_by_commas() -> None:
@@ -31,34 +21,41 @@ def test_lists_by_commas() -> None:
     assert parse(["batch=16"]).batches == [16]
 
 
-def test_help_names_every_option_workload_and_method() -> None:
-    assert all(f"  {name}=" in HELP for name in Options.__dataclass_fields__)
-    assert all(name in HELP for name in [*WORKLOADS, *METHODS])
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("wrokload=mlp", "did you mean workload?"),
-        ("workload=gpt", "did you mean gpt2?"),
-        ("method=gohst", "did you mean ghost?"),
-        ("rounds=many", "rounds does not fit"),
-        ("rounds=0", "above 0"),
-        ("batch=4,x", "batch=4,x"),
-        ("batch=0", "at least 1"),
-        ("dtype=float16", "float32"),
-        ("device=tpu", "cpu or cuda"),
-        ("nonsense", "key=value"),
-        ("limit=-1", "above 0"),
-    ],
-)
-def test_mistakes_are_one_sentence(argument: str, words: str) -> None:
-    with pytest.raises(UserError) as raised:
-        parse([argument])
-    assert words in str(raised.value) and "\n" not in str(raised.value)
-
-
 def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="no GPU"):
         parse(["device=cuda"])
+
+
+@pytest.mark.parametrize(
+    ("program", "argument", "words"),
+    [
+        (throughput, "wrokload=mlp", "did you mean workload?"),
+        (throughput, "workload=gpt", "did you mean gpt2?"),
+        (throughput, "method=gohst", "did you mean ghost?"),
+        (throughput, "rounds=many", "rounds does not fit"),
+        (throughput, "batch=4,x", "batch=4,x"),
+        (throughput, "dtype=float16", "float32"),
+        (throughput, "device=tpu", "cpu or cuda"),
+        (throughput, "nonsense", "key=value"),
+        (throughput, "limit=-1", "above 0"),
+        (breakdown, "workload=mpl", "did you mean mlp?"),
+        (device_table, "devise=cpu", "did you mean device?"),
+        (device_table, "device=cpu workload=gtp2", "did you mean gpt2?"),
+        (full_size, "model=gpt3", "did you mean gpt2?"),
+        (full_size, "tokens=600", "512 positions"),
+        (growth, "axis=length", "network=conv"),
+        (growth, "network=transformed", "did you mean transformer"),
+        (growth, "dtype=int8", "float32"),
+        (pipeline, "shape=weights_3", "did you mean weights_2?"),
+        (pipeline, "cores=0", "cores=0 was given"),
+    ],
+)
+def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
+    program, argument: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = [] if program is breakdown else [f"out={tmp_path / 'out'}"]
+    assert program.main([*argument.split(), *folder]) == 2
+    printed, told = capsys.readouterr()
+    assert printed == "" and told.startswith("error: ") and words in told and told.count("\n") == 1
+    assert not (tmp_path / "out").exists()

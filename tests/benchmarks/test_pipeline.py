@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from benchmarks import pipeline
-from groupwise.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -13,32 +12,6 @@ def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("shape=weights_3", r"shape=weights_3 is unknown \(did you mean weights_2\?\)"),
-        ("method=ghost", "method=ghost is unknown"),
-        ("steps=0", "steps=0 was given"),
-        ("cores=0", "cores=0 was given"),
-        ("shapes=all", r"no key shapes \(did you mean shape\?\)"),
-    ],
-)
-def test_a_mistake_is_one_sentence(argument, message):
-    with pytest.raises(UserError, match=message):
-        pipeline.parse([argument])
-
-
-def test_all_means_all():
-    options = pipeline.parse([])
-    assert (options.shapes, options.methods) == (list(pipeline.SHAPES), list(pipeline.METHODS))
-    assert {options.sizes(name).stages for name in options.shapes} == {2, 4}
-
-
-def test_help_names_every_key():
-    for key in vars(pipeline.PipelineOptions()):
-        assert f"  {key}=" in pipeline.HELP
 
 
 @pytest.mark.slow

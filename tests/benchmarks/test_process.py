@@ -1,7 +1,5 @@
 """A worker process from outside: answers, deaths, time limits."""
 
-import pytest
-
 from benchmarks.job import Job
 from benchmarks.process import Process
 
@@ -26,8 +24,3 @@ def test_a_time_limit_ends_it() -> None:
     with Process(Job("mlp", "none", tiny=True), limit=0.01) as process:
         assert process.ask(do="measure") == {"refused": "no answer within 0.01 s"}
         assert process._process.poll() is not None
-
-
-@pytest.mark.parametrize("job", [Job("mlp", "flat"), Job("gpt2", "none", batch=3, layers=2, tiny=True)])
-def test_a_job_travels_as_text(job: Job) -> None:
-    assert Job.load(job.dump()) == job

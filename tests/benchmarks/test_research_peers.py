@@ -1,21 +1,17 @@
 """fastDP and private-transformers are taken from a folder and left as they are; here small stand-ins of theirs."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import driver, research_peers
-from benchmarks.job import Job
+from benchmarks import research_peers
 from benchmarks.methods import make
 from benchmarks.options import parse
-from benchmarks.process import Process
 from benchmarks.workloads import build
 from groupwise.errors import UserError
-from tests.benchmarks.test_full_size import Here
 
 HOOKS = '''
 import torch
@@ -108,33 +104,6 @@ def test_a_parameter_that_gets_no_gradient_is_told(folder: Path) -> None:
     (folder / "fast-differential-privacy" / "fastDP" / "__init__.py").write_text(HOOKS.format(skipped=1))
     with pytest.raises(RuntimeError, match=r"leaves 1 of 6 tensors without a gradient, 0\.weight first"):
         make("fastdp_flat", build("mlp", tiny=True)).step()
-
-
-def test_a_row_says_which_commit_of_a_peer_it_is_of(folder: Path) -> None:
-    assert research_peers.version_of("flat") is None
-    assert research_peers.version_of("fastdp_flat") == "fastDP installed"
-    checkout = folder / "fast-differential-privacy"
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]):
-        subprocess.run(["git", "-C", str(checkout), *words], check=True)
-    told = subprocess.run(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    assert research_peers.version_of("fastdp_layer") == f"fastDP {told.stdout.strip()}"
-
-
-@pytest.mark.slow  # it starts processes; the tests above and below have the rest in this one
-def test_a_process_finds_them_and_wrong_sums_are_no_comparison(folder: Path) -> None:
-    options = parse([f"peers={folder}", "workload=mlp", "method=flat,fastdp_flat", "tiny=true"])
-    assert {"fastdp_layer", "private_transformers"} <= set(parse([f"peers={folder}"]).methods)
-
-    def start(job: Job, limit: float) -> Here | Process:
-        """A peer runs in a process, as always; our methods would do the same in one."""
-        return (Here if research_peers.package_of(job.method) is None else Process)(job, limit)
-
-    found = driver.run(Job("mlp", "none", tiny=True), options.methods, 1, 1, 60, lambda line: None, start)
-    status = {row["method"]: row["status"] for row in found}
-    assert status["flat"] == "ok"
-    assert status["fastdp_flat"].startswith("refused: the norm of its clipped sums is +")
-    assert {row["peer"] for row in found} == {None, "fastDP installed"}
 
 
 def test_without_a_folder_they_are_not_asked_for_or_told_where_to_be() -> None:

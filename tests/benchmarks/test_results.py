@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.results import COLUMNS, merge, processor, provenance, with_ratios
+from benchmarks.results import COLUMNS, merge, with_ratios
 
 
 def row(method: str = "none", number: int = 0, seconds: float | None = 2.0, **more: Any) -> dict[str, Any]:
@@ -44,11 +44,6 @@ def test_the_ratio_is_to_the_faster_plain_row_of_the_same_round() -> None:
     assert [one["floor"] for one in found[-2:]] == [0.5, None]
 
 
-def test_a_gpu_is_timed_by_its_events() -> None:
-    rows = [row(device="cuda"), row("flat", seconds=2.0, device="cuda", wall_seconds=40.0)]
-    assert [one["ratio"] for one in with_ratios(rows)] == [1.0, 0.5]
-
-
 def test_a_refusal_has_no_ratio() -> None:
     found = with_ratios([row(), row("opacus_ghost", seconds=None, peak_bytes=None, flops=None)])[1]
     assert found["ratio"] is found["memory_ratio"] is found["floor"] is None
@@ -69,20 +64,3 @@ def test_rows_of_the_same_measurement_are_replaced_and_others_kept(tmp_path: Pat
         ("flat", 4, "a processor", 0, 5.0),
         ("none", 4, "another", 0, 2.0),
     ]
-
-
-def test_merging_the_same_rows_again_changes_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "throughput.csv"
-    rows = [row(), row("flat", seconds=1 / 7, layers=4, dirty=True)]
-    merge(file, rows)
-    before = file.read_text()
-    merge(file, rows)
-    assert file.read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["throughput.csv"]
-
-
-def test_provenance_names_machine_and_versions() -> None:
-    found = provenance("cpu")
-    assert set(found) <= set(COLUMNS)
-    assert found["hardware"] == processor() != ""
-    assert found["opacus"][0].isdigit() and found["date"].endswith("Z")

@@ -40,15 +40,3 @@ def test_an_interruption_keeps_what_was_finished(
     assert main(["workload=mlp,gpt2", f"out={tmp_path}"]) == 130
     assert pd.read_csv(tmp_path / "throughput.csv")["workload"].tolist() == ["mlp"]
     assert "mlp" in capsys.readouterr().out
-
-
-def test_a_mistake_is_one_sentence_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["workload=mpl", f"out={tmp_path / 'here'}"]) == 2
-    printed, told = capsys.readouterr()
-    assert printed == "" and told.startswith("error: ") and told.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "workload=all" in capsys.readouterr().out
