@@ -1,9 +1,8 @@
 """Rounds become medians with their spread; doublings become factors beside those of non-private training."""
 
-import pandas as pd
 import pytest
 
-from groupwise.analysis.benchmark_rows import cells, growth_factors, in_words, loop_cells, read_rows, was_measured
+from groupwise.analysis.benchmark_rows import cells, growth_factors, read_rows, was_measured
 from groupwise.errors import UserError
 
 
@@ -27,23 +26,12 @@ def test_cells_come_in_the_order_of_tables_and_keep_refusals(throughput):
     assert here["status"].iloc[-1] == "refused: tied weights | no" and here["rounds"].iloc[-1] == 0
 
 
-def test_machines_and_formats_are_not_mixed(throughput):
-    other = throughput.assign(memory_format="channels_last", ratio=0.5)
-    table = cells(pd.concat([throughput, other]))
-    assert len(table) == 2 * len(cells(throughput))
-    assert set(table[table["memory_format"] == "channels_last"]["ratio"].dropna()) == {0.5}
-
-
 def test_a_method_that_died_on_the_way_was_not_measured(throughput):
     died = (throughput["method"] == "ghost") & (throughput["round"] == 1)
     table = cells(throughput.assign(status=throughput["status"].mask(died, "refused: out of memory")))
     ghost = table["method"] == "ghost"
     assert set(table[ghost]["status"]) == {"refused: out of memory"}
     assert not was_measured(table)[ghost].any() and was_measured(table)[table["method"] == "flat"].all()
-
-
-def test_depth_may_be_missing(throughput):
-    assert len(cells(throughput.assign(layers=None))) == len(cells(throughput))
 
 
 def test_growth_is_by_doubling_beside_non_private(growth):
@@ -56,31 +44,9 @@ def test_growth_is_by_doubling_beside_non_private(growth):
     assert flat["none_memory"].tolist() == pytest.approx([2.0, 2.0])
 
 
-def test_growth_on_a_gpu_is_of_wall_time(growth):
-    assert set(growth_factors(growth.assign(device="cuda"))["time"]) == {1.0}
-
-
-def test_growth_stops_where_a_size_was_not_measured(growth):
-    missing = (growth["method"] == "flat") & (growth["value"] == 8)
-    table = growth_factors(growth.assign(cpu_seconds=growth["cpu_seconds"].mask(missing)))
-    assert table[table["method"] == "flat"]["end"].tolist() == [4]
-
-
-def test_loop_cells(loop):
-    (line,) = loop_cells(loop).to_dict("records")
-    assert (line["ratio"], line["ratio_least"], line["ratio_most"], line["rounds"]) == (0.98, 0.96, 0.99, 3)
-    assert line["loop"] == pytest.approx(0.1 / 0.98) and line["bare"] == pytest.approx(0.1)
-
-
 def test_what_cannot_be_read_is_one_sentence(tmp_path, throughput):
     with pytest.raises(UserError, match="make bench"):
         read_rows(tmp_path / "throughput.csv")
     throughput.drop(columns="ratio").to_csv(tmp_path / "throughput.csv")
     with pytest.raises(UserError, match="'ratio'"):
         read_rows(tmp_path / "throughput.csv")
-
-
-def test_machines_in_words():
-    assert in_words(("cpu", "Xeon", 1, "float32")) == "Xeon, 1 thread, float32"
-    assert in_words(("cpu", "Xeon", 2, "float32")) == "Xeon, 2 threads, float32"
-    assert in_words(("cuda", "H200", 2, "bfloat16")) == "H200, bfloat16"

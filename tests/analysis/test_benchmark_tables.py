@@ -41,15 +41,6 @@ def test_a_throughput_table(throughput):
     assert "| Opacus, ghost | refused: tied weights \\| no |  |  |  |  |  |" in text
 
 
-def test_two_formats_are_told_apart(throughput):
-    both = throughput[throughput["method"] == "none"].assign(memory_format="channels_last")
-    assert "| non-private (channels_last) |" in throughput_tables(pd.concat([throughput, both]))
-
-
-def test_full_depth_is_not_called_reduced(throughput):
-    assert "of 12 layers" not in throughput_tables(throughput.assign(layers=12))
-
-
 def test_the_full_depths_are_those_of_the_workloads(throughput):
     for name, kind in KINDS.items():
         if kind.layers is not None:

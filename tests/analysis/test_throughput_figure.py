@@ -4,19 +4,10 @@ import pandas as pd
 import pytest
 
 from groupwise.analysis.benchmark_rows import cells
-from groupwise.analysis.figure_style import CLIP
 from groupwise.analysis.figures import main
-from groupwise.analysis.throughput_figure import SERIES, configurations, draw, panels
-from groupwise.errors import UserError
+from groupwise.analysis.throughput_figure import draw, panels
 
 ONE = ("cpu", "Made-up CPU", 1, "float32")
-TWO = ("cpu", "Made-up CPU", 2, "float32")
-
-
-def test_machines_are_ordered_gpus_first(throughput):
-    assert configurations(cells(throughput)) == [ONE, TWO]
-    gpu = cells(throughput.assign(device=throughput["threads"].map({1: "cpu", 2: "cuda"})))
-    assert [at[0] for at in configurations(gpu)] == ["cuda", "cpu"]
 
 
 def test_both_panels_have_every_batch_and_the_median_ratio(throughput):
@@ -38,14 +29,6 @@ def test_the_resolution_is_how_far_a_repeated_baseline_strays(throughput):
     assert "itself" not in draw(once).get_label()
 
 
-def test_methods_have_the_colours_of_their_modes(throughput):
-    left, right = draw(panels(cells(throughput), workload="gpt2", machine=ONE)).axes
-    colours = dict(zip(SERIES, (line.get_color() for line in left.get_lines()), strict=True))
-    assert all(colours[mode] == CLIP[mode].colour for mode in ("none", "adaptive_layer", "ghost", "flat"))
-    assert colours["opacus_hooks"] not in {series.colour for series in CLIP.values()}
-    assert [bars.lines[0].get_color() for bars in right.containers] == [colours[m] for m in SERIES if m != "none"]
-
-
 def test_a_method_that_refused_is_named_with_its_words(throughput):
     hooks = throughput["method"] == "opacus_hooks"
     refused = throughput.assign(
@@ -53,23 +36,6 @@ def test_a_method_that_refused_is_named_with_its_words(throughput):
         status=throughput["status"].mask(hooks, "refused: no"),
     )
     assert panels(cells(refused), workload="gpt2", machine=ONE).absent == {"opacus_hooks": "refused: no"}
-
-
-def test_the_deepest_model_is_shown(throughput):
-    deep = throughput[throughput["batch"] <= 2].assign(layers=12)
-    lone = throughput[throughput["batch"] == 1].assign(layers=24)  # one batch size is no curve
-    shown = panels(cells(pd.concat([throughput, deep, lone])), workload="gpt2", machine=ONE)
-    assert set(shown.lines["layers"]) == {12}
-
-
-def test_full_depth_on_a_gpu_is_not_reduced(throughput):
-    full = cells(throughput.assign(layers=12, device="cuda"))
-    assert panels(full, workload="gpt2", machine=("cuda", *ONE[1:])).scale == "paper"
-
-
-def test_one_batch_size_is_refused(throughput):
-    with pytest.raises(UserError, match="two batch sizes"):
-        panels(cells(throughput[throughput["batch"] == 4]), workload="gpt2", machine=ONE)
 
 
 def run(tmp_path, rows: pd.DataFrame, *names: str) -> int:

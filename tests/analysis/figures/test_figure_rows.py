@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_style import read_figure_rows, seeds_in_words, summary, with_settings
+from groupwise.analysis.figure_style import read_figure_rows, seeds_in_words, summary
 from groupwise.analysis.figures import make
 from groupwise.errors import UserError
 
@@ -35,22 +35,6 @@ def test_no_rows_name_the_command_that_makes_them(folders):
 
 @pytest.mark.parametrize(
     ("column", "value", "words"),
-    [
-        ("valid/accuracy", "nan", "no finite number"),
-        ("scale", "paper", "scale=paper"),
-        ("hash", "123", "no SHA-256"),
-        ("seed", "1", "twice"),
-        ("cell", "task=other", "no cell"),
-    ],
-)
-def test_a_corrupted_row_is_refused(folders, column, value, words):
-    change(folders.measured / "quantile_budget_mini.csv", **{column: value})
-    with pytest.raises(UserError, match=words):
-        read_figure_rows("quantile_budget", folders, ACCURACY)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "words"),
     [("norm", "inf", "no finite norm"), ("hash", "0" * 64, "no run that was measured"), ("example", "1", "twice")],
 )
 def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
@@ -63,11 +47,6 @@ def test_a_run_without_its_rows_is_refused(folders):
     (folders.measured / "gradnorm_cifar_mini_norms.csv").unlink()
     with pytest.raises(UserError, match=r"groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini"):
         make("gradnorm_cifar", folders)
-
-
-def test_settings_are_the_papers():
-    rows = pd.DataFrame({"cell": ["clip=flat train.epochs=10"], "train.epochs": [0.2]})
-    assert with_settings(rows)[["clip", "train.epochs"]].iloc[0].tolist() == ["flat", "10"]
 
 
 def test_means_have_t_intervals():

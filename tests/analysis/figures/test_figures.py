@@ -10,7 +10,6 @@ import pytest
 from groupwise.analysis.figure_style import CLIP, WEAK, Beside, content, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, Drawn, main, make
 from groupwise.analysis.results import Folders
-from groupwise.analysis.run_figures import chosen_layers
 
 PAPER = Path(__file__).resolve().parents[3] / "results" / "paper"
 
@@ -162,28 +161,7 @@ def _text(artist) -> bool:
     return hasattr(artist, "get_text")
 
 
-def test_a_task_without_rows_is_an_empty_panel(folders):
-    path = folders.measured / "target_quantile_mini.csv"
-    frame = pd.read_csv(path)
-    frame[frame["cell"].str.contains("task=cifar")].to_csv(path, index=False)
-    assert "not run" in words(make("target_quantile", folders).figure)
-
-
 def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(drawn):
     panels = [axes for axes in drawn("gradnorm_cifar").figure.axes if axes.images]
     assert [axes.get_title("left") for axes in panels] == ["epoch 0", "epoch 1", "epoch 3", "epoch 6"]
     assert panels[0].images[0].get_array().shape == (32, 12)
-
-
-def test_the_papers_layers_are_chosen():
-    names = ["embeddings", *(f"layer.{place}.{part}" for place in range(12) for part in ("query", "value")), "out_proj"]
-    norms = pd.DataFrame({"layer": range(len(names)), "name": names})
-    assert [name for _, name in chosen_layers(norms)] == ["embeddings", "layer.5.value", "layer.11.value", "out_proj"]
-    assert len(chosen_layers(norms.head(4))) == 4
-
-
-def test_one_seed_has_no_interval(folders):
-    path = folders.measured / "quantile_budget_mini.csv"
-    frame = pd.read_csv(path)
-    one = with_settings(frame[frame["seed"] == 0])
-    assert "One seed" in words(KINDS["quantile_budget"].draw(one, Beside()))

@@ -15,7 +15,6 @@ from groupwise.analysis.findings import (
     AGREEMENT,
     DISAGREEMENT,
     UNDECIDED,
-    _best,
     decide,
     fill,
     full,
@@ -27,7 +26,6 @@ from groupwise.analysis.findings import (
 from groupwise.analysis.results import Folders, settings_of
 from groupwise.analysis.statistics import (
     Contrast,
-    Differences,
     detectable,
     differences,
     holm,
@@ -61,12 +59,6 @@ def test_differences_are_paired_over_all_else():
     assert found.pairs == {(("privacy.epsilon", "3"), ("task", "cifar")): {0: -2.0}}
     assert found.levels == {(("privacy.epsilon", "3"), ("task", "cifar")): [1.0, 3.0]}
     assert differences(contrast, {}).pairs == {}
-
-
-def test_a_difference_of_differences():
-    contrast = Contrast("any", ({"clip": "a"}, {"clip": "d"}), ({"clip": "b"}, {"clip": "c"}))
-    values = {(f"clip={name} x=1", 0): value for name, value in {"a": 7.0, "b": 4.0, "c": 5.0, "d": 4.5}.items()}
-    assert differences(contrast, values).pairs == {(("x", "1"),): {0: 2.5}}
 
 
 @pytest.mark.parametrize(
@@ -150,13 +142,6 @@ def test_a_task_that_hardly_learnt_is_left_out_of_the_effect_and_keeps_the_claim
     assert verdict.why == "task=sst2 hardly learnt: one answer for every input has 50.9"
 
 
-def test_each_task_is_held_to_its_own_floor():
-    levels = {(("seed", "0"), ("task", "e2e")): [60.0, 58.0], (("seed", "0"), ("task", "dart")): [2.0, 1.9]}
-    pairs = Differences({}, levels)
-    contrast = Contrast("table2text", ({"clip": "flat"},), ({"clip": "adaptive_layer"},))
-    assert (_best(contrast, pairs, "e2e"), _best(contrast, pairs, "dart")) == (60.0, 2.0)
-
-
 def narrowed(world, **scale) -> None:
     """The sweep `adaptivity` with those entries at scale=mini, and just the rows that it then has."""
     path = world.folders.sweeps / "adaptivity.yaml"
@@ -229,17 +214,6 @@ def test_a_sweep_that_speaks_to_a_claim_may_not_be_left_out(world):
     refuse_left_out(world.folders, claims)  # the very same runs
 
 
-def test_made_up_rows_are_judged(world):
-    world.write(world.rows("adaptivity"), "adaptivity")
-    (loses,) = decide(judge(claim(LESS), world.folders))
-    assert (loses.word, loses.scale, loses.measured.n, loses.places) == (AGREEMENT, "mini", 3, 2)
-    assert loses.measured.mean == pytest.approx(-3.91667, abs=1e-4)
-    assert loses.paper == pytest.approx((60.6 - 63.1 + 67.8 - 73.9) / 2)
-    assert loses.p < 1e-3
-    (recovers,) = decide(judge(claim(ALIKE, ("adaptive_layer",)), world.folders))
-    assert recovers.word == AGREEMENT
-
-
 def test_scales_are_judged_apart_and_nothing_is_a_pair(world):
     world.write(world.rows("adaptivity"), "adaptivity")
     rows = world.rows("adaptivity", "paper")
@@ -264,14 +238,6 @@ def test_a_network_that_is_not_the_papers_is_never_counted_among_its_cells(world
         found
     )
     assert full(found).count("| CIFAR-10, scattering network | not the paper's | all | – |") == 3
-
-
-def test_a_run_without_a_partner_keeps_the_claim_undecided(world):
-    rows = world.rows("adaptivity")
-    gone = (rows["cell"] == "clip=flat privacy.epsilon=3 task=cifar") & (rows["seed"] == 0)
-    world.write(rows[~gone], "adaptivity")
-    (verdict,) = decide(judge(claim(LESS), world.folders))
-    assert (verdict.measured.n, verdict.word, verdict.why) == (2, UNDECIDED, "1 of 6 pairs were not run")
 
 
 def test_no_rows_is_not_enough_evidence(world):

@@ -1,13 +1,14 @@
 """Rows at fault are refused in one sentence, and what is merely odd is flagged; nothing is averaged in silence."""
 
+import re
+
 import pandas as pd
 import pytest
 
-from groupwise.analysis.results import cost_of, matching, read_measured
+from groupwise.analysis.results import cost_of, matching
 from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.tables import main
 from groupwise.errors import UserError
-from groupwise.sweeps.cells import read_sweep
 
 NAME = "fixed_per_layer"
 
@@ -32,37 +33,31 @@ def test_a_cost_counts_each_run_once_and_threads_as_cores():
     assert cost_of([row("a", "3600"), row("b", "")]) == cost_of([]) == cost_of([{"hash": "a"}]) == ""
 
 
-def test_sound_rows_are_read_in_any_order(world):
-    rows = world.rows(NAME)
-    world.write(rows.sample(frac=1, random_state=0), NAME)
-    sweep = read_sweep(world.folders.sweeps / f"{NAME}.yaml")
-    measured = read_measured(sweep, "mini", world.folders.measured)
-    assert len(measured.rows) == len(rows) == 24
-    assert measured.rows["seed"].tolist() == [0, 1, 2] * 8
-    assert not any(measured.flags_of(cell) for cell in measured.expected)
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        *[
+            ("valid/accuracy", value, f"has valid/accuracy='{value}', which is no finite")
+            for value in ("nan", "inf", "")
+        ],
+        *[("hash", text, "no SHA-256") for text in ("", "abc", "Z" * 64, "0" * 63)],
+        ("scale", "paper", "is of scale=paper, in the file of scale=mini"),
+        ("sweep", "cifar", "is of sweep=cifar"),
+        ("cell", "clip=ghost privacy.epsilon=3 task=cifar", "clip=ghost"),
+        ("seed", 7, "a seed that the sweep does not have"),
+        ("seed", "x", "no whole number"),
+        ("git.dirty", "perhaps", "git.dirty=perhaps"),
+    ],
+)
+def test_a_value_that_cannot_be(world, column, value, words):
+    rows = world.rows(NAME).astype({column: object})
+    rows.loc[0, column] = value
+    assert words in refusal(world, rows)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "", "forty"])
-def test_a_metric_that_is_no_finite_number(world, value):
-    rows = world.rows(NAME).astype({"valid/accuracy": object})
-    rows.loc[4, "valid/accuracy"] = value
-    assert f"seed=1 has valid/accuracy='{value}', which is no finite number" in refusal(world, rows)
-
-
-@pytest.mark.parametrize("column", ["cell", "seed", "scale", "sweep", "hash", "git.sha", "git.dirty"])
+@pytest.mark.parametrize("column", ["cell", "seed", "hash", "git.sha", "valid/accuracy"])
 def test_a_column_that_is_missing(world, column):
-    assert f"has no column '{column}'" in refusal(world, world.rows(NAME).drop(columns=column))
-
-
-def test_a_metric_that_no_row_has(world):
-    assert "has no valid/accuracy" in refusal(world, world.rows(NAME).drop(columns="valid/accuracy"))
-
-
-@pytest.mark.parametrize("text", ["", "abc", "Z" * 64, "0" * 63])
-def test_a_hash_that_is_none(world, text):
-    rows = world.rows(NAME)
-    rows.loc[0, "hash"] = text
-    assert "no SHA-256" in refusal(world, rows)
+    assert re.search(f"has no (column ')?{column}", refusal(world, world.rows(NAME).drop(columns=column)))
 
 
 def test_one_run_in_two_rows(world):
@@ -78,31 +73,6 @@ def test_a_cell_and_seed_twice(world):
     assert "seed=2 is there twice" in sentence
 
 
-def test_mixed_scales(world):
-    rows = world.rows(NAME)
-    rows.loc[7, "scale"] = "paper"
-    assert "is of scale=paper, in the file of scale=mini" in refusal(world, rows)
-
-
-def test_another_sweeps_row(world):
-    rows = world.rows(NAME)
-    rows.loc[7, "sweep"] = "cifar"
-    assert "is of sweep=cifar" in refusal(world, rows)
-
-
-def test_a_cell_that_the_sweep_does_not_have(world):
-    rows = world.rows(NAME)
-    rows.loc[0, "cell"] = "clip=ghost privacy.epsilon=3 task=cifar"
-    assert "clip=ghost" in refusal(world, rows)
-
-
-@pytest.mark.parametrize(("seed", "words"), [(7, "a seed that the sweep does not have"), ("x", "no whole number")])
-def test_a_seed_that_the_sweep_does_not_have(world, seed, words):
-    rows = world.rows(NAME).astype({"seed": object})
-    rows.loc[0, "seed"] = seed
-    assert words in refusal(world, rows)
-
-
 def test_a_file_that_was_cut_off(world):
     path = world.write(world.rows(NAME), NAME)
     text = path.read_text()
@@ -114,11 +84,6 @@ def test_a_file_that_was_cut_off(world):
     assert "does not parse" in refusal(world)
     path.write_text(text.splitlines()[0] + "\n")
     assert "has no rows" in refusal(world)
-
-
-def test_a_dirty_column_that_says_nothing(world):
-    rows = world.rows(NAME).assign(**{"git.dirty": "perhaps"})
-    assert "git.dirty=perhaps" in refusal(world, rows)
 
 
 def test_a_missing_seed_is_flagged_and_counted(world):

@@ -10,7 +10,7 @@ import yaml
 from groupwise.analysis.results import TABLES, Folders
 from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
 from groupwise.analysis.table_lines import LINE, table_lines
-from groupwise.analysis.tables import ERRATA, anchor, errata_of, grid, main, notes, tex
+from groupwise.analysis.tables import ERRATA, anchor, errata_of, grid, main, notes
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,13 +82,6 @@ def test_a_gain_is_the_mean_of_paired_differences(world):
     part = lines.loc[("CIFAR-10 / Per-layer clipping / gain", "ε=3")]
     assert (part["n"], part["flags"]) == (2, "2 of 3 seeds, without 2")
     assert len(part["hashes"].split()) == 4
-
-
-def test_what_the_paper_did_not_measure_is_not_compared(world):
-    world.write(world.rows("adaptivity", "paper"), "adaptivity", "paper")
-    lines = table_lines("adaptivity", world.folders)
-    odd = lines[lines["status"] == "not in the paper"]
-    assert set(odd["row"]) == {"CIFAR-10 / Flat clipping / adaptive", "CIFAR-10 / Flat clipping / gain"}
 
 
 def test_literature_is_quoted_and_left_out_cells_say_why(world):
@@ -169,21 +162,12 @@ def test_columns_that_literature_alone_has_come_last(world):
     assert table.loc["RoBERTa-base / Adaptive per-layer", "ε=8 / MNLI-(m/mm)"] == ""
 
 
-def test_latexs_own_characters_are_escaped():
-    assert tex("95 % of a_b & ε") == r"95 \% of a\_b \& $\varepsilon$"
-
-
 def test_a_summary_of_few_numbers():
     assert summarise([]).n == 0 and math.isnan(summarise([]).mean)
     one = summarise([2.0])
     assert (one.mean, one.n) == (2.0, 1) and math.isnan(one.std) and math.isnan(one.low)
     assert all(math.isnan(p_beyond(summarise(values), 0.0, above=True)) for values in ([1.0], [1.0, 1.0]))
     assert p_beyond(summarise([1.0, 2.0, 3.0]), 0.0, above=True) == pytest.approx(0.0742 / 2, abs=1e-4)
-
-
-def test_no_such_table(capsys):
-    assert main(["tabel"]) == 2
-    assert "choose one of" in capsys.readouterr().err
 
 
 def test_of_two_reduced_scales_the_larger_is_shown_where_it_has_all_of_a_numbers_cells(world):
