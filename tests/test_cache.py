@@ -2,9 +2,6 @@
 
 import os
 
-import pytest
-
-from groupwise import cache
 from groupwise.cache import cache_folder, read_cache, write_cache
 
 
@@ -15,22 +12,8 @@ def test_what_was_written_is_read(own_cache):
     assert not list(own_cache.rglob("*.partial"))
 
 
-def test_a_file_under_the_wrong_name_is_not_an_answer(own_cache, monkeypatch):
-    monkeypatch.setattr(cache, "_path", lambda kind, key: cache_folder() / "same.json")
-    write_cache("kind", {"a": 1}, "of a")
-    assert read_cache("kind", {"b": 1}) is None
-
-
 def test_a_folder_that_is_a_file_is_no_error(own_cache):
     own_cache.write_text("in the way")
-    write_cache("kind", {"a": 1}, 1)
-    assert read_cache("kind", {"a": 1}) is None
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_no_error(own_cache):
-    own_cache.mkdir()
-    own_cache.chmod(0o500)
     write_cache("kind", {"a": 1}, 1)
     assert read_cache("kind", {"a": 1}) is None
 

@@ -16,12 +16,6 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
         raise ModuleNotFoundError("No module named 'groupwise.x'", name="groupwise.x")
 
 
-def test_a_place_that_may_not_be_read_is_named() -> None:
-    told = r"^/secret/data may not be read or written here \(Permission denied\)"
-    with pytest.raises(UserError, match=told), environment_errors():
-        raise PermissionError(13, "Permission denied", "/secret/data")
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [

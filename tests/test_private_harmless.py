@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -218,11 +217,6 @@ def test_a_state_brings_the_way_of_its_noise_along():
     again.private.load_state_dict(state)
     found = again.private.core
     assert found.noise.secure and type(found.sampler) is type(secure.core.sampler)
-
-
-def test_a_number_of_numpy_s_is_one():
-    use = Use(threshold=np.float32(0.5), target_quantile=np.float64(0.7))
-    assert use.private.core.thresholds.rescale_to == 0.5
 
 
 def test_a_partition_of_one_group_may_be_clipped_by_ghost_norms():

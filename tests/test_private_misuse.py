@@ -347,12 +347,3 @@ def test_a_loop_that_is_left_in_the_middle_leaves_the_generators_alone():
 def test_the_page_says_how_many():
     page = (Path(__file__).parents[1] / "docs" / "sharp_edges.md").read_text()
     assert f"[{len(ARGUMENTS) + len(REFUSED) + len(STATES)} ways](../tests/test_private_misuse.py)" in page
-
-
-@pytest.mark.parametrize("kind", [lambda losses: (losses, 1), lambda losses: losses.tolist(), lambda losses: X.numpy()])
-def test_losses_that_are_no_tensor_are_told_from_losses_of_another_shape(kind):
-    with pytest.raises(UserError, match=r"^The losses are a \w+: return a tensor with one loss for each example"):
-        Use(losses=lambda model, batch: kind(model(batch[0]).sum(1)))
-    for clip in ("flat", "ghost"):
-        with pytest.raises(UserError, match="one value per example"):
-            Use(clip=clip, losses=lambda model, batch: model(batch[0]).mean())
