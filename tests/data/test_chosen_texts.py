@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
 from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, hold_out, keep, keyed_fraction
 from groupwise.errors import UserError
 
@@ -110,15 +109,6 @@ def test_a_choice_keeps_order_and_is_part_of_a_larger_one(labelled, paired):
     assert keep(labelled, 10) != keep(labelled, 10, seed=1)
 
 
-def test_no_choice_where_all_fit(labelled, paired):
-    assert keep(labelled, 100) is labelled and keep(paired, 200) is paired
-
-
 def test_a_limit_below_one_is_refused(labelled):
     with pytest.raises(UserError, match=r"data.train_limit=0 leaves no example"):
         keep(labelled, 0)
-
-
-def test_made_up_texts_can_be_split_and_cut():
-    assert len(keep(hold_out(synthetic_labelled("mnli"), 0.2), 100).train) == 100
-    assert len(keep(hold_out(synthetic_paired("e2e"), 0.2), 100).train) == 100

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import shutil
-import socket
 import tarfile
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -32,13 +31,6 @@ def test_the_standard_folder_comes_first(tmp_path, make_batches, npz_arrays):
     assert load_cifar10(tmp_path).source == "CIFAR-10, an .npz file"
     make_batches(tmp_path)
     assert load_cifar10(tmp_path).source == "CIFAR-10, the standard folder"
-
-
-def test_an_npz_comes_before_the_mosaics(tmp_path, npz_arrays):
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / "test.webp").touch()
-    np.savez(tmp_path / "cifar10.npz", **npz_arrays)
-    assert load_cifar10(tmp_path).source == "CIFAR-10, an .npz file"
 
 
 def test_the_root_may_be_an_npz_file(tmp_path, npz_arrays):
@@ -125,14 +117,3 @@ def test_an_interrupted_unpacking_leaves_nothing(tmp_path, served, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         load_cifar10(tmp_path / "root")
     assert not list((tmp_path / "root").iterdir())
-
-
-def test_the_networks_patience_is_put_back(tmp_path):
-    before = socket.getdefaulttimeout()
-    refused(tmp_path)
-    assert socket.getdefaulttimeout() == before
-
-
-def test_a_root_that_cannot_be_made_is_told(tmp_path):
-    (tmp_path / "file").touch()
-    assert "could not be downloaded" in refused(tmp_path / "file" / "root")

@@ -45,13 +45,6 @@ class TestBatches:
         path.write_bytes(path.read_bytes()[:-1])
         assert "data_batch_4 is truncated or altered" in refused(read_batches, tmp_path)
 
-    def test_an_altered_byte(self, tmp_path, make_batches):
-        path = make_batches(tmp_path) / "test_batch"
-        content = bytearray(path.read_bytes())
-        content[500] ^= 1
-        path.write_bytes(bytes(content))
-        assert "test_batch is truncated or altered" in refused(read_batches, tmp_path)
-
     @pytest.mark.parametrize("name", ["data_batch_1", "test_batch", "batches.meta"])
     def test_a_missing_file(self, tmp_path, make_batches, name):
         (make_batches(tmp_path) / name).unlink()
@@ -76,10 +69,6 @@ class TestNpz:
         assert data.y_train.tolist() == npz_arrays["y_train"].tolist()
         assert list(data.sha256) == ["mine.npz"]
 
-    def test_a_compressed_file(self, tmp_path, npz_arrays):
-        np.savez_compressed(tmp_path / "mine.npz", **npz_arrays)
-        assert read_npz(tmp_path / "mine.npz").y_test.tolist() == list(range(10))
-
     @pytest.mark.parametrize("key", ["x_train", "y_train", "x_test", "y_test"])
     def test_a_missing_array(self, tmp_path, npz_arrays, key):
         del npz_arrays[key]
@@ -94,35 +83,6 @@ class TestNpz:
         content = path.read_bytes()
         path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
         assert "mine.npz is not a readable .npz file" in refused(read_npz, path)
-
-    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-    def test_a_corrupted_middle(self, tmp_path, npz_arrays, save):
-        path = tmp_path / "mine.npz"
-        save(path, **npz_arrays)
-        content = bytearray(path.read_bytes())
-        content[3000:3100] = bytes(100)
-        path.write_bytes(bytes(content))
-        assert "mine.npz is not a readable .npz file" in refused(read_npz, path)
-
-    def test_no_archive_at_all(self, tmp_path):
-        (tmp_path / "mine.npz").write_text("not an archive")
-        assert "mine.npz is not a readable .npz file" in refused(read_npz, tmp_path / "mine.npz")
-
-    def test_one_array_instead_of_an_archive(self, tmp_path):
-        with (tmp_path / "mine.npz").open("wb") as stream:
-            np.save(stream, np.zeros(4))
-        assert "mine.npz is not a readable .npz file" in refused(read_npz, tmp_path / "mine.npz")
-
-    def test_pickled_objects_are_not_opened(self, tmp_path, npz_arrays):
-        np.savez(tmp_path / "mine.npz", **{**npz_arrays, "y_train": np.array([object()] * 20)})
-        assert "mine.npz is not a readable .npz file" in refused(read_npz, tmp_path / "mine.npz")
-
-    def test_a_member_that_is_no_array(self, tmp_path, npz_arrays):
-        np.savez(tmp_path / "mine.npz", **npz_arrays)
-        with zipfile.ZipFile(tmp_path / "mine.npz") as sound, zipfile.ZipFile(tmp_path / "other.npz", "w") as other:
-            for name in sound.namelist():
-                other.writestr(name, b"text" if name == "y_train.npy" else sound.read(name))
-        assert "y_train is not a NumPy array" in refused(read_npz, tmp_path / "other.npz")
 
     def test_a_header_that_claims_a_thousand_terabytes(self, tmp_path, npz_arrays):
         claims = io.BytesIO()

@@ -54,12 +54,6 @@ def test_a_folder_is_read_in_order_with_its_compressed_files(tmp_path):
     assert corpus.source == "text files (a.txt.gz, b.txt, c.txt.xz)"
 
 
-def test_single_files_are_read_in_the_order_given(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.text").write_text("b")
-    assert read_corpus([tmp_path / "b.text", tmp_path / "a.txt"]).documents == ["b", "a"]
-
-
 def test_tables_with_their_texts_are_documents_in_the_form_of_fine_tuning(tmp_path):
     (tmp_path / "a.csv").write_text('mr,ref\n"name[A], area[B]",A is in B.\n')
     entry = {"tripleset": [["A", "IN", "B"]], "annotations": [{"text": "A lies in B."}, {"text": "B has A."}]}

@@ -1,6 +1,5 @@
 """GLUE's own tsv files: by the names of the header, with labels as on the hub, and nothing skipped in silence."""
 
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -67,27 +66,6 @@ def test_sst2_is_read_without_quoting_and_stripped(tmp_path):
     assert data.valid[""].texts == [("bleak", None)] and data.valid[""].labels == [0]
     assert data.classes == ("negative", "positive")
     assert data.source == "GLUE SST-2, tsv files (training: train.tsv)"
-
-
-def test_the_fingerprints_are_the_files(tmp_path):
-    sha256 = load_glue("sst2", sst2(tmp_path), hub="none").sha256
-    files = ["glue/SST-2/train.tsv", "glue/SST-2/dev.tsv"]
-    assert sha256 == {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in files}
-
-
-def test_the_root_may_be_the_glue_folder(tmp_path):
-    assert len(load_glue("sst2", sst2(tmp_path, "SST-2"), hub="none").train) == 3
-
-
-def test_columns_are_found_by_name_whatever_their_order(tmp_path):
-    path = write(tmp_path / "dev.tsv", ("label", "x", "sentence", "question"), ("not_entailment", "", "s", "q"))
-    part, dropped = read_glue_tsv(path, GLUE["qnli"])
-    assert (part.texts, part.labels, dropped) == ([("q", "s")], [1], 0)
-
-
-def test_windows_line_ends_change_nothing(tmp_path):
-    path = write(tmp_path / "dev.tsv", ("sentence", "label"), ("good", "1"), ending="\r\n")
-    assert read_glue_tsv(path, GLUE["sst2"])[0].labels == [1]
 
 
 def test_qqp_drops_the_broken_rows_that_its_published_file_has(tmp_path):

@@ -1,65 +1,13 @@
 """What a file may hold."""
 
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from groupwise.data import channel_statistics, load_images, normalize
-from groupwise.data.images import average_pool, checked_images, checked_labels, hold_out
+from groupwise.data.images import average_pool, hold_out
 from groupwise.errors import UserError
-
-PATH = Path("folder/file.npz")
-IMAGES = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
-
-
-def test_channels_come_first():
-    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
-    tensor = checked_images(images, PATH, "x_train")
-    assert tensor.shape == (2, 3, 8, 8)
-    assert tensor.is_contiguous()
-    assert tensor[1, 2, 3, 4] == images[1, 3, 4, 2]
-
-
-@pytest.mark.parametrize(
-    "images",
-    [
-        np.zeros((2, 8, 8, 3), np.float32),
-        np.zeros((2, 8, 8), np.uint8),
-        np.zeros((2, 3, 8, 8), np.uint8),
-        np.zeros((2, 8, 6, 3), np.uint8),
-        np.zeros((2, 192), np.uint8),
-        np.zeros((0, 8, 8, 3), np.uint8),
-    ],
-    ids=["dtype", "grey", "channels first", "not square", "flat", "empty"],
-)
-def test_other_images_are_refused_by_name(images):
-    with pytest.raises(UserError, match=r"folder/file\.npz: x_train"):
-        checked_images(images, PATH, "x_train")
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_labels_become_int64(dtype):
-    labels = checked_labels(np.array([0, 9, 4], dtype), IMAGES, PATH, "y_test")
-    assert labels.dtype == torch.int64
-    assert labels.tolist() == [0, 9, 4]
-
-
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [
-        (np.array([0.0, 1.0, 2.0]), "float64"),
-        (np.zeros((3, 1), np.int64), r"\(3, 1\)"),
-        (np.array([0, 1]), "2 labels for 3 images"),
-        (np.array([0, 10, 1]), "from 0 to 10"),
-        (np.array([0, -1, 1]), "from -1 to 1"),
-    ],
-)
-def test_other_labels_are_refused_by_name(labels, words):
-    with pytest.raises(UserError, match=rf"folder/file\.npz: y_test .*{words}"):
-        checked_labels(labels, IMAGES, PATH, "y_test")
 
 
 def test_pooling_averages_blocks_and_rounds():
@@ -69,21 +17,11 @@ def test_pooling_averages_blocks_and_rounds():
     assert pooled.flatten().tolist() == [2, 25, 0, 255]  # 7/4 rounds up
 
 
-def test_pooling_in_pieces_is_pooling_at_once():
-    images = torch.randint(0, 256, (5000, 1, 4, 4), dtype=torch.uint8)
-    whole = images.view(5000, 2, 2, 2, 2).float().mean(dim=(2, 4)).round().to(torch.uint8)
-    assert torch.equal(average_pool(images, 2).view(5000, 2, 2), whole)
-
-
 def test_image_size_scales_both_splits(tmp_path):
     data = load_images("digits", tmp_path, image_size=4)
     assert data.x_train.shape == (1433, 1, 4, 4)
     assert data.x_test.shape == (364, 1, 4, 4)
     assert data.image_size == 4
-
-
-def test_the_own_size_changes_nothing(tmp_path):
-    assert torch.equal(load_images("digits", tmp_path, image_size=8).x_train, load_images("digits", tmp_path).x_train)
 
 
 @pytest.mark.parametrize("image_size", [0, -4, 3, 16])
@@ -97,26 +35,11 @@ def test_an_unknown_name_is_refused(tmp_path):
         load_images("mnist", tmp_path)
 
 
-def test_a_root_may_be_a_string(tmp_path):
-    arrays = {"x_train": np.zeros((4, 8, 8, 3), np.uint8), "x_test": np.zeros((2, 8, 8, 3), np.uint8)}
-    np.savez(tmp_path / "cifar10.npz", **arrays, y_train=np.arange(4), y_test=np.arange(2))
-    assert load_images("cifar10", str(tmp_path), download=False).x_train.shape == (4, 3, 8, 8)
-
-
-def test_cifar10_uses_the_published_constants():
-    assert channel_statistics("cifar10") == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-
-
 def test_each_channel_is_centred_and_scaled():
     images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1)
     out = normalize(images, (0.5, 0.2, 0.0), (0.5, 0.1, 2.0))
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.flatten(), torch.tensor([-1.0, 0.0, 0.5]))
-
-
-def test_the_digits_end_in_minus_one_to_one():
-    images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
-    assert normalize(images, *channel_statistics("digits")).flatten().tolist() == [-1.0, 1.0]
 
 
 def test_an_image_is_normalised_alone():

@@ -6,14 +6,11 @@ import os
 import pytest
 
 from groupwise.data.text_examples import (
-    Labelled,
     Request,
     by_source,
     read_json_list,
     read_text,
-    sha256_of_bytes,
     sha256_of_examples,
-    sha256_of_files,
 )
 from groupwise.errors import UserError
 
@@ -23,17 +20,8 @@ def test_the_targets_of_a_source_come_together_in_order():
     assert by_source(pairs) == [Request("a", ("1", "3", "1")), Request("b", ("2",)), Request("c", ("4",))]
 
 
-def test_labelled_texts_have_a_length():
-    assert len(Labelled([("a", None), ("b", "c")], [0, 1])) == 2
-
-
 def test_the_fingerprint_is_of_the_json():
     assert sha256_of_examples([["é", 1]]) == hashlib.sha256('[["é", 1]]'.encode()).hexdigest()
-
-
-@pytest.mark.parametrize("other", [[["a", 0]], [["a", "1"]], [["a"], 1], [["b", 1]]])
-def test_other_examples_have_another_fingerprint(other):
-    assert sha256_of_examples([["a", 1]]) != sha256_of_examples(other)
 
 
 def test_a_byte_order_mark_is_left_out(tmp_path):
@@ -59,11 +47,6 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path):
     (tmp_path / "a.txt").touch(mode=0)
     with pytest.raises(UserError, match="cannot be read"):
         read_text(tmp_path / "a.txt", "put it there")
-
-
-def test_a_list_of_objects_is_read(tmp_path):
-    (tmp_path / "a.json").write_text('[{"a": 1}, {"b": "c"}]')
-    assert read_json_list(tmp_path / "a.json", "put it there") == [{"a": 1}, {"b": "c"}]
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "[]", '["a"]', "3"])
@@ -102,14 +85,3 @@ def test_json_that_python_chokes_on(tmp_path, content, words):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(UserError, match=words):
         read_json_list(tmp_path / "a.json", "put it there")
-
-
-def test_files_are_named_by_their_path_under_the_root(tmp_path):
-    path = tmp_path / "folder" / "data.bin"
-    path.parent.mkdir()
-    path.write_bytes(b"0123456789" * 100_000)
-    assert sha256_of_files([path], tmp_path) == {"folder/data.bin": hashlib.sha256(b"0123456789" * 100_000).hexdigest()}
-
-
-def test_bytes_are_hashed_as_one_stream():
-    assert sha256_of_bytes(b"ab", b"c") == hashlib.sha256(b"abc").hexdigest()

@@ -14,10 +14,6 @@ def no_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
 
 
-def test_a_folder_asks_nobody(tmp_path, no_hub):
-    assert locate("model.source", str(tmp_path)) == str(tmp_path)
-
-
 @pytest.fixture
 def slept(monkeypatch):
     """Seconds that were slept between tries, none of them in truth."""
@@ -59,11 +55,6 @@ def test_a_name_that_the_hub_does_not_show(monkeypatch, kind):
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
     with pytest.raises(UserError, match="the hub has no public model of that name"):
         locate("model.source", "some/model")
-
-
-def test_a_name_that_the_hub_shows(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)
-    assert locate("model.source", "some/model") == "some/model"
 
 
 def test_the_cache_serves_while_the_hub_is_out_of_reach(

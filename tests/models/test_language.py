@@ -39,20 +39,6 @@ def test_a_fresh_model_takes_its_vocabulary_and_special_tokens_from_the_tokenise
         assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_what_the_shape_says_wins(fresh, tokenizer):
-    model = load_causal(fresh("gpt2", shape={"hidden_size": 8, "n_head": 1, "n_layer": 1, "vocab_size": 70}), tokenizer)
-    assert model.transformer.wte.weight.shape == (70, 8)  # hidden_size is n_embd by its other name
-
-
-def test_fresh_weights_follow_the_global_seed_alone(fresh, tokenizer):
-    weights = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        weights.append(load_causal(fresh("gpt2"), tokenizer).transformer.wte.weight)
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-
-
 def test_fresh_weights_in_the_shape_of_a_folder(folders, tokenizer):
     pretrained = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
     scratch = load_causal(ModelConfig(source=str(folders["gpt2"]), fresh=True), tokenizer)
@@ -60,18 +46,6 @@ def test_fresh_weights_in_the_shape_of_a_folder(folders, tokenizer):
     assert names(scratch) == names(pretrained) < names(deeper)
     assert not torch.equal(scratch.transformer.wte.weight, pretrained.transformer.wte.weight)
     assert {p.dtype for p in scratch.parameters()} == {torch.float32}  # though config.json says float16
-
-
-def test_a_model_without_a_padding_token_pads_with_its_end(fresh, tokenizer):
-    class Endless:
-        pad_token_id, bos_token_id, eos_token_id = None, 2, 2
-
-        def __len__(self):
-            return 60
-
-    model = load_causal(fresh("gpt2"), Endless())
-    assert model.config.pad_token_id == model.generation_config.pad_token_id == 2
-    assert model.transformer.wte.padding_idx is None
 
 
 # -- weights from a folder --------------------------------------------------------------------------------------------
@@ -150,15 +124,6 @@ def test_the_hubs_own_file_of_gpt2(folders, tokenizer, tmp_path):
         assert torch.equal(model.get_parameter(name), value.float()), name
 
 
-def test_an_old_pytorch_file_which_is_a_pickle_is_not_opened(folders, tokenizer, tmp_path):
-    target = copy(folders["roberta"], tmp_path)
-    stored = load_file(target / "model.safetensors")
-    torch.save(stored, target / "pytorch_model.bin")
-    (target / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"cannot be loaded \(.*safetensors.*\): give a folder"):
-        load_classifier(ModelConfig(source=str(target)), CLASSES, tokenizer)
-
-
 @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
 def test_sizes_that_no_text_can_pass(folders, tokenizer, tmp_path, key):
     target = copy(folders["roberta"], tmp_path)
@@ -187,13 +152,6 @@ def test_untying_gives_the_head_an_equal_weight_of_its_own(folders, tokenizer, t
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
 
 
-def test_untying_fresh_weights_and_masked_models(fresh, tokenizer):
-    model = load_causal(fresh("gpt2", untie=True), tokenizer)
-    assert "lm_head.weight" in names(model)
-    with pytest.raises(UserError, match=r"model\.untie is for causal"):
-        load_masked(fresh("roberta", untie=True), tokenizer)
-
-
 def rates(model) -> dict[str, float]:
     return {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
 
@@ -215,13 +173,6 @@ def test_dropout_that_a_model_does_not_have(fresh, tokenizer):
     with pytest.raises(UserError, match=r"model\.dropout=0\.1 was given, but a llama has none"):
         load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.1), tokenizer)
     load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.0), tokenizer)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_way_attention_is_computed(fresh, folders, tokenizer, attention):
-    assert load_causal(fresh("gpt2", attention=attention), tokenizer).config._attn_implementation == attention
-    loaded = load_classifier(ModelConfig(source=str(folders["roberta"]), attention=attention), CLASSES, tokenizer)
-    assert loaded.config._attn_implementation == attention
 
 
 def test_the_most_positions(fresh, tokenizer):

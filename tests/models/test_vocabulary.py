@@ -62,18 +62,6 @@ def test_equal_texts_give_equal_bytes(data, tmp_path):
     assert tokenizer.decode(tokenizer(pair)["input_ids"]) == pair and SIZE - 1 in tokenizer(pair)["input_ids"]
 
 
-def test_it_is_trained_again_only_for_other_texts_or_another_size(data, tmp_path):
-    out = tmp_path / "out"
-    assert write_vocabulary(out, SIZE, [data / "public.txt"])
-    (out / "tokenizer.json").touch()
-    before = (out / "tokenizer.json").stat().st_mtime_ns
-    assert not write_vocabulary(out, SIZE, [data / "public.txt"])
-    assert (out / "tokenizer.json").stat().st_mtime_ns == before
-    assert write_vocabulary(out, SIZE - 5, [data / "public.txt"])
-    (data / "public.txt").write_text(" ".join(WORDS * 3) + " and a bar")
-    assert write_vocabulary(out, SIZE - 5, [data / "public.txt"])
-
-
 def test_a_word_of_the_private_texts_alone_is_no_token(data, tmp_path):
     """It would be one if they were counted: they say it in every row."""
 
