@@ -168,15 +168,6 @@ def test_a_line_ends_at_its_break(tokenizer, beams):
     assert write(scripted(tokenizer, "?ac%d#"), tokenizer, prompt, beams=beams) == ["ac"]
 
 
-def test_the_search_ends_with_the_line(tokenizer):
-    model = scripted(tokenizer, "?\nab\nef ghijklmnop")
-    calls = []
-    hook = model.register_forward_hook(lambda *_: calls.append(1))
-    assert write(model, tokenizer, encode(tokenizer, ["?"]), max_new_tokens=20) == ["ab"]
-    hook.remove()
-    assert len(calls) == 4  # a break that comes first is no end
-
-
 def test_no_more_tokens_than_the_model_has_positions_for(tokenizer):
     model = scripted(tokenizer, "abcdefghijklmnop", positions=16)
     texts = write(model, tokenizer, encode(tokenizer, ["?" * 14, "?", "?" * 12, "?" * 15]), max_new_tokens=5)
@@ -193,12 +184,6 @@ def test_no_sequence_twice(tokenizer):
     held = write(model, tokenizer, prompts, max_new_tokens=20, no_repeat_ngram=2)
     assert all(repeats(text) for text in free)
     assert not any(repeats(text) for text in held)
-
-
-def test_padding_is_no_sequence_to_repeat(tokenizer):
-    model = scripted(tokenizer, "???abc#")
-    short = [*tokenizer("ax").input_ids, END]  # a before it would make END a twice
-    assert write(model, tokenizer, [short, short + short], no_repeat_ngram=2, max_new_tokens=3) == ["abc", ""]
 
 
 def test_the_model_and_the_random_numbers_are_as_before(tokenizer):

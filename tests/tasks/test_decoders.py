@@ -109,17 +109,6 @@ def test_an_untied_head(folders, mode):
     check_sums(folder, "e2e", "all", mode)
 
 
-def test_blocks_are_computed_again_where_it_is_asked_for(folders):
-    runs = {}
-    for again in (False, True):
-        task = make_task(settings(folder_of(folders, "llama"), trains="lora", rematerialize=again), CPU)
-        block = task.model.get_base_model().model.layers[0].mlp
-        runs[again] = []
-        block.register_forward_pre_hook(lambda *_, seen=runs[again]: seen.append(1))
-        task.losses_of([0, 1]).sum().backward()
-    assert (len(runs[False]), len(runs[True])) == (1, 2)
-
-
 def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_float32(folders):
     found = []
     for half in (False, True):
@@ -199,15 +188,6 @@ def test_an_adapter_that_no_text_moves_is_named_before_any_training(folders, mon
     with pytest.raises(UserError, match=r"Adapter '.*layers\.1\.self_attn\.k_proj\.lora_B.*' has no effect"):
         task.check_adapters()
     assert task.model.training
-
-
-def test_a_batch_that_was_not_made_up_has_no_part_in_the_check(folders, monkeypatch):
-    task = make_task(settings(folder_of(folders, "qwen3"), trains="lora"), CPU)
-    monkeypatch.setattr(task, "_samples", None)
-    state = torch.get_rng_state()
-    task.check_adapters()
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(p.grad is None for p in task.model.parameters())
 
 
 def refused(folder: Path, told: str, task: str = "e2e", **model) -> None:

@@ -107,13 +107,6 @@ def test_a_sweep_and_replicas_find_it_too(folder: Path) -> None:
     assert replicas.returncode == 0 and "Spent: epsilon" in replicas.stdout, replicas.stderr
 
 
-def test_hydra_s_flags_know_its_file(folder: Path) -> None:
-    assert "_target_: sums.make_sums" in command(folder, "--cfg", "job", "-p", "own_task", "task=mine").stdout
-    told = command(folder, "task=mine", "--info", "defaults").stdout
-    assert "task/mine" in told and "size/own/paper" in told
-    assert "e2e, mine, mnli" in command(folder, "--help").stdout
-
-
 @pytest.mark.parametrize(
     ("own_task", "words"),
     [

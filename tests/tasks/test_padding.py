@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.tasks.samples import IGNORED, ModelInputs, Rows, pad, predictions
+from groupwise.tasks.samples import ModelInputs
 from groupwise.torchvision_import import import_torchvision
 
 CPU = torch.device("cpu")
@@ -34,34 +34,6 @@ def tiny(name: str, **changes):
     return auto.from_config(config).double().eval()
 
 
-def test_rows_give_back_what_was_put_in():
-    rows = Rows.of([[1, 2, 3], [], [70_000]])
-    assert len(rows) == 3
-    assert [rows[i].tolist() for i in range(3)] == [[1, 2, 3], [], [70_000]]
-    assert rows.lengths.tolist() == [3, 0, 1]
-    assert rows.values.dtype == np.int32
-    assert len(Rows.of([])) == 0
-
-
-def test_padding_stands_on_the_right():
-    assert pad(ROWS, 1).tolist() == [[5, 6, 7, 8], [9, 10, 1, 1], [11, 12, 13, 1]]
-    assert pad(ROWS[1:], 0).shape == (2, 3)
-
-
-def test_a_token_is_predicted_one_position_before_it():
-    positions, labels = predictions(ROWS, [2, 1, 1])
-    assert positions.tolist() == [[1, 2], [0, 0], [0, 1]]
-    assert labels.tolist() == [[7, 8], [10, IGNORED], [12, 13]]
-
-
-def test_gpt2_counts_from_zero_and_gets_no_token_types():
-    inputs = ModelInputs(tiny("gpt2"), 0)(ROWS, CPU)
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
-    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
-    assert inputs["use_cache"] is False
-    assert "token_type_ids" not in inputs, "GPT-2 takes them, and adds embeddings of tokens"
-
-
 def test_roberta_counts_from_its_padding_row():
     model = tiny("roberta")
     inputs = ModelInputs(model, 1)(ROWS, CPU, token_types=ROWS)
@@ -69,14 +41,6 @@ def test_roberta_counts_from_its_padding_row():
     assert not inputs["token_type_ids"].any(), "it has one type only"
     own = model.roberta.embeddings.create_position_ids_from_input_ids(inputs["input_ids"], 1)
     assert torch.equal(own, inputs["position_ids"])
-
-
-def test_bert_gets_the_tokenisers_types():
-    types = [np.array([0, 0, 1, 1]), np.array([0, 1]), np.array([0, 1, 1])]
-    inputs = ModelInputs(tiny("bert"), 0)(ROWS, CPU, token_types=types)
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
-    assert inputs["token_type_ids"].tolist() == [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]
-    assert not ModelInputs(tiny("bert"), 0)(ROWS, CPU)["token_type_ids"].any()
 
 
 def test_the_models_own_arguments_are_seen_through_adapters():

@@ -72,13 +72,3 @@ def test_all_microbatches_of_texts_have_one_shape_that_the_longest_decides(text)
                 "labels": places,
                 "weights": (4,),
             }
-
-
-def test_no_examples_are_no_microbatches(text, images):
-    for task in (text, images):
-        assert task.feed("valid", CPU).microbatches(np.zeros(0, dtype=np.int64), size=2, least=4) == []
-
-
-def test_a_feed_knows_its_split(text, images):
-    assert len(text.feed("train", CPU)) == 40
-    assert [len(images.feed(split, CPU)) for split in ("train", "valid")] == [30, 364]

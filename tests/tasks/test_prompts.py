@@ -20,11 +20,6 @@ def test_the_three_sets_are_fixed_and_share_no_example():
     assert everyone != TRAIN[:12]  # a random choice, not the beginning of the file
 
 
-def test_fewer_shots_are_the_beginning_of_more():
-    assert demonstrations(TRAIN, 2, 1, anything) == demonstrations(TRAIN, 4, 1, anything)[:2]
-    assert demonstrations(TRAIN, 0, 2, anything) == []
-
-
 def test_only_those_short_enough_as_they_are_shown():
     def fits(text):
         assert text.startswith("source ") and " target " in text
@@ -47,11 +42,6 @@ def test_no_source_twice():
 def test_another_set_is_refused(number):
     with pytest.raises(UserError, match=rf"eval.prompt_set={number} is not one of the 3"):
         demonstrations(TRAIN, 1, number, anything)
-
-
-def test_fewer_than_no_shots_are_refused():
-    with pytest.raises(UserError, match=r"eval\.shots=-1 is negative"):
-        demonstrations(TRAIN, -1, 0, anything)
 
 
 def test_a_prompt_is_examples_and_then_the_source():

@@ -139,20 +139,6 @@ def test_sources_are_cut_first_at_their_end_and_never_the_delimiter(tokenizer, e
     assert short.starts[0] == len(frame.ending) and short.cut == 1
 
 
-def test_prompts_are_what_stands_before_the_target(tied):
-    sources = [source for source, _ in tied._data.train[:5]]
-    samples = tied._samples["train"]
-    assert tied._encoder.prompts(sources, 128) == [samples.tokens[i][: samples.starts[i]].tolist() for i in range(5)]
-    short = tied._encoder.prompts(sources, 7)
-    ending = tied._encoder._frame.ending
-    assert {len(prompt) for prompt in short} == {7} and {prompt[-1] for prompt in short} == set(ending)
-
-
-def test_a_target_without_text_still_ends(tokenizer):
-    samples = PairEncoder(tokenizer, plain_frame(tokenizer, ""), 10).pairs([("x : y", "")])
-    assert samples.target_lengths.tolist() == [1] and samples.tokens[0][-1] == tokenizer.eos_token_id
-
-
 # -- losses and clipped sums ----------------------------------------------------------------------------------------
 
 
@@ -191,12 +177,6 @@ def test_what_stands_at_padding_changes_nothing(tied):
             clip(engine, tied.losses_of, EXAMPLES)
         found.append(gradients(tied.model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_a_model_that_cannot_leave_logits_out_has_the_same_losses(tied, monkeypatch):
-    expected = tied.losses_of(EXAMPLES)
-    monkeypatch.setattr(tied.inputs, "accepts", tied.inputs.accepts - {"logits_to_keep"})
-    torch.testing.assert_close(tied.losses_of(EXAMPLES), expected, rtol=1e-12, atol=0)
 
 
 def test_a_model_that_keeps_no_logits_is_asked_for_all(tied, monkeypatch):
@@ -262,12 +242,6 @@ def test_the_final_evaluation_writes_texts_and_scores_them():
     json.dumps(rows)
 
 
-def test_no_inputs_are_generated_from_where_none_are_asked_for():
-    task = make_task(config("samsum", generate={"limit": 0, "max_new_tokens": 1000}), CPU)
-    assert set(task.evaluate("test", 50, limit=5, final=True)) == {"loss", "nll", "perplexity"}
-    assert task.outputs() == {}
-
-
 def test_a_model_that_learned_one_text_writes_it(write_learned_text):
     task = make_task(config(data={"train_limit": 1}, generate={"max_new_tokens": 60, "limit": 1}), CPU)
     found = write_learned_text(task)
@@ -300,11 +274,6 @@ def test_in_context_cuts_the_input_not_the_delimiter():
     assert len(prompt) == 100 and task.tokenizer.decode(prompt).endswith(DELIMITER)
     with pytest.raises(UserError, match=r"eval\.shots=4"):
         task.evaluate_in_context(4, 0)
-
-
-def test_tables_in_context_have_no_end_of_text_before_the_answer(tied):
-    (prompt,) = tied._encoder.in_context(["name : A\n\nname : B"], 100)
-    assert tied.tokenizer.decode(prompt) == "name : A\n\nname : B"
 
 
 # -- export and bad input -------------------------------------------------------------------------------------------

@@ -180,11 +180,6 @@ def test_replicas_are_equal_bit_for_bit(two, case):
     assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
 
 
-def test_shards_together_are_the_model(two):
-    held = [process["shards"] for process in two]
-    assert sum(held) == len(parameters(build(NONE, Alone()))) and max(held) < 0.6 * sum(held)
-
-
 def chi_square(noise):
     """The sum of squares of n standard normals, as a number of its own standard deviations from n."""
     return float(noise.square().sum() - noise.numel()) / math.sqrt(2 * noise.numel())

@@ -15,7 +15,7 @@ from groupwise.errors import UserError
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
-from groupwise.training.graphs import WARM_UP, GraphSums, recorder_of
+from groupwise.training.graphs import GraphSums, recorder_of
 from groupwise.training.ranks import Alone
 from tests.checked import only_traced
 from tests.tapes import Tape
@@ -205,18 +205,6 @@ def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change)
     assert torch.equal(made(recorded), made(lambda trainer: trainer))
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_norms_are_those_of_the_last_launch():
-    trainer, eager = recorded(with_dropout(make_trainer(FLAT))), with_dropout(make_trainer(FLAT))
-    for one in (trainer, eager):
-        one.task.model.eval()
-        one.private.clear()
-        for first, count in ((0, 9), (0, 6), (0, 6), (0, 6), (0, 4), (0, 4), (0, 4), (3, 6)):
-            one.private.sums.run(one.private, 0, 0, range(first, first + count), False)
-    assert len(graphs_of(trainer)) == 2
-    assert torch.equal(trainer.private.engine.per_example_norms, eager.private.engine.per_example_norms)
-
-
 def test_another_device_and_what_cannot_be_recorded_are_refused():
     with pytest.raises(UserError, match="for NVIDIA's GPUs, and this run is on cpu"):
         recorder_of(CPU)
@@ -241,22 +229,3 @@ def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
     found, eager = made(lambda trainer: recorded(trainer, tape)), made(lambda trainer: trainer)
     assert torch.equal(found[0], eager[0]) and found[0].isfinite().all() and found[2][1:] == eager[2][1:]
     assert tape.launches
-
-
-def test_each_shape_warms_up_and_a_graph_is_for_gradients_that_stayed_where_they_were():
-    trainer = recorded(with_dropout(make_trainer(NONE)))
-    trainer.private.clear()
-
-    def after(*counts):
-        for count in counts:
-            trainer.private.sums.run(trainer.private, 0, 0, range(count), False)
-        return len(graphs_of(trainer))
-
-    assert WARM_UP == 2 and after(5) == 0  # which makes the gradients
-    assert after(4, 4, 3) == 0 and after(4) == 1 and after(3) == 1 and after(3, 4) == 2
-    weight = trainer.task.model[0].weight
-    weight.grad = weight.grad.clone()
-    before = weight.grad.clone()
-    assert after(4) == 2 and not torch.equal(weight.grad, before)  # eagerly
-    trainer.private.sums.forget()
-    assert after(4, 4) == 0 and after(4) == 1

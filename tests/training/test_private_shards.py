@@ -185,23 +185,6 @@ def test_two_processes_take_the_steps_of_one(two, case):
         assert at == pytest.approx(thresholds, rel=1e-12)
 
 
-def test_each_holds_a_part_of_every_parameter(two):
-    whole = sum(parameter.numel() for parameter in network(False).parameters())
-    assert sum(process["held"] for process in two) == whole and all(p["held"] < 0.6 * whole for p in two)
-
-
-def test_together_they_add_one_noise(two):
-    """40 x P numbers: 1 % is over three standard errors of the scale; two noises would be √2, a shared stream shows as
-    equal halves."""
-    one = moved(Alone(), False)
-    found = two[0]["moved"]
-    assert torch.equal(found, two[1]["moved"])
-    error = 4 / (2 * found.numel()) ** 0.5
-    assert float(found.std() / one.std()) == pytest.approx(1, abs=error)
-    values = found.flatten()
-    assert len(values.unique()) == len(values)
-
-
 def test_the_shards_average_again_when_it_is_over(two):
     for process in two:
         never, detached, failed = process["given back"]

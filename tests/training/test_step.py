@@ -113,10 +113,6 @@ def test_the_physical_batch_changes_neither_update_nor_thresholds(clip):
             torch.testing.assert_close(*clips, rtol=1e-12, atol=0)
 
 
-def test_flat_is_ghost():
-    torch.testing.assert_close(after(make_trainer(FLAT)), after(make_trainer(GHOST)), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("grouping", ["flat", "layer", "block"])
 def test_infinite_thresholds_without_noise_are_plain_sgd(grouping):
     loose = ClipConfig("loose", grouping=grouping, policy="fixed", threshold=1e9, rescale=False)

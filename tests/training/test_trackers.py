@@ -19,15 +19,6 @@ def begun(tmp_path: Path, tracker: str) -> RunRecord:
     return record
 
 
-def test_files_keep_every_metric(tmp_path: Path) -> None:
-    record = begun(tmp_path, "files")
-    tracker = FilesTracker(record)
-    tracker.log(1, {"nonprivate/train_loss": 2.0})
-    tracker.log(2, {"valid_accuracy": 0.5})
-    tracker.finish()
-    assert record.metrics() == [{"step": 1, "nonprivate/train_loss": 2.0}, {"step": 2, "valid_accuracy": 0.5}]
-
-
 def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,16 +61,6 @@ def test_tensorboard_writes_events_into_the_runs_folder(tmp_path: Path) -> None:
     events = EventAccumulator(str(record.folder / "tensorboard")).Reload().Scalars("valid_accuracy")
     assert [(event.step, round(event.value, 3)) for event in events] == [(1, 0.1), (2, 0.9)]
     assert len(record.metrics()) == 4
-
-
-def test_wandb_is_told_what_the_run_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, object] = {}
-    fake = SimpleNamespace(init=lambda **given: told.update(given), Settings=lambda **given: given)
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    record = begun(tmp_path, "wandb")
-    FilesTracker(record)
-    assert told["name"] == "cifar wide_resnet adaptive_layer eps 8 seed 0"
-    assert (told["tags"], told["mode"]) == (["paper"], "offline")
 
 
 def test_a_resumed_run_goes_on_in_wandb_and_one_that_began_anew_is_another(

@@ -28,13 +28,6 @@ def test_a_gpu_is_not_waited_for(asked: list[tuple[Any, ...]]) -> None:
     assert asked == [("pin",), ("to", CUDA, {"non_blocking": True})]
 
 
-def test_elsewhere_it_is_a_plain_copy(asked: list[tuple[Any, ...]]) -> None:
-    to_device(torch.arange(3), CPU)
-    to_device(torch.arange(3), torch.device("meta"))
-    to_device(torch.empty(3, device="meta"), CUDA)  # nothing on the host to lock
-    assert [one[0] for one in asked] == ["to"] * 3 and not any(one[-1] for one in asked)
-
-
 def test_values_stay_what_they_were() -> None:
     assert to_device(np.array([1, 2], dtype=np.int32), CPU).tolist() == [1, 2]
     for examples in ([4, 0], range(2), np.array([3, 1], dtype=np.int32), np.arange(6)[::2], []):
