@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -98,24 +97,6 @@ def test_small_draws_keep_their_digits(axis: int, of: str, pairs_of: Pairs) -> N
     radii, angles = (MOST - 2**11 * np.arange(2000), near * 0 + 2**29) if of == "radius" else (one, near)
     drawn = pairs_of(radii, angles.astype(np.int32)).reshape(2, -1)[axis]
     assert len(np.unique(drawn)) > 1000 and np.abs(drawn).max() < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_chunk_begins_alike_whatever_its_length(dtype: torch.dtype) -> None:
-    whole = [normals(bytes(32), chunk, CHUNK, dtype).clone() for chunk in (0, 1)]
-    assert not torch.equal(*whole)
-    assert dtype == torch.float32 or torch.equal(normals(bytes(32), 1, 7, dtype), whole[1][:7])
-    assert len(normals(bytes(32), 0, 5, dtype)) == 5
-
-
-def test_large_tensors_take_one_small_buffer_of_memory() -> None:
-    tensor = torch.zeros(1 << 21)
-    tracemalloc.start()
-    try:
-        SOURCE.add_gaussian_(tensor, 1.0, step=0, stream=0)
-        assert tracemalloc.get_traced_memory()[1] < 3e6
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.slow

@@ -95,29 +95,6 @@ def test_the_memory_layout_changes_nothing(shape):
         assert torch.equal(SOURCE.add_gaussian_(other, 1.0, 0, 0), expected)
 
 
-def test_noise_is_added_in_place_to_what_is_there():
-    tensor = torch.full((5,), 3.0, dtype=torch.float64)
-    result = SOURCE.add_gaussian_(tensor, 2.0, 0, 0)
-    assert result is tensor
-    assert torch.allclose(result - 3.0, 2.0 * draw(5, dtype=torch.float64))
-
-
-def test_parameters_are_noised_outside_the_graph():
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    SOURCE.add_gaussian_(parameter, 1.0, 0, 0)
-    assert parameter.requires_grad
-    assert parameter.is_leaf
-
-
-@pytest.mark.parametrize("size", [(), (0,), (1,)])
-def test_scalars_and_empty_tensors(size):
-    assert SOURCE.add_gaussian_(torch.zeros(size), 1.0, 0, 0).shape == size
-
-
-def test_no_std_no_noise():
-    assert draw(std=0.0).count_nonzero() == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
 def test_narrow_types_are_refused(dtype):
     with pytest.raises(UserError, match="convert the summed gradient to float32"):
@@ -189,13 +166,6 @@ def test_a_checkpoint_of_another_version_goes_on_with_the_same_noise(dtype, step
 def test_a_seed_and_a_purpose_stand_for_the_same_keys_for_ever():
     assert SOURCE.key.hex() == "814f7b0e89064a7ee794f4f0724e3fb260383abc1612127cc1bbc9830d134550"
     assert SOURCE.derive("sampling").hex() == "0bcd59247c3ffead5eb5f06564afe84c010790e08b4dca4c621baf20199cd717"
-
-
-def test_a_key_has_256_bits_and_is_a_secret_unless_it_came_from_a_seed():
-    assert len(NoiseSource.fresh().key) == 32
-    assert NoiseSource.from_key(b"k" * 16).is_secret  # 16 bytes are enough
-    assert not NoiseSource(b"k" * 16, True).secure
-    assert not NoiseSource.fresh().secure and not NoiseSource.from_key(b"k" * 16).secure and not SOURCE.secure
 
 
 def test_a_child_is_of_the_same_kind_with_noise_of_its_own():

@@ -36,16 +36,6 @@ def test_philox_gives_its_known_answers(counter: list[int], key: list[int], answ
     assert [int(word[0]) for word in found] == answer
 
 
-def test_draws_are_the_box_muller_pairs_of_the_blocks() -> None:
-    words = [7 * 2**20, 3, 5, 11]
-    found = draws(2 * (2**33 + 7) + torch.arange(2), torch.tensor(words)).tolist()
-    counter = tuple(torch.tensor(word) for word in (7, 2, words[2], words[3]))
-    w = [int(word) for word in philox(counter, (torch.tensor(words[0]), torch.tensor(words[1])))]
-    radius = math.sqrt(-2 * math.log(((w[0] << 32) + w[1] + 0.5) / 2**64))
-    angle = 2 * math.pi * ((w[2] << 32) + w[3]) / 2**64
-    assert found == pytest.approx([radius * math.cos(angle), radius * math.sin(angle)], rel=1e-12)
-
-
 @pytest.mark.parametrize("place", range(16))
 def test_every_secret_byte_counts(place: int) -> None:
     def noise(digest: bytes) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.privacy import randomness as under_test
-from groupwise.privacy.randomness import WORDS, _torch_state
+from groupwise.privacy.randomness import WORDS
 
 KEY = NoiseSource.from_key(bytes(range(32)))
 
@@ -75,16 +75,6 @@ def test_afterwards_and_after_an_error_the_generators_are_where_they_were():
         raise KeyError
     assert state() == before
     assert F.dropout is plain
-
-
-def test_torchs_state_is_that_of_numpys_twister():
-    words = np.random.SeedSequence(5).generate_state(WORDS, np.uint32)
-    twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(_torch_state(words, seed=0))
-        found = torch.empty(3 * WORDS, dtype=torch.int32).random_().numpy()  # the low 31 bits of each word
-    assert np.array_equal(found, (twister.random_raw(3 * WORDS) & 0x7FFFFFFF).astype(np.int32))
 
 
 def test_a_mask_takes_a_whole_word_of_the_generator_for_every_entry():

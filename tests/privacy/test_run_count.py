@@ -32,12 +32,6 @@ def test_the_laws_that_have_names(law, known):
     assert law.mean == pytest.approx(known.mean(), rel=1e-12)
 
 
-def test_a_truncated_negative_binomial_is_one_that_is_not_zero():
-    whole = stats.nbinom(2.5, 0.3)
-    for k, probability in first(TruncatedNegativeBinomial(2.5, 0.3), 40).items():
-        assert probability == pytest.approx(whole.pmf(k) / whole.sf(0), rel=1e-10)
-
-
 @pytest.mark.parametrize("eta", [-0.9, -0.5, -1e-9, 0.0, 1e-9, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("gamma", [0.05, 0.9])
 def test_probabilities_make_one_and_the_mean(eta, gamma):
@@ -51,12 +45,6 @@ def test_probabilities_make_one_and_the_mean(eta, gamma):
     power = ((1 - (1 - gamma) * x) ** -eta - 1) / (gamma**-eta - 1) if abs(eta) > 1e-6 else None
     if power is not None:
         assert math.fsum(p * x**k for k, p in table.items()) == pytest.approx(power, rel=1e-10)
-
-
-@pytest.mark.parametrize("eta", [-0.5, 0.0, 1.0, 4.0])
-@pytest.mark.parametrize("mean", [1.01, 20.0, 300.0])
-def test_gamma_follows_from_the_mean(eta, mean):
-    assert TruncatedNegativeBinomial.with_mean(eta, mean).mean == pytest.approx(mean, rel=1e-9)
 
 
 def test_a_draw_inverts_the_distribution():

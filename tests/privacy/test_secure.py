@@ -35,10 +35,6 @@ def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal_only, dtyp
     follows_normal_only(draw(std=std, step=step, dtype=dtype).numpy(), std)
 
 
-def test_one_draw_of_the_two_is_normal_itself(follows_normal):
-    assert follows_normal(Keystream(bytes(32)).normals(20_000), 1.0)
-
-
 def test_the_tails_are_there():
     noise = draw(2_000_000).numpy()
     assert (np.abs(noise) > 4.0).sum() == pytest.approx(2e6 * 6.334e-5, abs=45)  # four standard errors
@@ -127,15 +123,6 @@ def test_without_the_package_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(UserError, match="pip install cryptography"):
         Keystream(bytes(32))
-
-
-def test_a_child_is_of_the_same_kind_and_a_repr_shows_no_key():
-    child = SOURCE.child("stage 1")
-    assert child.secure and not child.is_secret
-    assert child.key == SOURCE.derive("stage 1") != SOURCE.key
-    assert repr(child) == "NoiseSource(is_secret=False, secure=True)"
-    assert not NoiseSource.fresh().child("stage 1").secure
-    assert NoiseSource.fresh(secure=True).child("stage 1").is_secret
 
 
 class TestSecureSampler:
