@@ -103,10 +103,3 @@ def test_fillers_are_left_out(found):
     for rank in found:
         assert rank["filled"].shape == (5, 2)
         torch.testing.assert_close(rank["filled"], rank["plain"], rtol=1e-12, atol=0)
-
-
-def test_one_stage_alone():
-    task, token_loss = make("images")
-    expected = task.evaluate("valid", 16, 50)
-    stage = cut(task.model, choose_ranges(task.model, 1), 0, token_loss=token_loss)
-    assert evaluate_pipeline(task, stage, "valid", 16, 50, device=CPU) == pytest.approx(expected, rel=1e-12)

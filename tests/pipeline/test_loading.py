@@ -13,7 +13,7 @@ from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import load_causal
 from groupwise.models.trainable import choose_trainable
-from groupwise.pipeline.loading import empty_model, load_stage
+from groupwise.pipeline.loading import load_stage
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.torchvision_import import import_torchvision
 
@@ -184,15 +184,6 @@ def test_names_without_the_first_part_are_found(folders, tokenizer, tmp_path):
     for index in range(3):
         found = loaded(lora("gpt2", tmp_path), tokenizer, index)
         assert_equal(found, loaded(lora("gpt2", source), tokenizer, index))
-
-
-def test_the_empty_model_is_enough_to_choose_ranges(folders, tokenizer):
-    settings = lora("gpt2", folders["gpt2", "shards"])
-    empty = empty_model(settings, tokenizer)
-    assert all(parameter.is_meta for parameter in empty.parameters())
-    whole = choose_trainable(load_causal(settings, tokenizer), settings)
-    assert choose_ranges(empty, 3) == choose_ranges(whole, 3)
-    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -211,18 +211,6 @@ def test_a_block_that_runs_again_draws_the_same_dropout():
     assert not torch.equal(chained(stages_of(model, 2), ids, kwargs)[0], found[0][0])
 
 
-def test_rematerialisation_keeps_only_the_inputs_of_blocks():
-    model, (ids, kwargs) = untied("gpt2"), texts()
-    kept = []
-    for rematerialize in (False, True):
-        (stage,) = stages_of(model, 1, rematerialize=rematerialize)
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=sizes: s.append(x.numel()) or x, lambda x: x):
-            stage(ids, **kwargs)
-        kept.append(sum(sizes))
-    assert kept[1] < kept[0] / 3
-
-
 @pytest.mark.parametrize("frozen", [torch.float32, torch.bfloat16])
 def test_stages_in_half_precision_are_the_whole_model_to_the_last_bit(frozen):
     precision = autocast("bfloat16", torch.device("cpu"))
@@ -236,30 +224,6 @@ def test_stages_in_half_precision_are_the_whole_model_to_the_last_bit(frozen):
     wanted = chained([whole], ids, kwargs)
     assert_same(found, wanted, wanted[1], tolerance=0)
     assert found[0].dtype is torch.float32
-
-
-@pytest.mark.parametrize("case", ["gpt2 with adapters", "opt untied", "gemma2 with adapters"])
-def test_names_are_those_of_the_whole_model_each_once(case):
-    make, kind = CASES[case]
-    model = make(kind)
-    for count in (1, 2, 4):
-        names = [name for stage in stages_of(model, count) for name in stage.names().values()]
-        assert sorted(names) == sorted(model.state_dict())
-
-
-def test_stages_are_joined_and_cut_anew_for_another_number():
-    model = with_adapters("gpt2")
-    shards = {}
-    for stage in stages_of(model, 4):
-        names = stage.names()
-        shards |= {names[name]: value for name, value in stage.state_dict().items()}
-    other = with_adapters("gpt2")
-    for parameter in other.parameters():
-        nn.init.zeros_(parameter)
-    for stage in stages_of(other, 2):
-        stage.load_state_dict({local: shards[name] for local, name in stage.names().items()})
-        for local, name in stage.names().items():
-            assert torch.equal(stage.state_dict()[local], model.state_dict()[name])
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
